@@ -1,0 +1,94 @@
+"""Fine-tune an encoder to classify texts, or to grade them with a number.
+
+    python recipes/cls.py                                     the demo: English film reviews
+    python recipes/cls.py --train_file reviews.csv --model_name_or_path bert-base-chinese
+    accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml
+    accelerate launch recipes/cls.py recipes/cls_zh_reviews.yaml --config_file accelerate_configs/ddp.yaml
+
+`--help` lists the settings; a YAML file of them may come first.
+"""
+
+from dataclasses import dataclass
+
+from toolkit import config, launch
+from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.data.prepare import prepare_data
+from toolkit.evaluation import Best, evaluate
+from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+from toolkit.models.loss import sample_losses
+from toolkit.report.run import Run
+from toolkit.training.loop import Loop, make_schedule
+from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything the recipe can be told; toolkit/config.py describes each name."""
+
+    model: config.ModelSettings
+    data: config.DataSettings
+    training: config.TrainingSettings
+
+
+# What runs when neither data nor a model is named: real weights and real reviews from the demo extra.
+DEMO = {
+    "model_name_or_path": "demo:minilm",
+    "dataset_name": "demo:rotten-tomatoes",
+    "max_length": 128,
+    "num_train_epochs": 2,
+    "learning_rate": 1e-4,
+    "warmup_ratio": 0.1,
+    "mixed_precision": "bf16",
+}
+
+
+def main() -> None:
+    settings = config.parse(Settings, demo=DEMO, description=__doc__)
+    training = settings.training
+    accelerator = launch.make_accelerator(training.mixed_precision)
+
+    # Data: files -> columns -> tokens, made once per machine
+    tokenizer = load_tokenizer(settings.model)
+    data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
+    labels = data.labels
+    best = Best(training.metric_for_best_model, labels.problem_type)
+    schedule = make_schedule(training, len(data.train), accelerator.num_processes)
+
+    # Model and optimizer: the same weights in every process, then divided as the launch asks
+    model = load_classifier(settings.model, labels, training.seed)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
+    align_strategy(accelerator, training, schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # Train: each step is one global batch, however many processes share it
+    run = Run(accelerator, settings, data, schedule, recipe="cls")
+    loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
+    for step in loop.steps():
+        for batch in step.micro_batches():
+            logits = model(**batch.inputs).logits  # (B, C)
+            losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
+            step.backward(losses)  # (B,)
+        run.step(step.update())
+
+        if schedule.evaluates_after(step.number):
+            evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
+            improved = best.improved(evaluation, step.number)
+            if improved:
+                save_model(accelerator, model, tokenizer, run.model_folder)
+            run.evaluation(evaluation, step.number, improved)
+            if best.waited >= (training.early_stopping_patience or float("inf")):
+                run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
+                break
+
+    # The last evaluation is of the saved model, on the test rows where there are any
+    if best.step != step.number:
+        load_weights(accelerator, model, run.model_folder)
+    if best.step != step.number or data.test:
+        evaluation = evaluate(accelerator, model, data.test or data.validation, tokenizer, labels, training)
+        run.evaluation(evaluation, best.step, improved=False)
+    run.finish(evaluation)
+
+
+if __name__ == "__main__":
+    launch.run(main)

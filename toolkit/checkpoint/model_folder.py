@@ -1,0 +1,114 @@
+"""A Hugging Face folder from a model under any strategy, and its weights back into one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import safe_open
+
+
+def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Writes config, weights and tokenizer; all processes must call it, the main one writes.
+
+    The folder is made beside its name and put in place whole: a reader finds the old one or the new
+    one, never a half.
+    """
+    state = accelerator.get_state_dict(model)  # a collective where the parameters are divided
+    if accelerator.is_main_process:
+        draft = folder.with_name(f".{folder.name}.{os.getpid()}")
+        shutil.rmtree(draft, ignore_errors=True)
+        unwrapped = accelerator.unwrap_model(model)
+        with quiet_transformers():
+            whole = {name: tensor.contiguous() for name, tensor in state.items()}
+            unwrapped.save_pretrained(draft, state_dict=whole)
+        tokenizer.save_pretrained(draft)
+        _sync(draft)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.replace(old)
+        draft.replace(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    accelerator.wait_for_everyone()
+
+
+def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
+    """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
+
+    Only the main process reads the folder, one tensor at a time: other machines need not have it.
+    """
+    module = accelerator.unwrap_model(model)
+    parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    with contextlib.ExitStack() as stack:
+        read = _tensors(folder, stack) if accelerator.is_main_process else {}
+        names = _agree(accelerator, [name for name in parameters if name in read])
+        for name in names:
+            with _gathered(accelerator, parameters[name]) as target, torch.no_grad():
+                if accelerator.is_main_process:
+                    target.copy_(read[name].get_tensor(name))
+                if accelerator.num_processes > 1 and not _divided(accelerator):
+                    torch.distributed.broadcast(target, src=0)
+    accelerator.wait_for_everyone()
+
+
+def _tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """Tensor name -> the open file that holds it."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        file = stack.enter_context(safe_open(path, framework="pt"))
+        found.update(dict.fromkeys(file.keys(), file))
+    return found
+
+
+def _agree(accelerator: Accelerator, names: list[str]) -> list[str]:
+    from accelerate.utils import broadcast_object_list
+
+    return list(broadcast_object_list([names], from_process=0)[0])
+
+
+def _divided(accelerator: Accelerator) -> bool:
+    plugin = accelerator.state.deepspeed_plugin
+    return accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
+
+
+@contextlib.contextmanager
+def _gathered(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The whole parameter; what the main process writes into it reaches the others on leaving."""
+    if _divided(accelerator) and hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            yield parameter.data
+    else:
+        yield parameter.data
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars for a moment's work, and no page about a new head, which is what was asked for."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

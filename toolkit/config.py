@@ -1,0 +1,287 @@
+"""Settings: frozen dataclasses, one per section, filled from a YAML file and the command line.
+
+A recipe's settings are a dataclass whose fields are sections; the names of all their fields share
+one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` need no prefix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from toolkit.errors import Faults, UserError, did_you_mean
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+SchedulerName = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelSettings:
+    """The pretrained model and how it is adapted."""
+
+    model_name_or_path: str | None = None
+    """A folder or a hub name that `AutoModelForSequenceClassification` loads."""
+    problem_type: ProblemType | None = None
+    """What the labels mean; found from the label column when not given."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Overrides every dropout probability of the model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    attn_implementation: str | None = None
+    """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataSettings:
+    """Where the texts and labels are."""
+
+    train_file: str | None = None
+    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz)."""
+    validation_file: str | None = None
+    """Evaluated during training; without it a part of the training rows is held back."""
+    test_file: str | None = None
+    """Evaluated once, at the end, with the best model."""
+    dataset_name: str | None = None
+    """A data set on the hub, or a folder `datasets.load_dataset` reads; instead of the files."""
+    dataset_config_name: str | None = None
+    """The configuration of `dataset_name`."""
+    text_column: str | None = None
+    """Found by its name or as the only text column when not given."""
+    label_column: str | None = None
+    """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
+    validation_split: float = Field(default=0.1, gt=0, lt=1)
+    """The part of the training rows that is held back when there is no validation file."""
+    drop_empty_text: bool = False
+    """Leave out rows whose text is empty or blank; otherwise they are an error."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Tokens; longer texts are cut. The model's own limit when not given."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainingSettings:
+    """The optimization and what a run keeps."""
+
+    output_dir: str | None = None
+    """The run's folder; a new one under runs/ when not given."""
+    overwrite_output_dir: bool = False
+    """Where the folder holds a run, move that run aside (to NAME.old-TIME) instead of stopping."""
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    """Passes over the training rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; overrides the number of epochs."""
+    global_batch_size: int = Field(default=32, ge=1)
+    """Samples per optimizer step, over all processes and micro-batches."""
+    per_device_batch_size: int = Field(default=32, ge=1)
+    """The most samples of one micro-batch on one process; accumulation follows from it."""
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
+    """The most samples of one evaluation batch; twice the training one when not given."""
+    group_by_length: bool = True
+    """Put texts of similar length into the same batch."""
+    learning_rate: float = Field(default=5e-5, gt=0)
+    """The peak learning rate of AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled decay of the weights; biases and norms have none."""
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    """The part of all optimizer steps that warms up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps that warm up; instead of the ratio."""
+    lr_scheduler_type: SchedulerName = "linear"
+    """The schedule after the warm-up, counted in optimizer steps."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Clips the norm of the whole gradient; 0 turns clipping off."""
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    """For single-label classification."""
+    seed: int = Field(default=42, ge=0)
+    """Of the split, the order of samples, the new head and dropout."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """What the accelerate config says, or `no`, when not given."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations; once an epoch when not given."""
+    metric_for_best_model: str | None = None
+    """Any number of eval.jsonl; macro F1, micro F1 (multi-label) or the loss (regression) when not given."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after so many evaluations without a better metric."""
+    report_to: str = "tensorboard"
+    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+
+
+Settings = TypeVar("Settings")
+
+
+def parse(
+    settings_class: type[Settings],
+    argv: Sequence[str] | None = None,
+    demo: Mapping[str, Any] | None = None,
+    description: str | None = None,
+) -> Settings:
+    """`[FILE.yaml] --name value ...` -> settings; the command line wins over the file.
+
+    Where neither names data or a model, `demo` fills what was not given. Raises UserError with every fault at once: unknown names (with the nearest known one), values of
+    the wrong type or out of range.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    faults = Faults()
+    sections = sections_of(settings_class)
+    given: dict[str, Any] = {}
+    if arguments and not arguments[0].startswith("-"):
+        given.update(_from_yaml(Path(arguments.pop(0)), sections, faults))
+    given.update(_from_command_line(arguments, sections, faults, description))
+    named = [
+        name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None
+    ]
+    if demo and not named:
+        given = {**demo, **given}
+    elif demo and "model_name_or_path" not in named:
+        faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME (bert-base-chinese, ...)")
+    elif demo and named == ["model_name_or_path"]:
+        faults.add("no data is named: pass --train_file FILE or --dataset_name NAME")
+    return build(settings_class, given, faults)
+
+
+def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faults | None = None) -> Settings:
+    """A flat mapping of settings -> the validated dataclass. Raises UserError with all faults."""
+    faults = faults or Faults()
+    sections = sections_of(settings_class)
+    built = {}
+    for name, section in sections.items():
+        own = {key: given[key] for key in _names(section) if key in given}
+        try:
+            built[name] = TypeAdapter(section).validate_python(own)
+        except ValidationError as error:
+            for fault in error.errors():
+                faults.add(_explain(fault))
+    faults.raise_if_any()
+    contradictions(given, faults)
+    faults.raise_if_any()
+    return settings_class(**built)
+
+
+def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
+    """Adds a fault for each pair of given settings that cannot both be meant."""
+    exclusive = [
+        ("train_file", "dataset_name", "name the files or the data set"),
+        ("validation_file", "dataset_name", "a data set brings its own splits"),
+        ("test_file", "dataset_name", "a data set brings its own splits"),
+        ("warmup_ratio", "warmup_steps", "they set the same thing"),
+        ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
+    ]
+    for one, other, why in exclusive:
+        if given.get(one) is not None and given.get(other) is not None:
+            faults.add(f"--{one} and --{other} contradict each other ({why}): give one of them")
+    for needs in ("validation_file", "test_file"):
+        alone = given.get("train_file") is None and given.get("dataset_name") is None
+        if given.get(needs) is not None and alone:
+            faults.add(f"--{needs} is given without --train_file: name the file to train on")
+    if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
+        faults.add("--dataset_config_name is given without --dataset_name")
+
+
+def sections_of(settings_class: type) -> dict[str, type]:
+    """Field name -> section class, in order."""
+    hints = get_type_hints(settings_class)
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """Settings -> one flat dict, as config.json and trackers keep it."""
+    merged: dict[str, Any] = {}
+    for name in sections_of(type(settings)):
+        merged.update(dataclasses.asdict(getattr(settings, name)))
+    return merged
+
+
+def _names(section: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(section)]
+
+
+def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
+    if path.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{path} is not a YAML file of settings: settings are given as --name value")
+    if not path.is_file():
+        raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} must hold lines of `name: value`, and holds a {type(loaded).__name__}")
+    known = [name for section in sections.values() for name in _names(section)]
+    for name in loaded:
+        if name not in known:
+            faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), known)}")
+    return {name: value for name, value in loaded.items() if name in known}
+
+
+def _from_command_line(
+    arguments: list[str], sections: Mapping[str, type], faults: Faults, description: str | None
+) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
+        description=description,
+        epilog="To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, "
+        "--machine_rank, --main_process_ip, --main_process_port), or --deepspeed_config under `deepspeed`.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    known = []
+    for section in sections.values():
+        group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
+        # pydantic keeps the docstring under each field as its description
+        described = section.__pydantic_fields__  # type: ignore[attr-defined]
+        for name in _names(section):
+            known.append(name)
+            field = described[name]
+            text = (field.description or "").replace("%", "%%")
+            default = "" if field.default is None else f" [{field.default}]"
+            # a switch may stand alone, as in transformers: `--gradient_checkpointing`
+            alone = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+            group.add_argument(f"--{name}", metavar="VALUE", help=text + default, **alone)
+    try:
+        parsed, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from error
+    for token in unknown:
+        if token.startswith("--"):
+            name = token[2:].split("=")[0]
+            hint = did_you_mean(name.replace("-", "_"), known)
+            faults.add(f"unknown setting --{name}{hint}; --help lists them all")
+        elif not _is_value_of_unknown(token, arguments, known):
+            faults.add(f"{token!r} is not a setting: settings are given as --name value")
+    return dict(vars(parsed))
+
+
+def _is_value_of_unknown(token: str, arguments: Sequence[str], known: Sequence[str]) -> bool:
+    """True when `token` follows an unknown --name: that name is the fault, not the token."""
+    place = arguments.index(token)
+    before = arguments[place - 1] if place else ""
+    return before.startswith("--") and before[2:].split("=")[0] not in known
+
+
+def _explain(fault: Any) -> str:
+    name = str(fault["loc"][0]) if fault["loc"] else "settings"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"

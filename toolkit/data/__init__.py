@@ -1,0 +1,1 @@
+"""Files or hub -> checked columns -> tokens -> batches."""

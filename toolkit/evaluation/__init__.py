@@ -1,0 +1,67 @@
+"""Prediction of every sample exactly once, and the metrics of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from toolkit.config import ProblemType, TrainingSettings
+from toolkit.data.batches import Collator
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
+from toolkit.evaluation.metrics import best_metric, compute
+from toolkit.evaluation.predict import Predictions, predict
+
+__all__ = ["Best", "Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: the numbers everywhere, the predictions on the main process."""
+
+    split: str
+    numbers: dict[str, Any]
+    predictions: Predictions | None
+
+
+def evaluate(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    split: Split,
+    tokenizer: Any,
+    labels: Labels,
+    settings: TrainingSettings,
+) -> Evaluation:
+    """Predicts a split exactly once; every process gets the numbers, so that all decide alike."""
+    collate = Collator(split, tokenizer, accelerator.device)
+    batch_size = settings.per_device_eval_batch_size or 2 * settings.per_device_batch_size
+    predictions = predict(accelerator, model, split, collate, batch_size)
+    numbers = [compute(predictions, labels) if predictions is not None else None]
+    return Evaluation(split.name, broadcast_object_list(numbers)[0], predictions)
+
+
+class Best:
+    """The best evaluation so far, and how long ago it was."""
+
+    def __init__(self, metric: str | None, problem_type: ProblemType) -> None:
+        """Raises UserError for a metric that eval.jsonl does not hold."""
+        self.metric, greater_is_better = best_metric(metric, problem_type)
+        self.sign = 1.0 if greater_is_better else -1.0
+        self.value = -math.inf
+        self.step = 0
+        self.waited = 0
+        """Evaluations since the best one."""
+
+    def improved(self, evaluation: Evaluation, step: int) -> bool:
+        """Takes note of an evaluation; True when it is better than all before it."""
+        value = self.sign * evaluation.numbers[self.metric]
+        if value > self.value:
+            self.value, self.step, self.waited = value, step, 0
+            return True
+        self.waited += 1
+        return False

@@ -1,0 +1,93 @@
+"""One clear message from one process when something fails, whoever meets it first."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from toolkit.errors import UserError
+from toolkit.launch.environment import place_of
+from toolkit.launch.relaunch import relaunch_if_asked
+
+# How long a process that is not the one to speak stays silent: its launcher ends it before that.
+SILENCE_SECONDS = 10.0
+
+
+def run(main: Callable[[], None], module: str | None = None) -> None:
+    """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
+
+    Exit codes: 0 done, 1 failed, 130 interrupted. `module` is the package when started by `-m`.
+    """
+    try:
+        sys.argv, options = relaunch_if_asked(sys.argv, module)
+        if options.deepspeed_config:
+            os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
+        main()
+        _close_group()
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    except UserError as error:
+        _leave(f"error: {error}", 1)
+    except Exception as error:
+        _leave(_describe(error), 1)
+
+
+def _describe(error: Exception) -> str:
+    """A traceback for our own faults; what other libraries say in one line is kept as the last line."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    place = place_of(os.environ)
+    where = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
+    if place.world_size == 1 or _first_to_fail(place.rank):
+        print(f"{where}{message}", file=sys.stderr, flush=True)
+    # No cleanup of a broken group: the exit code must reach the launcher at once.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _first_to_fail(rank: int) -> bool:
+    """Whether this process is the one that reports.
+
+    With a process group the shared store decides. Before there is one every process usually fails
+    alike: rank 0 speaks, and another only when nobody has ended it after a while.
+    """
+    store = _store()
+    if store is not None:
+        try:
+            if store.add("toolkit/failed", 1) == 1:
+                return True
+        except RuntimeError:
+            pass  # the process that kept the store is gone, and has spoken unless it was killed
+    elif rank == 0:
+        return True
+    time.sleep(SILENCE_SECONDS)
+    return store is None or not _store_answers(store)
+
+
+def _store_answers(store: Any) -> bool:
+    try:
+        store.num_keys()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _store() -> Any:
+    """The process group's own key-value store, or None before there is a group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
+
+
+def _close_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,0 +1,271 @@
+"""The accelerator, and proof that its world is the one that was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from toolkit.errors import UserError
+from toolkit.launch.environment import Place, settle
+from toolkit.launch.relaunch import MARKER, find_beside, read_config
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
+GROUP_TIMEOUT = timedelta(minutes=30)
+
+
+def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
+    """An `Accelerator` for the way this process was started, verified before anything is read.
+
+    `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
+    """
+    place = settle(os.environ)
+    _check_devices(place)
+    import torch  # after the environment is settled: torch reads OMP_NUM_THREADS on import
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu:
+        _use_cpu_well(place)
+    plugin = _deepspeed_plugin(place)
+    deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
+    handlers = [
+        InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=GROUP_TIMEOUT),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+    ]
+    if on_cpu and deepspeed:
+        _skip_shared_memory_kernel()
+    if plugin is not None:
+        options["deepspeed_plugin"] = plugin
+    _quiet_libraries()
+    # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
+    # or each process would think itself alone
+    accelerator = Accelerator(
+        cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
+    )
+    verify_world(accelerator, place)
+    if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
+        raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
+    if on_cpu and _flag("ACCELERATE_USE_FSDP"):
+        say(accelerator, "no GPU here: FSDP needs one, so this runs as plain data parallel (same losses)")
+    return accelerator
+
+
+def verify_world(accelerator: Accelerator, place: Place) -> None:
+    """Compares the processes asked for, announced by the launcher, and found by an all-reduce."""
+    import torch
+
+    ones = torch.ones(1, device=accelerator.device)
+    found = int(accelerator.reduce(ones, reduction="sum").item())
+    asked, source = asked_for(place)
+    if asked == found == accelerator.num_processes:
+        return
+    raise UserError(
+        f"{source} asks for {asked} processes, and {found} joined (this one counts "
+        f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
+        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {asked}`"
+    )
+
+
+def asked_for(place: Place) -> tuple[int, str]:
+    """How many processes were asked for, and by what."""
+    marker = os.environ.get(MARKER)
+    if marker:
+        asked = json.loads(marker)
+        return int(asked["num_processes"]), str(asked["config_file"])
+    if place.world_size == 1:
+        by_parent = _asked_of_parent()
+        if by_parent is not None:
+            return by_parent
+    return place.world_size, place.launcher
+
+
+def how_launched() -> dict[str, Any]:
+    """For config.json: the launcher, its config file and the command line."""
+    marker = json.loads(os.environ.get(MARKER, "{}"))
+    return {"config_file": marker.get("config_file"), "command": shlex.join(sys.argv)}
+
+
+def _asked_of_parent() -> tuple[int, str] | None:
+    """What an `accelerate launch` above this process was given: it can start one process for a file
+    that says many (MULTI_CPU), and says nothing."""
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents()[:3]:
+            line = parent.cmdline()
+            names = [Path(word).name for word in line]
+            if "launch" not in names and "accelerate-launch" not in names and "launch.py" not in names:
+                continue
+            if not any("accelerate" in word for word in line):
+                continue
+            return _asked_by(line)
+    return None
+
+
+def _asked_by(line: list[str]) -> tuple[int, str] | None:
+    """Reads `--num_processes` and `--config_file` before the script of a launcher's command line."""
+    script = next(
+        (i for i, word in enumerate(line) if i > 1 and word.endswith(".py") and "launch" not in word), None
+    )
+    options: dict[str, str] = {}
+    for word, following in zip(line[:script], [*line[1:script], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes", "--config_file", "--config-file"):
+            options[name[2:].replace("-", "_")] = value if equals else following
+    with contextlib.suppress(UserError, ValueError):
+        if "num_processes" in options:
+            return int(options["num_processes"]), "accelerate launch --num_processes"
+        if "config_file" in options:
+            count = read_config(Path(options["config_file"])).get("num_processes")
+            return (int(count), options["config_file"]) if count else None
+    return None
+
+
+def _check_devices(place: Place) -> None:
+    """More processes than GPUs on this machine is an error here, not a CUDA traceback later."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    devices = torch.cuda.device_count()
+    if devices == 1 and place.local_rank > 0 and place.launcher in ("srun", "mpirun", "mpiexec"):
+        os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
+    elif place.local_world_size > devices:
+        raise UserError(
+            f"{place.local_world_size} processes are started on {socket.gethostname()}, which has {devices} "
+            f"GPU{'s' * (devices > 1)}: pass --num_processes {devices} (or set CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def _deepspeed_plugin(place: Place) -> Any:
+    """DeepSpeed's launcher starts the script without telling Accelerate: tell it."""
+    asked = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    if _flag("ACCELERATE_USE_DEEPSPEED"):
+        return None
+    if place.launcher != "deepspeed" and not asked:
+        return None
+    path = find_beside(asked or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+    from accelerate import DeepSpeedPlugin
+
+    # Accelerate opens the group through DeepSpeed only where this variable says so
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("LOCAL_RANK", "0"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        from toolkit.launch.environment import free_port
+
+        os.environ["MASTER_PORT"] = str(free_port())
+    return DeepSpeedPlugin(hf_ds_config=str(path))
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
+
+
+def _use_cpu_well(place: Place) -> None:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    asked = int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
+    # launchers set OMP_NUM_THREADS=1 for several processes, however many cores there are
+    threads = asked if asked > 1 else max(1, cores // place.local_world_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    torch.set_num_threads(threads)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
+    _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Tells glibc to keep freed memory: by default each large tensor is mapped, zeroed by the kernel
+    page by page, and unmapped again."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 1 << 30)
+
+
+def _skip_shared_memory_kernel() -> None:
+    """DeepSpeed compiles a C++ kernel at first use on a CPU (half a minute; a killed build leaves a lock
+    on which every later run hangs). Only its inference all-reduce uses it; training does not."""
+    # by import_module: the attribute deepspeed.comm.torch is torch itself
+    backend = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def say(accelerator: Accelerator, line: str) -> None:
+    """One line from one process, for what a user should know and need not mend."""
+    if accelerator.is_main_process:
+        print(line, file=sys.stderr, flush=True)
+
+
+def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 24 * 3600) -> None:
+    """Waits through the store, not in a collective, which would time out while one machine works.
+
+    Raises UserError after `patience_seconds`, naming the ranks that did not come.
+    """
+    if accelerator.num_processes == 1:
+        return
+    import torch
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
+    store.set(keys[accelerator.process_index], "here")
+    started, said = time.monotonic(), time.monotonic()
+    missing = list(keys)
+    while missing:
+        missing = [rank for rank in missing if not store.check([keys[rank]])]
+        now = time.monotonic()
+        if missing and now - started > patience_seconds:
+            raise UserError(f"waiting for {what}: ranks {missing} did not finish in {patience_seconds:.0f} s")
+        if missing and now - said > 60:
+            said = now
+            say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
+        if missing:
+            time.sleep(min(0.5, 0.01 + (now - started) / 10))
+
+
+def same_everywhere(accelerator: Accelerator, what: str, digest: str) -> None:
+    """Raises UserError, naming the ranks, when a digest is not the same in every process."""
+    if accelerator.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    found = gather_object([(digest, accelerator.process_index, socket.gethostname())])
+    others = [(rank, host) for value, rank, host in found if value != found[0][0]]
+    if others:
+        listed = ", ".join(f"rank {rank} ({host})" for rank, host in others)
+        raise UserError(
+            f"{what} is not the same everywhere: {listed} differ from rank 0 ({found[0][2]}): "
+            "give every machine the same files, settings and library versions"
+        )
+
+
+def _quiet_libraries() -> None:
+    """DeepSpeed logs every start at INFO on every rank, and its collectives warn at every call; a run
+    has lines of its own."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
+    warnings.filterwarnings(
+        "ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning
+    )

@@ -1,0 +1,1 @@
+"""Loading pretrained encoders; what transformers lacks."""

@@ -1,0 +1,107 @@
+"""Any `AutoModelForSequenceClassification` checkpoint, the same weights in every process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from toolkit.checkpoint.model_folder import quiet_transformers
+from toolkit.config import ModelSettings
+from toolkit.data import demo
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError, did_you_mean
+
+
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """Raises UserError when there is none, or it cannot pad."""
+    name = str(settings.model_name_or_path)
+    with _explained(name):
+        tokenizer = AutoTokenizer.from_pretrained(demo.model_path(name))
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
+    return tokenizer
+
+
+def load_config(settings: ModelSettings) -> Any:
+    name = str(settings.model_name_or_path)
+    with _explained(name):
+        return AutoConfig.from_pretrained(demo.model_path(name))
+
+
+def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
+    """The pretrained encoder with a head for these labels, in float32 on the CPU.
+
+    The new head's weights depend on the seed only: every process makes the same ones, whatever the
+    strategy, because nothing is divided among processes before `accelerator.prepare`.
+    Raises UserError when the model cannot be loaded or an option does not fit it.
+    """
+    name = str(settings.model_name_or_path)
+    path = demo.model_path(name)
+    config = load_config(settings)
+    config.problem_type = labels.problem_type
+    config.id2label = dict(enumerate(labels.names))
+    config.label2id = {label: index for index, label in enumerate(labels.names)}
+    if settings.dropout is not None:
+        set_dropout(config, settings.dropout)
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if settings.attn_implementation:
+        options["attn_implementation"] = settings.attn_implementation
+    set_seed(seed)
+    with _explained(name), _undivided(), quiet_transformers():
+        # a classification head of another size is replaced: that is what fine-tuning on new labels is
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, ignore_mismatched_sizes=True, **options
+        )
+    if settings.gradient_checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def set_dropout(config: Any, probability: float) -> None:
+    """Sets every dropout probability a config knows, whatever the family calls it."""
+    for name, value in config.to_dict().items():
+        if (
+            "dropout" in name
+            and (value is None or isinstance(value, float | int))
+            and not isinstance(value, bool)
+        ):
+            setattr(config, name, probability)
+
+
+@contextlib.contextmanager
+def _undivided() -> Iterator[None]:
+    """Loads whole weights also under a config that would divide them on the way: a head made piecewise
+    would depend on the number of processes."""
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    transformers_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        path = Path(name)
+        near = (
+            [file.name for file in path.parent.iterdir()]
+            if path.parent.is_dir() and path.is_absolute()
+            else []
+        )
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        hint = (
+            did_you_mean(path.name, near)
+            or ": give a folder with config.json, or a hub name (needs a network)"
+        )
+        raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error

@@ -1,0 +1,1 @@
+"""What a run tells: progress, files, trackers, report and model card."""

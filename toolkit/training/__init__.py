@@ -1,0 +1,1 @@
+"""The loop, the loss normalisation, optimizer and schedule."""

@@ -1,0 +1,223 @@
+"""Optimizer steps: their micro-batches, one normalisation, one update, one line of metrics.
+
+The gradient of a step is that of the mean loss over its *global* batch, whatever the number of
+processes and micro-batches: each process adds up its samples' losses and divides by the number of
+samples of the whole global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+
+from toolkit.config import TrainingSettings
+from toolkit.data.batches import Batch, Collator, epoch_order, rounds_of, shares
+from toolkit.data.tokens import Split
+from toolkit.errors import UserError, listing
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How many optimizer steps a run takes."""
+
+    steps_per_epoch: int
+    total_steps: int
+    accumulation: int
+    """The most micro-batches of one optimizer step on one process."""
+    micro_batch_size: int
+    """The most samples of one micro-batch."""
+    eval_every: int
+
+    def evaluates_after(self, step: int) -> bool:
+        """At every `eval_every`th step, and at the end."""
+        return step % self.eval_every == 0 or step == self.total_steps
+
+
+def make_schedule(settings: TrainingSettings, samples: int, processes: int) -> Schedule:
+    steps_per_epoch = -(-samples // settings.global_batch_size)
+    total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
+    accumulation = rounds_of(settings.global_batch_size, settings.per_device_batch_size, processes)
+    largest = -(-settings.global_batch_size // (accumulation * processes))
+    return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
+
+
+@dataclass
+class StepMetrics:
+    """A line of metrics.jsonl."""
+
+    step: int
+    epoch: float
+    loss: float
+    """Mean over the global batch."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    samples: int
+    tokens: int
+    """Of this step, padding not counted."""
+    samples_per_second: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    """The most any process has held: device memory, or resident memory on a CPU."""
+
+
+@dataclass
+class Step:
+    """One optimizer step; `for batch in step.micro_batches(): step.backward(losses)`, then `step.update()`."""
+
+    loop: Loop
+    number: int
+    """Counted from 1."""
+    indices: np.ndarray
+    """Samples of the global batch."""
+    tokens: int
+    """Real tokens of the global batch."""
+    started: float = field(default_factory=time.perf_counter)
+    _batch: Batch | None = None
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _ids: list[torch.Tensor] = field(default_factory=list)
+
+    def micro_batches(self) -> Iterator[Batch]:
+        """This process's micro-batches; gradients travel between processes in the last one only."""
+        loop, accelerator = self.loop, self.loop.accelerator
+        mine = shares(
+            self.indices,
+            loop.lengths,
+            loop.settings.per_device_batch_size,
+            accelerator.process_index,
+            accelerator.num_processes,
+        )
+        for place, share in enumerate(mine):
+            last = place == len(mine) - 1
+            accelerator.sync_gradients = last
+            self._batch = loop.collate.share(share)
+            with contextlib.nullcontext() if last else accelerator.no_sync(loop.model):
+                yield self._batch
+
+    def backward(self, losses: torch.Tensor) -> None:
+        """(B,) losses of the current micro-batch -> gradients of the global mean.
+
+        Data parallel training averages over processes, and accelerate (or DeepSpeed) over the declared
+        accumulation: both are undone here, the number of samples of the global batch takes their place.
+        """
+        batch, accelerator = self._batch, self.loop.accelerator
+        if batch is None:
+            raise RuntimeError("backward() belongs inside `for batch in step.micro_batches()`")
+        weighted = losses * batch.weights  # (B,)
+        undone = accelerator.num_processes * accelerator.gradient_accumulation_steps
+        accelerator.backward(weighted.sum() * (undone / len(self.indices)))
+        self._losses.append(weighted.detach())
+        self._ids.append(batch.ids)
+
+    def update(self) -> StepMetrics:
+        """Clips, updates the weights, moves the schedule; returns what to record.
+
+        Raises UserError, in every process, when the loss or the gradient is not finite.
+        """
+        loop, accelerator = self.loop, self.loop.accelerator
+        learning_rate = loop.scheduler.get_last_lr()[0]
+        norm = accelerator.clip_grad_norm_(loop.model.parameters(), loop.settings.max_grad_norm or math.inf)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if not accelerator.optimizer_step_was_skipped:
+            loop.scheduler.step()
+        loss_sum, peak = self._over_processes()
+        grad_norm = float(norm) if norm is not None else math.nan
+        seconds = time.perf_counter() - self.started
+        metrics = StepMetrics(
+            step=self.number,
+            epoch=round(self.number / loop.schedule.steps_per_epoch, 4),
+            loss=loss_sum / len(self.indices),
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            samples=len(self.indices),
+            tokens=self.tokens,
+            samples_per_second=round(len(self.indices) / seconds, 2),
+            tokens_per_second=round(self.tokens / seconds, 1),
+            peak_memory_bytes=peak,
+        )
+        self._refuse_non_finite(metrics)
+        return metrics
+
+    def _over_processes(self) -> tuple[float, int]:
+        """(sum of the global batch's losses, largest memory of any process): one small collective."""
+        device = self.loop.accelerator.device
+        # MPS knows no float64
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        local = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
+        mine = torch.stack(
+            [local, torch.tensor(float(peak_memory_bytes(device)), dtype=dtype, device=device)]
+        )
+        gathered = self.loop.accelerator.gather(mine[None])  # (processes, 2)
+        loss_sum, peak = gathered[:, 0].sum().item(), gathered[:, 1].max().item()
+        return loss_sum, int(peak)
+
+    def _refuse_non_finite(self, metrics: StepMetrics) -> None:
+        scaled = (
+            self.loop.accelerator.mixed_precision == "fp16"
+        )  # there an infinite gradient only skips a step
+        if math.isfinite(metrics.loss) and (scaled or math.isfinite(metrics.grad_norm)):
+            return
+        losses, ids = torch.cat(self._losses), torch.cat(self._ids)
+        bad = ids[~torch.isfinite(losses)].tolist()
+        rows = [row for row in sorted(gather_object(bad)) if row >= 0]
+        what = f"the loss of rows {listing(row + 1 for row in rows)} is" if rows else "the gradient is"
+        raise UserError(
+            f"step {metrics.step}: {what} not finite (loss {metrics.loss}, gradient norm {metrics.grad_norm}): "
+            f"look at those texts and labels, lower --learning_rate (now {metrics.learning_rate:.3g}), or use "
+            "--mixed_precision bf16 or no"
+        )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Device memory where the device counts it, otherwise the process's largest resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass
+class Loop:
+    """`for step in loop.steps(): ...`: every optimizer step of a run, in the same order everywhere."""
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    train: Split
+    tokenizer: Any
+    settings: TrainingSettings
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        self.lengths = self.train.lengths
+        self.collate = Collator(self.train, self.tokenizer, self.accelerator.device)
+
+    def steps(self) -> Iterator[Step]:
+        # the weights are made; from here on each process has its own dropout
+        set_seed(self.settings.seed, device_specific=True)
+        number, total = 0, self.schedule.total_steps
+        for epoch in range(-(-total // self.schedule.steps_per_epoch)):
+            order = epoch_order(
+                self.lengths,
+                self.settings.global_batch_size,
+                self.settings.seed,
+                epoch,
+                self.settings.group_by_length,
+            )
+            for indices in order[: total - number]:
+                number += 1
+                self.model.train()
+                yield Step(self, number, indices, tokens=int(self.lengths[indices].sum()))
