@@ -136,8 +136,8 @@ def parse(
 ) -> Settings:
     """`[FILE.yaml] --name value ...` -> settings; the command line wins over the file.
 
-    Where neither names data or a model, `demo` fills what was not given. Raises UserError with every fault at once: unknown names (with the nearest known one), values of
-    the wrong type or out of range.
+    Where neither names data or a model, `demo` fills what was not given. Raises UserError with every
+    fault at once: unknown names (with the nearest known one), values of the wrong type or out of range.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     faults = Faults()
@@ -146,9 +146,7 @@ def parse(
     if arguments and not arguments[0].startswith("-"):
         given.update(_from_yaml(Path(arguments.pop(0)), sections, faults))
     given.update(_from_command_line(arguments, sections, faults, description))
-    named = [
-        name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None
-    ]
+    named = [name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None]
     if demo and not named:
         given = {**demo, **given}
     elif demo and "model_name_or_path" not in named:
@@ -162,7 +160,7 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
     """A flat mapping of settings -> the validated dataclass. Raises UserError with all faults."""
     faults = faults or Faults()
     sections = sections_of(settings_class)
-    built = {}
+    built: dict[str, Any] = {}
     for name, section in sections.items():
         own = {key: given[key] for key in _names(section) if key in given}
         try:
@@ -258,7 +256,7 @@ def _from_command_line(
             text = (field.description or "").replace("%", "%%")
             default = "" if field.default is None else f" [{field.default}]"
             # a switch may stand alone, as in transformers: `--gradient_checkpointing`
-            alone = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
+            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
             group.add_argument(f"--{name}", metavar="VALUE", help=text + default, **alone)
     try:
         parsed, unknown = parser.parse_known_args(arguments)

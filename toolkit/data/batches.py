@@ -63,9 +63,7 @@ def _cut(order: np.ndarray, size: int) -> list[np.ndarray]:
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def shares(
-    indices: np.ndarray, lengths: np.ndarray, per_device: int, rank: int, world: int
-) -> list[np.ndarray]:
+def shares(indices: np.ndarray, lengths: np.ndarray, per_device: int, rank: int, world: int) -> list[np.ndarray]:
     """One global batch -> this process's micro-batches: as many, at the same time, on every process.
 
     Neighbours in length run at the same time on different processes, so none waits long for another.

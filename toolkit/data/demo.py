@@ -49,9 +49,7 @@ def locate(name: str, known: dict[str, Source]) -> Path:
     """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
     short = name.removeprefix(PREFIX)
     if short not in known:
-        raise UserError(
-            f"there is no {name}{did_you_mean(short, known)}: known are demo:{', demo:'.join(known)}"
-        )
+        raise UserError(f"there is no {name}{did_you_mean(short, known)}: known are demo:{', demo:'.join(known)}")
     source = known[short]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:
@@ -108,7 +106,5 @@ def _table(pairs: list[tuple[str, str]], name: str, digest: str) -> Table:
     for text, label in pairs:
         labels.setdefault(text, set()).add(label)
     clean = [(text, next(iter(found))) for text, found in labels.items() if len(found) == 1]
-    rows = datasets.Dataset.from_dict(
-        {"text": [text for text, _ in clean], "label": [label for _, label in clean]}
-    )
+    rows = datasets.Dataset.from_dict({"text": [text for text, _ in clean], "label": [label for _, label in clean]})
     return Table(rows, PREFIX + name, f"{digest}-clean1")

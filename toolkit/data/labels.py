@@ -75,9 +75,7 @@ class Labels:
         return cls(loaded["problem_type"], tuple(loaded["names"]), tuple(loaded["columns"]))
 
 
-def find_labels(
-    table: Table, label_column: str | None, problem_type: ProblemType | None, text_column: str
-) -> Labels:
+def find_labels(table: Table, label_column: str | None, problem_type: ProblemType | None, text_column: str) -> Labels:
     """Looks at the training table's label column and decides what it means.
 
     Strings and whole numbers are classes, numbers with a fraction are regression, lists and several
@@ -90,9 +88,7 @@ def find_labels(
     column = find_column(table, columns[0] if columns else None, USUAL, "label_column")
     if column is None:
         others = [name for name in table.rows.column_names if name != text_column]
-        raise UserError(
-            f"{table.name}: which column is the label? Name one of {listing(others)} with --label_column"
-        )
+        raise UserError(f"{table.name}: which column is the label? Name one of {listing(others)} with --label_column")
     values = _values(table, (column,))
     _refuse_empty(table, column, values)
     problem = problem_type or _guess(table, column, values)
@@ -100,9 +96,7 @@ def find_labels(
         return Labels(problem, (column,), (column,))
     names = _class_names(table, column, values, problem)
     if len(names) < 2:
-        raise UserError(
-            f"{table.name}: column {column!r} holds one class only ({names[0]}): at least two are needed"
-        )
+        raise UserError(f"{table.name}: column {column!r} holds one class only ({names[0]}): at least two are needed")
     if len(names) > MOST_CLASSES:
         raise UserError(
             f"{table.name}: column {column!r} holds {len(names)} different values: is it the label? Name another "
@@ -113,14 +107,10 @@ def find_labels(
 
 def _multi_column(table: Table, columns: tuple[str, ...], problem_type: ProblemType | None) -> Labels:
     if problem_type not in (None, "multi_label_classification"):
-        raise UserError(
-            f"several label columns mean multi-label classification, not --problem_type {problem_type}"
-        )
+        raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
     for column in columns:
         find_column(table, column, (), "label_column")
-        odd = next(
-            (row for row, value in enumerate(table.rows[column]) if value not in (0, 1, "0", "1")), None
-        )
+        odd = next((row for row, value in enumerate(table.rows[column]) if value not in (0, 1, "0", "1")), None)
         if odd is not None:
             raise UserError(
                 f"{table.name}, row {odd + 1}: column {column!r} is {table.rows[odd][column]!r}; several label "
@@ -131,10 +121,7 @@ def _multi_column(table: Table, columns: tuple[str, ...], problem_type: ProblemT
 
 def _values(table: Table, columns: tuple[str, ...]) -> list[Any]:
     if len(columns) > 1:
-        return [
-            [float(value) for value in row]
-            for row in zip(*(table.rows[name] for name in columns), strict=True)
-        ]
+        return [[float(value) for value in row] for row in zip(*(table.rows[name] for name in columns), strict=True)]
     feature = table.rows.features[columns[0]]
     values = list(table.rows[columns[0]])
     if isinstance(feature, datasets.ClassLabel):
@@ -145,9 +132,7 @@ def _values(table: Table, columns: tuple[str, ...]) -> list[Any]:
 def _refuse_empty(table: Table, column: str, values: Sequence[Any]) -> None:
     empty = [row + 1 for row, value in enumerate(values) if value is None or value == "" or value != value]
     if empty:
-        raise UserError(
-            f"{table.name}: no label in column {column!r} of rows {listing(empty)}: fill or remove them"
-        )
+        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(empty)}: fill or remove them")
 
 
 def _guess(table: Table, column: str, values: Sequence[Any]) -> ProblemType:
@@ -181,9 +166,7 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 def _is_multi_hot(values: Sequence[Any]) -> bool:
     if not isinstance(values[0], list) or len(values[0]) < 2:
         return False
-    return len({len(value) for value in values}) == 1 and all(
-        item in (0, 1) for value in values for item in value
-    )
+    return len({len(value) for value in values}) == 1 and all(item in (0, 1) for value in values for item in value)
 
 
 def _to_name(value: Any) -> str:
@@ -199,11 +182,7 @@ def _to_names(value: Any, known: Sequence[str]) -> list[str]:
     """
     if isinstance(value, str):
         text = value.strip()
-        value = (
-            json.loads(text)
-            if text.startswith("[")
-            else [part for part in re.split(r"[|,;，；]", text) if part]
-        )
+        value = json.loads(text) if text.startswith("[") else [part for part in re.split(r"[|,;，；]", text) if part]
     by_place = list(known) == [str(place) for place in range(len(known))]
     if known and by_place and len(value) == len(known) and all(item in (0, 1) for item in value):
         return [known[place] for place, item in enumerate(value) if item]
@@ -220,9 +199,7 @@ def _to_number(value: Any, table: Table, row: int) -> float:
     return number
 
 
-def _refuse_unknown(
-    table: Table, kept: np.ndarray, sets: Sequence[Sequence[str]], ids: dict[str, int]
-) -> None:
+def _refuse_unknown(table: Table, kept: np.ndarray, sets: Sequence[Sequence[str]], ids: dict[str, int]) -> None:
     for row, names in zip(kept, sets, strict=True):
         for name in names:
             if name in ids:

@@ -100,11 +100,7 @@ def read_tables(settings: DataSettings) -> dict[str, Table]:
     """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
     if settings.dataset_name:
         name = settings.dataset_name
-        found = (
-            demo.read_demo(name)
-            if name.startswith(demo.PREFIX)
-            else read_hub(name, settings.dataset_config_name)
-        )
+        found = demo.read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
         names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
         tables = {
             split: next(found[alias] for alias in aliases if alias in found)
@@ -181,20 +177,14 @@ def text_column(table: Table, wanted: str | None) -> str:
     )
 
 
-def usable_texts(
-    table: Table, column: str, drop_empty: bool, notes: list[str]
-) -> tuple[list[str], np.ndarray]:
+def usable_texts(table: Table, column: str, drop_empty: bool, notes: list[str]) -> tuple[list[str], np.ndarray]:
     """(texts, their row numbers from 0). Raises UserError naming the rows whose text is empty."""
     if column not in table.rows.column_names:
-        raise UserError(
-            f"{table.name} has no text column {column!r}: it has {listing(table.rows.column_names)}"
-        )
+        raise UserError(f"{table.name} has no text column {column!r}: it has {listing(table.rows.column_names)}")
     texts = ["" if text is None else str(text) for text in table.rows[column]]
     empty = [row for row, text in enumerate(texts) if not text.strip()]
     if len(empty) == len(texts):
-        raise UserError(
-            f"{table.name}: every text in column {column!r} is empty: name another with --text_column"
-        )
+        raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --text_column")
     if empty and not drop_empty:
         rows = listing(row + 1 for row in empty)
         raise UserError(
@@ -254,9 +244,7 @@ def _note_overlap(chosen: dict[str, Any], notes: list[str]) -> None:
         texts: Sequence[str] = chosen[split][1] if split in chosen else ()
         seen = sum(text in train for text in texts)
         if seen:
-            notes.append(
-                f"{split}: {seen} of {len(texts)} texts also stand in training: their scores flatter"
-            )
+            notes.append(f"{split}: {seen} of {len(texts)} texts also stand in training: their scores flatter")
 
 
 def _is_string(feature: Any) -> bool:

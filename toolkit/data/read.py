@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import datasets
 import xxhash
@@ -75,15 +76,10 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         try:
             splits = datasets.load_dataset(name, config)
         except Exception as error:
-            hint = (
-                "; without a network set HF_HUB_OFFLINE=1 and name a folder"
-                if not Path(name).exists()
-                else ""
-            )
+            hint = "; without a network set HF_HUB_OFFLINE=1 and name a folder" if not Path(name).exists() else ""
             raise UserError(f"--dataset_name {name}: {_last_line(error)}{hint}") from error
     return {
-        split: Table(rows, f"{name} ({split})", f"{rows._fingerprint}-{len(rows)}")
-        for split, rows in splits.items()
+        split: Table(rows, f"{name} ({split})", f"{rows._fingerprint}-{len(rows)}") for split, rows in splits.items()
     }
 
 
@@ -140,8 +136,7 @@ def _last_line(error: BaseException) -> str:
 
 def _bad_encoding(path: Path, encoding: str) -> str:
     """Names the first line that does not decode and an encoding that would."""
-    opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
+    with _open(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 line.decode(encoding)
@@ -153,9 +148,12 @@ def _bad_encoding(path: Path, encoding: str) -> str:
     return f"{path} is not {encoding}: pass its --encoding"
 
 
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
 def _decodes(path: Path, encoding: str) -> bool:
-    opened = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
+    with _open(path) as file:
         try:
             file.read(_CHUNK_BYTES).decode(encoding)
         except UnicodeDecodeError as error:

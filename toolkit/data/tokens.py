@@ -65,10 +65,7 @@ def save_split(folder: Path, arrays: dict[str, np.ndarray], texts: Sequence[str]
 
 def load_split(folder: Path, name: str) -> Split:
     """Maps a saved split into memory."""
-    arrays = {
-        part: np.load(folder / name / f"{part}.npy", mmap_mode="r")
-        for part in ("input_ids", "offsets", "rows")
-    }
+    arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in ("input_ids", "offsets", "rows")}
     labels = np.load(folder / name / "labels.npy")
     return Split(name, folder / name, labels=labels, **arrays)
 

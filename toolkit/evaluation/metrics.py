@@ -66,9 +66,7 @@ def compute(predictions: Predictions, labels: Labels) -> dict[str, Any]:
         kinds = list(range(labels.size))
     numbers["accuracy"] = float(sk.accuracy_score(truth, guess))
     for average in _AVERAGES:
-        numbers[f"f1_{average}"] = float(
-            sk.f1_score(truth, guess, labels=kinds, average=average, zero_division=0)
-        )
+        numbers[f"f1_{average}"] = float(sk.f1_score(truth, guess, labels=kinds, average=average, zero_division=0))
     precision, recall, f1, support = sk.precision_recall_fscore_support(
         truth, guess, labels=kinds, average=None, zero_division=0
     )

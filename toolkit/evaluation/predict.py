@@ -78,9 +78,7 @@ def predict(
 def _fill(tensor: torch.Tensor, size: int, value: float) -> torch.Tensor:
     """Pads the first dimension to `size`, so that every process gathers the same shape."""
     missing = size - tensor.shape[0]
-    return (
-        torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing > 0 else tensor
-    )
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing > 0 else tensor
 
 
 def _verify(accelerator: Accelerator, found: np.ndarray, split: Split) -> None:
@@ -90,9 +88,7 @@ def _verify(accelerator: Accelerator, found: np.ndarray, split: Split) -> None:
         fault = ids_fault(found, split.rows)
     good = torch.tensor([0.0 if fault else 1.0], device=accelerator.device)
     # the other processes add nothing
-    verdict = accelerator.reduce(
-        good if accelerator.is_main_process else torch.zeros_like(good), reduction="sum"
-    )
+    verdict = accelerator.reduce(good if accelerator.is_main_process else torch.zeros_like(good), reduction="sum")
     if verdict.item() < 1:
         raise ExactlyOnceError(f"{split.name}: {fault or 'some sample was not predicted exactly once'}")
 

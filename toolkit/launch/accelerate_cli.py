@@ -41,9 +41,7 @@ def _leave(exit_code: int, who: str) -> None:
     """A worker that ended by itself has said why; one that was killed could not."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        hint = (
-            ": the system ended it, most often for want of memory (`dmesg | tail`)" if exit_code == -9 else ""
-        )
+        hint = ": the system ended it, most often for want of memory (`dmesg | tail`)" if exit_code == -9 else ""
         print(f"error: {who} was ended by {name}{hint}", file=sys.stderr)
     sys.exit(exit_code if exit_code > 0 else 1)
 

@@ -84,6 +84,7 @@ def relaunch_if_asked(argv: list[str], module: str | None = None) -> tuple[list[
         )
     command, asked = plan(options, [argv[0], *rest], os.environ, module)
     _replace_process(command, asked)
+    return None
 
 
 def plan(
@@ -96,9 +97,7 @@ def plan(
     path = find_beside(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
     machines = int(config.get("num_machines") or 1)
-    processes = _whole(
-        "num_processes", options.num_processes or config.get("num_processes") or machines, path
-    )
+    processes = _whole("num_processes", options.num_processes or config.get("num_processes") or machines, path)
     if processes % machines:
         raise UserError(
             f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
@@ -116,7 +115,7 @@ def plan(
         raise UserError(f"{path} is for several processes: use accelerate_configs/single.yaml for one")
     if module:
         arguments.append("--module")
-    return arguments + [module or script[0], *script[1:]], {
+    return [*arguments, module or script[0], *script[1:]], {
         "config_file": str(path),
         "num_processes": processes,
         "num_machines": machines,

@@ -119,9 +119,7 @@ def _asked_of_parent() -> tuple[int, str] | None:
 
 def _asked_by(line: list[str]) -> tuple[int, str] | None:
     """Reads `--num_processes` and `--config_file` before the script of a launcher's command line."""
-    script = next(
-        (i for i, word in enumerate(line) if i > 1 and word.endswith(".py") and "launch" not in word), None
-    )
+    script = next((i for i, word in enumerate(line) if i > 1 and word.endswith(".py") and "launch" not in word), None)
     options: dict[str, str] = {}
     for word, following in zip(line[:script], [*line[1:script], ""], strict=False):
         name, equals, value = word.partition("=")
@@ -266,6 +264,4 @@ def _quiet_libraries() -> None:
     has lines of its own."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
-    warnings.filterwarnings(
-        "ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning
-    )
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning)

@@ -68,11 +68,7 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
 def set_dropout(config: Any, probability: float) -> None:
     """Sets every dropout probability a config knows, whatever the family calls it."""
     for name, value in config.to_dict().items():
-        if (
-            "dropout" in name
-            and (value is None or isinstance(value, float | int))
-            and not isinstance(value, bool)
-        ):
+        if "dropout" in name and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
             setattr(config, name, probability)
 
 
@@ -94,14 +90,7 @@ def _explained(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         path = Path(name)
-        near = (
-            [file.name for file in path.parent.iterdir()]
-            if path.parent.is_dir() and path.is_absolute()
-            else []
-        )
+        near = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() and path.is_absolute() else []
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        hint = (
-            did_you_mean(path.name, near)
-            or ": give a folder with config.json, or a hub name (needs a network)"
-        )
+        hint = did_you_mean(path.name, near) or ": give a folder with config.json, or a hub name (needs a network)"
         raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error

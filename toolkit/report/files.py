@@ -43,9 +43,7 @@ _PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pe
 class RunFolder:
     """Opens the folder of a new run and appends to its files."""
 
-    def __init__(
-        self, accelerator: Accelerator, output_dir: str | None, recipe: str, overwrite: bool
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, output_dir: str | None, recipe: str, overwrite: bool) -> None:
         """All processes call this. Raises UserError where the folder already holds a run."""
         answer = [_open_folder(output_dir, recipe, overwrite) if accelerator.is_main_process else None]
         path, fault = broadcast_object_list(answer)[0]
@@ -174,8 +172,4 @@ def _versions() -> dict[str, str | None]:
 
 
 def _device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{device.type} ({platform.machine()})"
-    )
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"

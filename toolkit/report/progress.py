@@ -27,9 +27,7 @@ class Progress:
         if not self.on:
             return
         self.bar.update(1)
-        self.bar.set_postfix_str(
-            f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s", refresh=False
-        )
+        self.bar.set_postfix_str(f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s", refresh=False)
         now = time.monotonic()
         first_or_last = metrics.step in (1, self.total)
         if self.bar.disable and (now - self.said > _LOG_EVERY_SECONDS or first_or_last):

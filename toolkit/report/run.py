@@ -104,9 +104,7 @@ class Run:
 
     def _summary(self, last: Evaluation) -> list[str]:
         folder = self.folder.path
-        shown = "  ".join(
-            f"{name} {value:.4f}" for name, value in last.numbers.items() if isinstance(value, float)
-        )
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in last.numbers.items() if isinstance(value, float))
         return [
             "",
             f"done in {time.monotonic() - self.started:.0f} s; the saved model on {last.split} "

@@ -20,13 +20,9 @@ def tracker_names(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in KNOWN:
-            raise UserError(
-                f"--report_to {name}{did_you_mean(name, KNOWN)}: known are {', '.join(KNOWN)}, none"
-            )
+            raise UserError(f"--report_to {name}{did_you_mean(name, KNOWN)}: known are {', '.join(KNOWN)}, none")
         if importlib.util.find_spec(KNOWN[name]) is None:
-            raise UserError(
-                f"--report_to {name} needs a package: pip install {KNOWN[name]} (or --report_to none)"
-            )
+            raise UserError(f"--report_to {name} needs a package: pip install {KNOWN[name]} (or --report_to none)")
     return names
 
 
@@ -37,8 +33,7 @@ def start_trackers(
     accelerator.log_with = filter_trackers(names, folder)
     accelerator.project_configuration.logging_dir = str(folder)
     shown = {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in settings.items()
+        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()
     }
     # TensorBoard would put the settings into a second, nameless run; config.json holds them
     accelerator.init_trackers(project, config=None if names == ["tensorboard"] else shown)

@@ -126,7 +126,7 @@ class Step:
         Raises UserError, in every process, when the loss or the gradient is not finite.
         """
         loop, accelerator = self.loop, self.loop.accelerator
-        learning_rate = loop.scheduler.get_last_lr()[0]
+        learning_rate = float(loop.scheduler.get_last_lr()[0])
         norm = accelerator.clip_grad_norm_(loop.model.parameters(), loop.settings.max_grad_norm or math.inf)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -156,17 +156,13 @@ class Step:
         # MPS knows no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        mine = torch.stack(
-            [local, torch.tensor(float(peak_memory_bytes(device)), dtype=dtype, device=device)]
-        )
+        mine = torch.stack([local, torch.tensor(float(peak_memory_bytes(device)), dtype=dtype, device=device)])
         gathered = self.loop.accelerator.gather(mine[None])  # (processes, 2)
         loss_sum, peak = gathered[:, 0].sum().item(), gathered[:, 1].max().item()
         return loss_sum, int(peak)
 
     def _refuse_non_finite(self, metrics: StepMetrics) -> None:
-        scaled = (
-            self.loop.accelerator.mixed_precision == "fp16"
-        )  # there an infinite gradient only skips a step
+        scaled = self.loop.accelerator.mixed_precision == "fp16"  # there an infinite gradient only skips a step
         if math.isfinite(metrics.loss) and (scaled or math.isfinite(metrics.grad_norm)):
             return
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)

@@ -33,9 +33,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
         },
         {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
-    )
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate, fused=True)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings, total_steps: int) -> Any:
@@ -44,14 +42,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings,
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
-    return get_scheduler(
-        settings.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps
-    )
+    return get_scheduler(settings.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
 
 
 def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedule: Schedule) -> None:
-    """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto` would mean something else
-    (clipping at 1.0, whatever was asked).
+    """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto`
+    would mean something else (clipping at 1.0, whatever was asked).
 
     Raises UserError with every number of that file that contradicts the settings.
     """
@@ -75,9 +71,7 @@ def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedul
     for key, value in meant.items():
         if config.get(key, "auto") not in ("auto", value):
             source = names.get(key, "the settings")
-            faults.add(
-                f'the DeepSpeed config says "{key}": {config[key]}, and {source}: write "auto" in that file'
-            )
+            faults.add(f'the DeepSpeed config says "{key}": {config[key]}, and {source}: write "auto" in that file')
     for key in ("optimizer", "scheduler"):
         if key in config:
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
