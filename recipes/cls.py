@@ -8,7 +8,7 @@
 `--help` lists the settings; a YAML file of them may come first.
 """
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from toolkit import config, launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
@@ -20,30 +20,12 @@ from toolkit.report.run import Run
 from toolkit.training.loop import Loop, make_schedule
 from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything the recipe can be told; toolkit/config.py describes each name."""
-
-    model: config.ModelSettings
-    data: config.DataSettings
-    training: config.TrainingSettings
-
-
-# What runs when neither data nor a model is named: real weights and real reviews from the demo extra.
-DEMO = {
-    "model_name_or_path": "demo:minilm",
-    "dataset_name": "demo:rotten-tomatoes",
-    "max_length": 128,
-    "num_train_epochs": 2,
-    "learning_rate": 1e-4,
-    "warmup_ratio": 0.1,
-    "mixed_precision": "bf16",
-}
+# What runs when neither data nor a model is named.
+DEMO = Path(__file__).with_name("cls_demo.yaml")
 
 
 def main() -> None:
-    settings = config.parse(Settings, demo=DEMO, description=__doc__)
+    settings = config.parse(config.TaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
     accelerator = launch.make_accelerator(training.mixed_precision)
 

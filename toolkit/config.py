@@ -125,19 +125,29 @@ class TrainingSettings:
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Everything a recipe on labelled texts can be told."""
+
+    model: ModelSettings
+    data: DataSettings
+    training: TrainingSettings
+
+
 Settings = TypeVar("Settings")
 
 
 def parse(
     settings_class: type[Settings],
     argv: Sequence[str] | None = None,
-    demo: Mapping[str, Any] | None = None,
+    demo: Path | None = None,
     description: str | None = None,
 ) -> Settings:
     """`[FILE.yaml] --name value ...` -> settings; the command line wins over the file.
 
-    Where neither names data or a model, `demo` fills what was not given. Raises UserError with every
-    fault at once: unknown names (with the nearest known one), values of the wrong type or out of range.
+    Where neither names data or a model, the settings file `demo` fills what was not given. Raises
+    UserError with every fault at once: unknown names (with the nearest known one), values of the wrong
+    type or out of range.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     faults = Faults()
@@ -148,7 +158,7 @@ def parse(
     given.update(_from_command_line(arguments, sections, faults, description))
     named = [name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None]
     if demo and not named:
-        given = {**demo, **given}
+        given = {**_from_yaml(demo, sections, faults), **given}
     elif demo and "model_name_or_path" not in named:
         faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME (bert-base-chinese, ...)")
     elif demo and named == ["model_name_or_path"]:

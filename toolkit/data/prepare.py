@@ -7,17 +7,17 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
 from sklearn.model_selection import train_test_split
 
 from toolkit import launch
-from toolkit.config import DataSettings, ModelSettings, ProblemType, TrainingSettings
+from toolkit.config import DataSettings, ProblemType, TaskSettings
 from toolkit.data import demo, tokens
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.read import Table, find_column, read_file, read_hub
@@ -29,17 +29,6 @@ if TYPE_CHECKING:
 
 _LAYOUT = 1  # raise when what a prepared folder holds changes
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "文本", "内容", "评论", "正文")
-
-
-class TaskSettings(Protocol):
-    """The sections of a recipe's settings that decide what its tokens are."""
-
-    @property
-    def model(self) -> ModelSettings: ...
-    @property
-    def data(self) -> DataSettings: ...
-    @property
-    def training(self) -> TrainingSettings: ...
 
 
 @dataclass(frozen=True)
@@ -84,16 +73,47 @@ def prepare_data(
            ("text_column", "label_column", "drop_empty_text", "validation_split")},
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+    folder = _made_once(
+        digest,
+        lambda draft: _make(draft, tables, data, tokenizer, max_length, problem_type, seed),
+        accelerator,
+    )
+    return load(folder)
+
+
+def prepare_texts(
+    table: Table, column: str, tokenizer: Any, max_length: int, accelerator: Accelerator | None = None
+) -> Split:
+    """Tokens of every row of a table, without labels (all 0), made once per machine."""
+    asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
+
+    def make(draft: Path) -> None:
+        texts = ["" if text is None else str(text) for text in table.rows[column]]
+        arrays, _ = tokens.encode(tokenizer, texts, max_length, progress="tokens")
+        rows = np.arange(len(texts), dtype=np.int64)
+        tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)}, None)
+        (draft / "meta.json").write_text("{}", encoding="utf-8")
+
+    return tokens.load_split(_made_once(digest, make, accelerator), "texts")
+
+
+def _made_once(digest: str, make: Callable[[Path], None], accelerator: Accelerator | None) -> Path:
+    """The cache folder named `digest`, made by one process per machine beside its final name and then
+    renamed: a killed build is never taken for one."""
     folder = cache_folder() / "tokens" / digest
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not (folder / "meta.json").is_file():
         with FileLock(f"{folder}.lock"):
             if not (folder / "meta.json").is_file():
-                _make(folder, tables, data, tokenizer, max_length, problem_type, seed)
+                draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
+                shutil.rmtree(draft, ignore_errors=True)
+                make(draft)
+                draft.replace(folder)
     if accelerator is not None:
-        launch.wait_for_all(accelerator, "the tokens")
+        launch.wait_for_all(accelerator, f"the tokens {digest}")
         launch.same_everywhere(accelerator, "the data", digest)
-    return load(folder)
+    return folder
 
 
 def read_tables(settings: DataSettings) -> dict[str, Table]:
@@ -131,7 +151,7 @@ def load(folder: Path) -> TaskData:
 
 
 def _make(
-    folder: Path,
+    draft: Path,
     tables: dict[str, Table],
     settings: DataSettings,
     tokenizer: Any,
@@ -139,9 +159,7 @@ def _make(
     problem_type: ProblemType | None,
     seed: int,
 ) -> None:
-    """Builds the folder beside its final name and renames it: a killed build is never taken for one."""
-    draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
+    """Checks every split before any is tokenized, and writes them to `draft`."""
     column = text_column(tables["train"], settings.text_column)
     labels = find_labels(tables["train"], settings.label_column, problem_type, column)
     notes: list[str] = []
@@ -161,7 +179,6 @@ def _make(
         tokens.save_split(draft / split, everything, None if split == "train" else texts)
     meta = {"labels": asdict(labels), "max_length": max_length, "notes": notes, "splits": list(chosen)}
     (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
-    draft.replace(folder)
 
 
 def text_column(table: Table, wanted: str | None) -> str:

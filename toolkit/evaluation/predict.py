@@ -34,7 +34,7 @@ class ExactlyOnceError(RuntimeError):
     """Some sample was predicted never or more than once: no metric of it would be true."""
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
 def predict(
     accelerator: Accelerator,
     model: torch.nn.Module,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import sys
@@ -88,6 +89,16 @@ def _store() -> Any:
 
 
 def _close_group() -> None:
+    """Ends the process group and the process.
+
+    Some of DeepSpeed's groups outlive `destroy_process_group`; the interpreter then takes down their
+    threads in an order that can abort a process whose work is done. Its exit handlers are run here.
+    """
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.destroy_process_group()
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    distributed.destroy_process_group()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -15,7 +15,7 @@ from toolkit.checkpoint.model_folder import quiet_transformers
 from toolkit.config import ModelSettings
 from toolkit.data import demo
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, listing
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
@@ -62,6 +62,21 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def load_saved_classifier(settings: ModelSettings) -> Any:
+    """A fine-tuned classifier as it was saved. Raises UserError for one whose head was never trained."""
+    name = str(settings.model_name_or_path)
+    with _explained(name), _undivided(), quiet_transformers():
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            demo.model_path(name), output_loading_info=True, dtype=torch.float32
+        )
+    if loading["missing_keys"]:
+        raise UserError(
+            f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
+            "its predictions would be noise; fine-tune it first, or name a run's model folder"
+        )
     return model
 
 

@@ -8,13 +8,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -24,8 +22,7 @@ from toolkit.config import flat
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.metrics import probabilities_of
-from toolkit.evaluation.predict import Predictions
+from toolkit.evaluation.answers import prediction_lines
 from toolkit.training.loop import StepMetrics
 
 _MARKS = (
@@ -92,33 +89,6 @@ class RunFolder:
         if self.writes:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(dumps(line) + "\n")
-
-
-def prediction_lines(predictions: Predictions, labels: Labels) -> Iterable[dict[str, Any]]:
-    """id (row in the source, from 0), label, prediction, probabilities (in the order of the classes)."""
-    probabilities = probabilities_of(predictions.logits, labels.problem_type)
-    for row, truth, chances in zip(predictions.ids, predictions.labels, probabilities, strict=True):
-        line = {"id": int(row), "label": readable(truth, labels), **decide(chances, labels)}
-        yield line
-
-
-def decide(chances: np.ndarray, labels: Labels) -> dict[str, Any]:
-    """(C,) probabilities -> prediction and probabilities as they are written."""
-    rounded = [round(float(chance), 6) for chance in chances]
-    if labels.problem_type == "regression":
-        return {"prediction": rounded[0]}
-    if labels.problem_type == "single_label_classification":
-        return {"prediction": labels.names[int(chances.argmax())], "probabilities": rounded}
-    return {"prediction": readable(chances > 0.5, labels), "probabilities": rounded}
-
-
-def readable(label: Any, labels: Labels) -> Any:
-    """A label as its name, its names (multi-label) or its number."""
-    if labels.problem_type == "single_label_classification":
-        return labels.names[int(label)]
-    if labels.problem_type == "multi_label_classification":
-        return [name for name, present in zip(labels.names, label, strict=True) if present]
-    return float(label)
 
 
 def write_json(path: Path, content: Any) -> None:

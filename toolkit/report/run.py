@@ -8,9 +8,9 @@ from dataclasses import asdict
 
 from accelerate import Accelerator
 
-from toolkit.config import flat
+from toolkit.config import TaskSettings, flat
 from toolkit.data import demo
-from toolkit.data.prepare import TaskData, TaskSettings
+from toolkit.data.prepare import TaskData
 from toolkit.evaluation import Evaluation
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFolder

@@ -1,0 +1,443 @@
+"""This toolkit beside `transformers.Trainer`: time, CPU seconds and peak memory of the same work.
+
+    python benchmarks/trainer.py                       about 5 minutes on two cores
+    python benchmarks/trainer.py --samples 3200 --rounds 7 --write
+
+The same model, samples, global batch (32), dropout, learning rates and clipping; the demo's reviews and
+weights (demo:rotten-tomatoes, demo:minilm, at most 128 tokens). Contestants:
+
+    ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
+    tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
+             no logging, evaluation batches of 64 by length
+    plain    Trainer as most scripts have it: every text padded to 128, fp32, defaults (evaluation batches of 8)
+
+Each run is a fresh process, so that memory and allocator are its own, and the contestants take turns, so
+that other jobs on the machine meet all of them: the ratios, taken round by round, are what counts.
+Imports, loading, tokenizing and a small warm-up are not timed; they do count in the peak memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, make_dataclass, replace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+# Nothing heavy is imported here: Linux lets a child's ru_maxrss start at its parent's resident size.
+
+CONTESTANTS = ("ours", "tuned", "plain")
+TASKS = ("train", "evaluate")
+GLOBAL_BATCH, LEARNING_RATE, WARMUP_RATIO, WEIGHT_DECAY, MAX_LENGTH, SEED = 32, 1e-4, 0.1, 0.01, 128, 42
+# How far from ours a contestant's loss may be before the report calls the comparison void: other random
+# orders and other dropout masks in training, nothing but rounding in evaluation.
+LOSS_TOLERANCE = {"train": 0.1, "evaluate": 0.005}
+
+
+# --- one contestant, in its own process ---
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every contestant is given: tokens are made, weights are loaded."""
+
+    settings: Any
+    tokenizer: Any
+    data: Any
+    model: Any
+
+
+@dataclass
+class Clock:
+    """Seconds and CPU seconds (user and system, all threads, data loader workers too)."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    def start(self) -> None:
+        _synchronize()
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+
+    def stop(self) -> None:
+        _synchronize()
+        self.wall, self.cpu = time.perf_counter() - self._wall, _cpu_seconds() - self._cpu
+
+
+def _cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def make_settings(output_dir: str, samples: int) -> Any:
+    """The recipe's demo job, for so many samples."""
+    from toolkit.config import DataSettings, ModelSettings, TrainingSettings
+
+    sections: list[tuple[str, type]] = [
+        ("model", ModelSettings),
+        ("data", DataSettings),
+        ("training", TrainingSettings),
+    ]
+    return make_dataclass("Settings", sections)(
+        ModelSettings(model_name_or_path="demo:minilm"),
+        DataSettings(dataset_name="demo:rotten-tomatoes", max_length=MAX_LENGTH),
+        TrainingSettings(
+            output_dir=output_dir,
+            max_steps=samples // GLOBAL_BATCH,
+            global_batch_size=GLOBAL_BATCH,
+            learning_rate=LEARNING_RATE,
+            warmup_ratio=WARMUP_RATIO,
+            weight_decay=WEIGHT_DECAY,
+            mixed_precision="bf16",
+            seed=SEED,
+        ),
+    )
+
+
+def prepare(settings: Any) -> str:
+    """Makes the tokens, in a process of its own; returns their folder."""
+    from toolkit.data.prepare import prepare_data
+    from toolkit.models.classifier import load_config, load_tokenizer
+
+    return str(prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model)).folder)
+
+
+def load_job(settings: Any, folder: str, samples: int) -> Job:
+    """The same weights (the new head too) and the same samples for every contestant."""
+    from toolkit.data.prepare import load
+    from toolkit.models.classifier import load_classifier, load_tokenizer
+
+    data = load(Path(folder))
+    data = replace(data, train=sample_of(data.train, samples))
+    return Job(settings, load_tokenizer(settings.model), data, load_classifier(settings.model, data.labels, SEED))
+
+
+def sample_of(split: Any, samples: int) -> Any:
+    """So many random samples of a split, as a split."""
+    import numpy as np
+
+    if samples > len(split):
+        raise SystemExit(f"--samples {samples}: the data set has {len(split)} training samples")
+    chosen = np.sort(np.random.default_rng(SEED).choice(len(split), samples, replace=False))
+    return replace(
+        split,
+        input_ids=np.concatenate([split.tokens(int(index)) for index in chosen]),
+        offsets=np.cumsum([0, *split.lengths[chosen]], dtype=np.int64),
+        labels=split.labels[chosen],
+        rows=split.rows[chosen],
+    )
+
+
+def warm_up(model: Any, bf16: bool) -> None:
+    """The first kernels of a process cost extra, whoever calls them."""
+    import torch
+
+    device = next(model.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        model(input_ids=torch.ones(8, 32, dtype=torch.int64, device=device)).logits.float().sum().backward()
+    model.zero_grad()
+
+
+def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
+    """The recipe's own lines; see recipes/cls.py."""
+    from toolkit import launch
+
+    settings = job.settings.training
+    accelerator = launch.make_accelerator(settings.mixed_precision)
+    return (_train_ours if task == "train" else _evaluate_ours)(job, accelerator, clock)
+
+
+def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
+    from toolkit.models.loss import sample_losses
+    from toolkit.report.run import Run
+    from toolkit.training.loop import Loop, make_schedule
+    from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+
+    data, training, labels = job.data, job.settings.training, job.data.labels
+    schedule = make_schedule(training, len(data.train), accelerator.num_processes)
+    optimizer = make_optimizer(job.model, training)
+    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
+    align_strategy(accelerator, training, schedule)
+    model, optimizer = accelerator.prepare(job.model, optimizer)
+    run = Run(accelerator, job.settings, data, schedule, recipe="benchmark")
+    loop = Loop(accelerator, model, optimizer, scheduler, data.train, job.tokenizer, training, schedule)
+    losses = []
+    warm_up(model, bf16=True)
+    clock.start()
+    for step in loop.steps():
+        for batch in step.micro_batches():
+            logits = model(**batch.inputs).logits
+            step.backward(sample_losses(logits, batch.labels, labels.problem_type))
+        metrics = step.update()
+        run.step(metrics)
+        losses.append(metrics.loss)
+    clock.stop()
+    return {"loss": statistics.fmean(losses), "steps": len(losses)}
+
+
+def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
+    from toolkit.evaluation import evaluate
+
+    model = accelerator.prepare(job.model)
+    warm_up(model, bf16=True)
+    clock.start()
+    result = evaluate(accelerator, model, job.data.validation, job.tokenizer, job.data.labels, job.settings.training)
+    clock.stop()
+    return {"loss": result.numbers["loss"], "accuracy": result.numbers["accuracy"]}
+
+
+def tuned_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
+    """Trainer with every setting that makes it faster here (more loader workers, an Arrow data set and
+    bf16 weights in evaluation were tried, and were slower or no faster)."""
+    from transformers import DataCollatorWithPadding
+
+    options = {
+        "bf16": True,
+        "train_sampling_strategy": "group_by_length",
+        "optim": "adamw_torch_fused",
+        "per_device_eval_batch_size": 64,
+        "logging_strategy": "no",
+        "logging_nan_inf_filter": False,
+    }
+    splits = [_items(split) for split in (job.data.train, job.data.validation)]
+    return _run_trainer(job, task, clock, options, splits, DataCollatorWithPadding(job.tokenizer))
+
+
+def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
+    """Trainer with `padding="max_length"` in the tokenizing, and defaults for all that costs time."""
+    import datasets
+    from transformers import default_data_collator
+
+    def padded(split: Any) -> Any:
+        features = job.tokenizer.pad(_items(split), padding="max_length", max_length=MAX_LENGTH)
+        return datasets.Dataset.from_dict(dict(features))
+
+    splits = [padded(split) for split in (job.data.train, job.data.validation)]
+    return _run_trainer(job, task, clock, {}, splits, default_data_collator)
+
+
+def _items(split: Any) -> list[dict[str, Any]]:
+    return [
+        {"input_ids": split.tokens(i).tolist(), "attention_mask": [1] * int(length), "label": int(split.labels[i])}
+        for i, length in enumerate(split.lengths)
+    ]
+
+
+def _run_trainer(
+    job: Job, task: str, clock: Clock, options: dict[str, Any], splits: list[Any], collate: Callable[..., Any]
+) -> dict[str, Any]:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Timed(TrainerCallback):
+        """From the start of training to its end, so that Trainer's own set-up is not timed."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            warm_up(job.model, args.bf16)
+            clock.start()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            clock.stop()
+
+    arguments = TrainingArguments(
+        job.settings.training.output_dir,
+        max_steps=job.settings.training.max_steps,
+        per_device_train_batch_size=GLOBAL_BATCH,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=WARMUP_RATIO,  # below 1 it is a ratio
+        weight_decay=WEIGHT_DECAY,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.accelerator.is_available(),  # without it Trainer refuses bf16 there
+        seed=SEED,
+        **options,
+    )
+    trainer = Trainer(
+        job.model, arguments, collate, *splits,
+        processing_class=job.tokenizer, compute_metrics=_trainer_metrics, callbacks=[Timed()],
+    )  # fmt: skip
+    if task == "train":
+        result = trainer.train()
+        return {"loss": result.training_loss, "steps": result.global_step}
+    warm_up(job.model.to(arguments.device), arguments.bf16)
+    clock.start()
+    numbers = trainer.evaluate()
+    clock.stop()
+    return {"loss": numbers["eval_loss"], "accuracy": numbers["eval_accuracy"]}
+
+
+def _trainer_metrics(outputs: Any) -> dict[str, float]:
+    from sklearn import metrics
+
+    guess = outputs.predictions.argmax(axis=1)
+    return {
+        "accuracy": metrics.accuracy_score(outputs.label_ids, guess),
+        "f1_macro": metrics.f1_score(outputs.label_ids, guess, average="macro"),
+    }
+
+
+def work(contestant: str, task: str, folder: str, samples: int) -> dict[str, Any]:
+    """One contestant's run in this process -> its measurements."""
+    contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
+    with tempfile.TemporaryDirectory() as output_dir:
+        settings = make_settings(f"{output_dir}/run", samples)
+        if contestant == "prepare":
+            return {"folder": prepare(settings)}
+        clock = Clock()
+        found = contenders[contestant](load_job(settings, folder, samples), task, clock)
+    import torch
+
+    if task == "train" and found["steps"] != samples // GLOBAL_BATCH:
+        raise SystemExit(f"{contestant} made {found['steps']} steps")
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return found | {"wall": clock.wall, "cpu": clock.cpu, "resident": resident, "device": device}
+
+
+# --- the comparison ---
+
+
+def spawn(contestant: str, task: str, folder: str, samples: int) -> dict[str, Any]:
+    """`work` in a fresh process."""
+    command = [sys.executable, __file__, "--worker", contestant, task, folder, "--samples", str(samples)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(samples: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Task -> contestant -> a measurement per round; the contestants take turns."""
+    folder = spawn("prepare", "train", "-", samples)["folder"]
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
+    for number in range(1, rounds + 1):
+        for task in TASKS:
+            for who in contestants:
+                measured = spawn(who, task, folder, samples)
+                found[task][who].append(measured)
+                print(f"round {number}/{rounds} {task} {who}: {measured['wall']:.2f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def table(task: str, found: dict[str, list[dict[str, Any]]]) -> str:
+    """One task's Markdown table: medians (smallest to largest), and ratios to ours within each round."""
+    head = ["contestant", "seconds", "CPU seconds", "loss", "peak resident MB"]
+    ratios = ["time / ours", "CPU / ours", "memory / ours"]
+    on_device = any(run["device"] for runs in found.values() for run in runs)
+    head += ["peak device MB"] * on_device + ratios * ("ours" in found)
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for who, runs in found.items():
+        cells = [who, spread(runs, "wall"), spread(runs, "cpu"), spread(runs, "loss", digits=4)]
+        cells += [spread(runs, "resident", 1e-6, digits=0)]
+        cells += [spread(runs, "device", 1e-6, digits=0)] * on_device
+        if "ours" in found:
+            memory = "device" if on_device else "resident"
+            cells += [ratio(runs, found["ours"], key) for key in ("wall", "cpu", memory)]
+            apart = abs(median(runs, "loss") - median(found["ours"], "loss"))
+            cells[3] += " (VOID: too far from ours)" * (apart > LOSS_TOLERANCE[task])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def median(runs: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
+
+
+def spread(runs: list[dict[str, Any]], key: str, unit: float = 1.0, digits: int = 2) -> str:
+    return _spread([run[key] * unit for run in runs], digits)
+
+
+def ratio(runs: list[dict[str, Any]], ours: list[dict[str, Any]], key: str) -> str:
+    """Above 1: ours is better."""
+    return _spread([run[key] / own[key] for run, own in zip(runs, ours, strict=True)], 2)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    low, high = min(values), max(values)
+    middle = f"{statistics.median(values):.{digits}f}"
+    return f"{middle} ({low:.{digits}f} to {high:.{digits}f})" if high > low else middle
+
+
+def report(found: dict[str, dict[str, list[dict[str, Any]]]], samples: int, rounds: int, load: str) -> str:
+    """The whole page."""
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+    return "\n".join(
+        [
+            "# Beside transformers.Trainer",
+            "",
+            (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("-          ", "  "),
+            "",
+            f"## Training, {samples} samples, one process",
+            "",
+            table("train", found["train"]),
+            "",
+            "## Evaluation of the held-back tenth",
+            "",
+            table("evaluate", found["evaluate"]),
+            "",
+            "Medians (smallest to largest). Ratios are taken within each round: above 1, ours is better.",
+            "",
+            "## Conditions",
+            "",
+            f"- {processor()}, Python {platform.python_version()}, {libraries}",
+            f"- {rounds} rounds; load average before: {load}",
+            f"- `python benchmarks/trainer.py {' '.join(sys.argv[1:])}`, {date.today()}",
+            "",
+        ]
+    )
+
+
+def processor() -> str:
+    """The CPU and its cores, and the GPU where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = named[0].split(":", 1)[1].strip() if named else model
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return f"{model}, {cores} cores" + (f", {asked.stdout.strip()}" if asked.stdout.strip() else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=960, help="trained on by each contestant [960]")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant [3]")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    samples = max(1, given.samples // GLOBAL_BATCH) * GLOBAL_BATCH
+    if given.worker:
+        print(json.dumps(work(*given.worker, samples)))
+        return
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    page = report(compare(samples, given.rounds, given.contestants), samples, given.rounds, load)
+    print(page)
+    if given.write:
+        target = Path(__file__).parent / "results" / "trainer.md"
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Shared fixtures: caches of the session's own, a tiny BERT, small files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Set before any test module imports `datasets`, which reads its folder once; processes started by tests
+# inherit it.
+_CACHE = Path(tempfile.mkdtemp(prefix="toolkit-tests-"))
+os.environ.update(
+    TOOLKIT_CACHE=str(_CACHE / "toolkit"),
+    HF_DATASETS_CACHE=str(_CACHE / "datasets"),
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+REPOSITORY = Path(__file__).parent.parent
+
+_PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
+_WORDS = (
+    "good",
+    "bad",
+    "film",
+    "book",
+    "very",
+    "the",
+    "and",
+    "not",
+    "room",
+    "price",
+    "service",
+    "story",
+    "dull",
+    "fine",
+)
+_CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random BERT (2 layers) and its tokenizer, the same in every session.
+
+    Every size is odd and no parameter's number of elements is divisible by 2: whatever divides
+    parameters among processes has to pad.
+    """
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
+    folder.mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_CHINESE, *_PIECES, ".", ",", "!", "。", "，"]
+    vocabulary += [*(f"##{piece}" for piece in _PIECES), *_WORDS]
+    vocabulary += [f"[unused{number}]" for number in range(127 - len(vocabulary))]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    tokenizer = BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=131)
+    assert len(tokenizer) == 127
+    config = BertConfig(
+        vocab_size=127,
+        hidden_size=33,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=71,
+        max_position_embeddings=131,
+        type_vocab_size=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(20240229)
+        model = BertModel(config)
+    assert all(parameter.numel() % 2 for parameter in model.parameters())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture
+def toolkit_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache for one test."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("TOOLKIT_CACHE", str(cache))
+    return cache
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An environment in which nothing was launched, restored afterwards, whatever the test sets."""
+    from toolkit.launch.relaunch import clean_environment
+
+    kept = clean_environment(os.environ)
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., str]:
+    """`write_rows("a.csv.gz", rows, encoding)` -> the path of a file in the format its name says."""
+
+    def write(name: str, rows: Rows, encoding: str = "utf-8") -> str:
+        path = tmp_path / name
+        path.write_bytes(_compressed(path, _content(path, rows, encoding)))
+        return str(path)
+
+    return write
+
+
+def _content(path: Path, rows: Rows, encoding: str) -> bytes:
+    import pandas as pd
+
+    kind = next(suffix for suffix in path.suffixes if suffix != ".gz")
+    frame = pd.DataFrame(list(rows))
+    if kind == ".parquet":
+        return frame.to_parquet(index=False)
+    if kind in (".csv", ".tsv"):
+        text = frame.to_csv(index=False, sep="," if kind == ".csv" else "\t")
+    elif kind == ".jsonl":
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    else:
+        text = json.dumps(list(rows), ensure_ascii=False)
+    return text.encode(encoding)
+
+
+def _compressed(path: Path, content: bytes) -> bytes:
+    import gzip
+
+    return gzip.compress(content) if path.suffix == ".gz" else content
+
+
+@pytest.fixture(scope="session")
+def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
+    from toolkit.data.demo import read_demo
+
+    table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
+    path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
+    table.to_csv(path, index=False)
+    return path

@@ -1,0 +1,204 @@
+"""toolkit/data/batches.py: a global order of samples, each process's share of it, and padded batches."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.data import batches
+from toolkit.data.batches import Collator, epoch_order, evaluation_rounds, rounds_of, shares
+from toolkit.data.tokens import Split
+
+CPU = torch.device("cpu")
+
+
+def lengths_of(count: int, seed: int = 0) -> np.ndarray:
+    """Uneven, as texts are: many short ones and a long tail."""
+    return np.minimum(2 + np.random.default_rng(seed).lognormal(3.0, 0.8, count).astype(np.int64), 512)
+
+
+def padding_share(order: list[np.ndarray], lengths: np.ndarray) -> float:
+    """The part of a batch's tokens that is padding."""
+    padded = sum(len(batch) * lengths[batch].max() for batch in order)
+    return 1 - lengths.sum() / padded
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("batch", [1, 2, 7, 32, 1000])
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000])
+def test_an_epoch_holds_every_sample_once(count: int, batch: int, grouped: bool) -> None:
+    order = epoch_order(lengths_of(count), batch, seed=3, epoch=1, group_by_length=grouped)
+    assert sorted(np.concatenate(order).tolist()) == list(range(count))
+    assert [len(part) for part in order[:-1]] == [batch] * (len(order) - 1)
+    assert len(order) == -(-count // batch)
+    assert 1 <= len(order[-1]) <= batch
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_the_order_follows_seed_and_epoch(grouped: bool) -> None:
+    lengths = lengths_of(200)
+
+    def flat(seed: int, epoch: int) -> list[int]:
+        return np.concatenate(epoch_order(lengths, 8, seed, epoch, grouped)).tolist()
+
+    assert flat(1, 0) == flat(1, 0)
+    assert len({tuple(flat(seed, epoch)) for seed, epoch in product((1, 2, 3), (0, 1, 2))}) == 9
+
+
+@pytest.mark.parametrize("count", [40, 64, 200, 5000])
+def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
+    """Also where all lengths are sorted: the same batches in another order would not be another epoch."""
+    lengths = lengths_of(count)
+    epochs = [{frozenset(batch.tolist()) for batch in epoch_order(lengths, 8, 1, epoch)} for epoch in range(2)]
+    assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
+
+
+def test_long_batches_do_not_come_first() -> None:
+    lengths = lengths_of(4000)
+    order = epoch_order(lengths, 16, seed=1, epoch=0)
+    widths = np.array([lengths[batch].mean() for batch in order])
+    assert abs(np.corrcoef(widths, np.arange(len(widths)))[0, 1]) < 0.3
+
+
+@pytest.mark.parametrize("batch", [8, 16, 32])
+def test_grouping_wastes_little_on_padding(batch: int) -> None:
+    lengths = lengths_of(5000)
+    grouped = padding_share(epoch_order(lengths, batch, 1, 0), lengths)
+    plain = padding_share(epoch_order(lengths, batch, 1, 0, group_by_length=False), lengths)
+    assert grouped < 0.15
+    assert plain > 2 * grouped  # the lengths are uneven enough for the test to mean something
+
+
+WORLDS = range(1, 5)
+
+
+@pytest.mark.parametrize("per_device", range(1, 8))
+@pytest.mark.parametrize("world", WORLDS)
+def test_shares_are_exactly_the_global_batch(world: int, per_device: int) -> None:
+    lengths = lengths_of(100)
+    for size in range(1, 71):
+        indices = np.random.default_rng(size).permutation(100)[:size]
+        mine = [shares(indices, lengths, per_device, rank, world) for rank in range(world)]
+        flat = [share for rank in mine for share in rank]
+        assert sorted(np.concatenate(flat).tolist()) == sorted(indices.tolist())
+        assert {len(rank) for rank in mine} == {rounds_of(size, per_device, world)}
+        assert max(len(share) for share in flat) <= per_device
+        assert all(len(share) for share in flat) or size < len(flat)
+        assert max(map(len, flat)) - min(map(len, flat)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("samples", "per_device", "world", "rounds"),
+    [(32, 32, 1, 1), (32, 8, 1, 4), (32, 8, 2, 2), (33, 8, 2, 3), (1, 8, 4, 1), (32, 5, 3, 3), (0, 8, 2, 1)],
+)
+def test_rounds_of(samples: int, per_device: int, world: int, rounds: int) -> None:
+    assert rounds_of(samples, per_device, world) == rounds
+
+
+def test_neighbours_in_length_run_at_the_same_time() -> None:
+    lengths = np.arange(1, 65)
+    mine = [shares(np.random.default_rng(1).permutation(64), lengths, 4, rank, 4) for rank in range(4)]
+    for at_once in zip(*mine, strict=True):
+        together = sorted(lengths[np.concatenate(at_once)])
+        assert together[-1] - together[0] == 15  # sixteen neighbours
+
+
+@pytest.mark.parametrize(("world", "per_device", "count"), [(1, 4, 10), (2, 4, 10), (3, 2, 7), (4, 8, 3)])
+def test_evaluation_shares_cover_the_split(world: int, per_device: int, count: int, split: Split) -> None:
+    part = Split("test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count])
+    rounds = [list(evaluation_rounds(part, per_device, rank, world)) for rank in range(world)]
+    assert len({len(rank) for rank in rounds}) == 1
+    assert sorted(int(index) for rank in rounds for share in rank for index in share) == list(range(count))
+    first = max(part.lengths[share].max() for rank in rounds for share in rank[:1] if len(share))
+    assert first == part.lengths.max()
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Split:
+    """Twelve samples of 1 to 12 tokens; token t of sample s is 100 s + t."""
+    samples = [[100 * place + token for token in range(place + 1)] for place in range(12)]
+    offsets = np.cumsum([0, *map(len, samples)])
+    ids = np.array([token for sample in samples for token in sample], np.int32)
+    return Split("train", tmp_path, ids, offsets, np.arange(12) % 3, np.arange(12) * 10)
+
+
+def collator(split: Split, side: str = "right", pad: int = 7) -> Collator:
+    return Collator(split, SimpleNamespace(pad_token_id=pad, padding_side=side), CPU)
+
+
+@pytest.mark.parametrize(
+    ("side", "ids", "mask"),
+    [
+        ("right", [[200, 201, 202], [0, 7, 7]], [[1, 1, 1], [1, 0, 0]]),
+        ("left", [[200, 201, 202], [7, 7, 0]], [[1, 1, 1], [0, 0, 1]]),
+    ],
+)
+def test_padding(split: Split, side: str, ids: list[list[int]], mask: list[list[int]]) -> None:
+    batch = collator(split, side)(np.array([2, 0]))
+    assert batch.inputs["input_ids"].tolist() == ids
+    assert batch.inputs["attention_mask"].tolist() == mask
+    assert {tensor.dtype for tensor in batch.inputs.values()} == {torch.int64}
+    assert batch.labels.tolist() == [2, 0]
+    assert batch.weights.tolist() == [1, 1]
+    assert batch.weights.dtype == torch.float32
+    assert batch.ids.tolist() == [20, 0]
+    assert (batch.samples, batch.tokens) == (2, 4)
+
+
+def test_nothing_padded_needs_no_mask(split: Split) -> None:
+    assert set(collator(split)(np.array([4, 4])).inputs) == {"input_ids"}
+    assert set(collator(split)(np.array([4])).inputs) == {"input_ids"}
+
+
+def test_an_empty_share_becomes_one_sample_without_weight(split: Split) -> None:
+    batch = collator(split).share(np.zeros(0, np.int64))
+    assert (batch.weights.tolist(), batch.ids.tolist()) == ([0.0], [-1])
+    assert (batch.samples, batch.tokens) == (0, 0)
+    assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
+
+
+def test_a_full_share_is_a_batch(split: Split) -> None:
+    assert collator(split).share(np.array([3, 1])).ids.tolist() == [30, 10]
+
+
+@pytest.mark.parametrize("labels", [np.eye(12, 4, dtype=np.float32), np.linspace(0, 1, 12, dtype=np.float32)])
+def test_labels_keep_their_shape_and_type(split: Split, labels: np.ndarray) -> None:
+    other = Split("train", split.folder, split.input_ids, split.offsets, labels, split.rows)
+    batch = collator(other)(np.array([1, 5]))
+    assert batch.labels.dtype == torch.float32
+    assert batch.labels.tolist() == labels[[1, 5]].tolist()
+
+
+def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    collate = collator(split)
+    collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+    monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    batch = collate(np.array([8, 0]))
+    assert batch.inputs["input_ids"].shape == (2, 16)
+    assert batch.inputs["attention_mask"].sum().item() == batch.tokens == 10
+    # a width that is a multiple already, and a batch that only the multiple pads
+    assert collate(np.array([7])).inputs["input_ids"].shape == (1, 8)
+    assert "attention_mask" not in collate(np.array([7])).inputs
+    assert "attention_mask" in collate(np.array([8])).inputs
+
+
+def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
+    from toolkit.data.tokens import encode, load_split, save_split
+
+    texts = ["good film", "很好", "the room and the price"]
+    arrays, _ = encode(tokenizer, texts, 20)
+    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)}, None)
+    batch = Collator(load_split(tmp_path, "train"), tokenizer, CPU)(np.array([0, 1, 2]))
+    expected = tokenizer(texts, padding=True, return_tensors="pt")
+    assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
+    assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
+
+
+def test_the_window_is_of_transformers_size() -> None:
+    assert batches._WINDOW_BATCHES == 50

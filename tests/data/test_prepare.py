@@ -1,0 +1,388 @@
+"""toolkit/data/prepare.py: files -> one folder of tokens and labels, made once, named after its content."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.config import TaskSettings, build
+from toolkit.data import prepare
+from toolkit.data.prepare import TaskData, cache_folder, prepare_data, read_tables, text_column
+from toolkit.data.read import read_file
+from toolkit.errors import UserError
+
+MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
+Row = dict[str, Any]
+
+
+def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
+    """So many rows of each class, mixed, each text once."""
+    rows = [{"text": f"{prefix} {label} {number}", "label": label} for label, n in classes.items() for number in range(n)]
+    return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
+
+
+@pytest.fixture
+def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., TaskData]:
+    """`prepared(rows, validation_file=rows, seed=3, ...)` -> the data of files written for it."""
+
+    def run(train: list[Row], _model: Any = MODEL, _tokenizer: Any = tokenizer, **given: Any) -> TaskData:
+        files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
+        paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
+        return prepare_data(build(TaskSettings, paths | given), _tokenizer, _model)
+
+    return run
+
+
+def counts_of(data: TaskData, split: str) -> dict[str, int]:
+    labels = getattr(data, split).labels
+    return {name: int((labels == place).sum()) for place, name in enumerate(data.labels.names)}
+
+
+def test_samples_are_the_rows_of_the_file(prepared: Callable[..., TaskData], tokenizer: Any) -> None:
+    train, validation = rows_of({"a": 3, "b": 4}), rows_of({"a": 2, "b": 1}, "bad book")
+    data = prepared(train, validation_file=validation, test_file=train[:2])
+    assert (len(data.train), len(data.validation), len(data.test or ())) == (7, 3, 2)
+    assert data.max_length == 131
+    for split, rows in ((data.train, train), (data.validation, validation)):
+        assert split.rows.tolist() == list(range(len(rows)))
+        assert [data.labels.names[label] for label in split.labels] == [row["label"] for row in rows]
+        assert [split.tokens(place).tolist() for place in range(len(rows))] == [
+            tokenizer(row["text"])["input_ids"] for row in rows
+        ]
+    assert data.validation.texts() == [row["text"] for row in validation]
+
+
+def test_held_back_rows_are_divided_by_class(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"often": 80, "rare": 10, "sometimes": 30})
+    data = prepared(rows, validation_split=0.2)
+    assert counts_of(data, "validation") == {"often": 16, "rare": 2, "sometimes": 6}
+    assert sorted([*data.train.rows, *data.validation.rows]) == list(range(120))
+    for split in (data.train, data.validation):  # in the file's order, with the file's labels
+        assert split.rows.tolist() == sorted(split.rows)
+        assert [data.labels.names[label] for label in split.labels] == [rows[row]["label"] for row in split.rows]
+    assert any("24 of 120 rows are held back" in note for note in data.notes)
+
+
+def test_the_held_back_rows_follow_the_seed(
+    prepared: Callable[..., TaskData], toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of({"a": 50, "b": 50})
+    chosen = []
+    for number, seed in enumerate((1, 1, 2)):
+        monkeypatch.setenv("TOOLKIT_CACHE", str(toolkit_cache / str(number)))
+        chosen.append(prepared(rows, seed=seed).validation.rows.tolist())
+    assert chosen[0] == chosen[1] != chosen[2]
+
+
+def test_a_class_of_one_row_is_trained_on(prepared: Callable[..., TaskData]) -> None:
+    for seed in range(5):
+        data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
+        assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
+        assert len(data.validation) == 20
+
+
+def test_too_few_rows_for_every_class_are_said(prepared: Callable[..., TaskData]) -> None:
+    data = prepared(rows_of({"a": 3, "b": 3, "c": 3}))
+    assert len(data.validation) == 1
+    assert any("too few rows to hold some of each class back" in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"text": "a", "label": 0.5}], rows_of({"a": 1, "b": 1}), rows_of({"a": 1, "b": 1, "c": 1})]
+)
+def test_too_few_rows_to_hold_any_back(prepared: Callable[..., TaskData], rows: list[Row]) -> None:
+    with pytest.raises(UserError, match="--validation_file"):
+        prepared(rows)
+
+
+@pytest.mark.parametrize(("count", "classes", "share"), [(10, 2, 0.95), (100, 10, 0.95), (10, 2, 0.99), (3, 1, 0.99)])
+def test_a_part_that_leaves_too_little_to_train_on(
+    prepared: Callable[..., TaskData], count: int, classes: int, share: float
+) -> None:
+    """It works, or the error names the setting."""
+    rows: list[Row] = [{"text": f"t {place}", "label": place % classes + 0.5 * (classes == 1)} for place in range(count)]
+    rows[0]["label"] += 0.0
+    try:
+        data = prepared(rows, validation_split=share)
+    except UserError as error:
+        assert "--validation" in str(error)  # noqa: PT017
+    else:
+        assert len(data.train) >= 1
+        assert len(data.train) + len(data.validation) == count
+
+
+def test_regression_rows_are_held_back(prepared: Callable[..., TaskData]) -> None:
+    rows = [{"text": f"t {place}", "label": place + 0.5} for place in range(20)]
+    data = prepared(rows, validation_split=0.25)
+    assert len(data.validation) == 5
+    assert data.validation.labels.tolist() == [row + 0.5 for row in data.validation.rows]
+
+
+def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 5, "b": 5})
+    data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
+    assert [note for note in data.notes if "flatter" in note] == [
+        "validation: 3 of 5 texts also stand in training: their scores flatter"
+    ]
+
+
+def test_cut_texts_are_counted(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 5, "b": 4}) + [{"text": "the " * 40, "label": "a"}]
+    data = prepared(rows, validation_file=rows[:2], max_length=20)
+    assert any("train: 10.0 % of the texts are cut at 20 tokens" in note for note in data.notes)
+    assert not any(note.startswith("validation") and "cut" in note for note in data.notes)
+    assert data.train.lengths.max() == 20
+
+
+EMPTY = [{"text": "a", "label": "x"}, {"text": " \n", "label": "y"}, {"text": "b", "label": "y"}, {"text": None, "label": "x"}]
+
+
+def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., TaskData]) -> None:
+    with pytest.raises(UserError) as caught:
+        prepared(EMPTY, validation_file=EMPTY[:1])
+    for part in ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'"):
+        assert part in str(caught.value)
+
+
+def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., TaskData]) -> None:
+    data = prepared(EMPTY, validation_file=EMPTY[1:3], drop_empty_text=True)
+    assert data.train.rows.tolist() == [0, 2]
+    assert data.validation.rows.tolist() == [1]
+    assert data.validation.texts() == ["b"]
+    assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
+    assert any("2 rows with an empty text are left out" in note for note in data.notes)
+
+
+def test_a_row_that_is_left_out_needs_no_label(prepared: Callable[..., TaskData]) -> None:
+    rows = [*rows_of({"a": 4, "b": 4}), {"text": "", "label": None}]
+    assert len(prepared(rows, validation_file=rows, drop_empty_text=True).train) == 8
+
+
+def test_a_column_of_empty_texts(prepared: Callable[..., TaskData]) -> None:
+    rows = [{"text": "", "label": "a"}, {"text": " ", "label": "b"}]
+    with pytest.raises(UserError, match=r"every text in column 'text' is empty.*--text_column"):
+        prepared(rows, drop_empty_text=True)
+
+
+def test_chinese_columns_are_found(prepared: Callable[..., TaskData]) -> None:
+    rows = [{"编号": str(place), "评论": f"很好 {place}", "情感": "好" if place % 2 else "坏"} for place in range(6)]
+    data = prepared(rows, validation_file=rows)
+    assert data.validation.texts()[0] == "很好 0"
+    assert sorted(data.labels.names) == ["坏", "好"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "found"),
+    [
+        (["label", "text"], None, "text"),
+        (["label", "评论"], None, "评论"),
+        (["number", "utterance"], None, "utterance"),  # the only column of strings
+        (["title", "text"], "title", "title"),
+    ],
+)
+def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
+    row = {column: 1 if column in ("label", "number") else "t" for column in columns}
+    assert text_column(read_file(write_rows("a.jsonl", [row])), wanted) == found
+
+
+@pytest.mark.parametrize("columns", [["title", "body"], ["number"]])
+def test_a_text_column_that_cannot_be_told(write_rows: Callable[..., str], columns: list[str]) -> None:
+    row = {column: 1 if column == "number" else "t" for column in columns}
+    with pytest.raises(UserError) as caught:
+        text_column(read_file(write_rows("a.jsonl", [row])), None)
+    assert "--text_column" in str(caught.value)
+    assert ", ".join(columns) in str(caught.value)
+
+
+def test_a_validation_file_without_the_text_column(prepared: Callable[..., TaskData]) -> None:
+    with pytest.raises(UserError, match=r"validation_file\.jsonl has no text column 'text'"):
+        prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
+
+
+def test_a_fault_leaves_nothing_that_a_next_run_would_take(
+    prepared: Callable[..., TaskData], toolkit_cache: Path
+) -> None:
+    rows = rows_of({"a": 2, "b": 2})
+    for _ in range(2):
+        with pytest.raises(UserError, match="does not occur in training"):
+            prepared(rows, validation_file=[{"text": "t", "label": "c"}])
+    assert not list(toolkit_cache.rglob("meta.json"))
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+def test_the_second_run_makes_nothing(prepared: Callable[..., TaskData], toolkit_cache: Path) -> None:
+    rows = rows_of({"a": 10, "b": 10})
+    first = prepared(rows)
+    before = state(toolkit_cache / "tokens")
+    second = prepared(rows)
+    assert second.folder == first.folder
+    assert second.folder.is_relative_to(toolkit_cache)
+    assert [entry for entry in before if not entry[0].endswith(".lock")] == [
+        entry for entry in state(toolkit_cache / "tokens") if not entry[0].endswith(".lock")
+    ]
+    assert (second.notes, second.labels, second.digest) == (first.notes, first.labels, first.digest)
+
+
+@pytest.mark.parametrize(
+    "change", ["content", "validation", "max_length", "seed", "split", "column", "drop", "tokenizer", "problem"]
+)
+def test_what_changes_the_data_changes_the_folder(
+    prepared: Callable[..., TaskData], tiny_model: Path, change: str
+) -> None:
+    rows = [row | {"other": "x y"} for row in rows_of({"1": 10, "2": 10})]
+    before = prepared(rows)
+    given: dict[str, Any] = {
+        "validation": {"validation_file": rows[:2]},
+        "max_length": {"max_length": 30},
+        "seed": {"seed": 43},
+        "split": {"validation_split": 0.3},
+        "column": {"text_column": "other"},
+        "drop": {"drop_empty_text": True},
+        "problem": {"problem_type": "regression"},
+    }.get(change, {})
+    if change == "tokenizer":
+        from transformers import AutoTokenizer
+
+        given["_tokenizer"] = AutoTokenizer.from_pretrained(tiny_model)
+        given["_tokenizer"].add_tokens(["film-noir"])
+    changed = [rows[0] | {"text": "another film"}, *rows[1:]] if change == "content" else rows
+    assert prepared(changed, **given).folder != before.folder
+    assert prepared(rows).folder == before.folder
+
+
+def test_settings_that_change_nothing_keep_the_folder(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 10, "b": 10})
+    assert prepared(rows, learning_rate=1e-3, global_batch_size=4, max_length=131).folder == prepared(rows).folder
+
+
+def test_the_same_content_elsewhere_keeps_the_folder(
+    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
+) -> None:
+    paths = [write_rows(name, rows_of({"a": 5, "b": 5})) for name in ("one.jsonl", "two.jsonl")]
+    folders = {prepare_data(build(TaskSettings, {"train_file": path}), tokenizer, MODEL).folder for path in paths}
+    assert len(folders) == 1
+
+
+def test_a_half_made_draft_is_never_used(
+    prepared: Callable[..., TaskData], toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies after the first split, or just before the last file, leaves nothing to be taken."""
+    rows, real = rows_of({"a": 10, "b": 10}), prepare.tokens.save_split
+    saved: list[str] = []
+
+    def die_at_the_second(folder: Path, *arguments: Any) -> None:
+        if saved:
+            raise KeyboardInterrupt
+        saved.append(folder.name)
+        real(folder, *arguments)
+
+    monkeypatch.setattr(prepare.tokens, "save_split", die_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(rows)
+    assert saved == ["train"]
+    monkeypatch.setattr(prepare.tokens, "save_split", real)
+    data = prepared(rows)
+    assert len(data.train) + len(data.validation) == 20
+    assert (data.folder / "meta.json").is_file()
+    assert [path.name for path in (toolkit_cache / "tokens").iterdir() if path.is_dir()] == [data.digest]
+
+
+def test_a_draft_of_another_process_is_left_alone(prepared: Callable[..., TaskData], toolkit_cache: Path) -> None:
+    rows = rows_of({"a": 10, "b": 10})
+    first = prepared(rows)
+    draft = first.folder.with_name(f"{first.folder.name}.elsewhere.1.draft")
+    first.folder.rename(draft)
+    (draft / "train" / "labels.npy").write_bytes(b"half")
+    again = prepared(rows)
+    assert again.folder == first.folder
+    assert len(again.train) == len(first.train)
+    assert (draft / "train" / "labels.npy").read_bytes() == b"half"
+
+
+@pytest.mark.parametrize("value", ["set", "unset"])
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if value == "set":
+        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "mine"))
+        assert cache_folder() == tmp_path / "mine"
+    else:
+        monkeypatch.delenv("TOOLKIT_CACHE")
+        assert cache_folder() == tmp_path / ".cache" / "finetune-toolkit"
+
+
+@pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
+def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, dev: str) -> None:
+    for split in ("train", dev, "test"):
+        write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
+    tables = read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
+    assert list(tables) == ["train", "validation", "test"]
+    assert tables["validation"].rows["text"][0].startswith(dev if dev != "valid" else "valid")
+
+
+def test_a_data_set_without_training_rows(write_rows: Callable[..., str], tmp_path: Path) -> None:
+    write_rows("test.jsonl", rows_of({"a": 1}))
+    with pytest.raises(UserError, match="has no train split: it has test"):
+        read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
+
+
+class CountingTokenizer:
+    """Light enough for a started process; leaves a line each time it is used."""
+
+    model_max_length = 64
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __call__(self, texts: list[str], **_: Any) -> Any:
+        with self.log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return _Encoded({"input_ids": [[2, *(len(word) for word in text.split()), 3] for text in texts]})
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
+
+    def __repr__(self) -> str:
+        return "CountingTokenizer()"
+
+
+class _Encoded(dict[str, Any]):
+    encodings = None
+
+
+def _prepare_in_a_process(path: str, log: Path, start: Any, results: Any) -> None:
+    tokenizer = CountingTokenizer(log)
+    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
+    start.wait()
+    data = prepare_data(settings, tokenizer, MODEL)
+    results.put((str(data.folder), len(data.train), data.train.tokens(0).tolist(), (data.folder / "meta.json").stat().st_ino))
+
+
+def test_two_processes_at_once_make_it_once(
+    write_rows: Callable[..., str], toolkit_cache: Path, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    path, log = write_rows("a.jsonl", rows_of({"a": 1000, "b": 1000})), tmp_path / "log"
+    start, results = context.Barrier(2), context.Queue()
+    workers = [context.Process(target=_prepare_in_a_process, args=(path, log, start, results)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    found = [results.get(timeout=120) for _ in workers]
+    for worker in workers:
+        worker.join(timeout=60)
+    assert found[0] == found[1]
+    assert found[0][1:3] == (2000, [2, 4, 4, 1, 3, 3]) or found[0][1] == 2000
+    assert len(set(log.read_text().split())) == 1  # one process made both splits
+    assert len(log.read_text().split()) == 2
+    meta = json.loads((Path(found[0][0]) / "meta.json").read_text())
+    assert meta["splits"] == ["train", "validation"]

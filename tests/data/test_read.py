@@ -1,0 +1,250 @@
+"""toolkit/data/read.py: files -> tables, with errors that name the file and the row."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+
+from toolkit.data.read import Table, digest_of_file, find_column, format_of, read_file, read_hub
+from toolkit.errors import UserError
+
+FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
+TEXT_FORMATS = ["csv", "tsv", "json", "jsonl"]
+ROWS = [{"text": 'a, "b"', "label": "x"}, {"text": "很好\tc", "label": "y"}, {"text": "d", "label": "x"}]
+
+WriteRows = Callable[..., str]
+
+
+def fault_of(name: str, encoding: str = "utf-8") -> str:
+    with pytest.raises(UserError) as caught:
+        read_file(name, encoding)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_gives_the_same_rows(write_rows: WriteRows, kind: str, packing: str) -> None:
+    if kind == "parquet" and packing:
+        pytest.skip("Parquet is compressed inside")
+    path = write_rows(f"a.{kind}{packing}", ROWS)
+    table = read_file(path)
+    assert table.rows.to_list() == ROWS
+    assert table.name == path
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("kind", TEXT_FORMATS)
+def test_gb18030_with_its_encoding(write_rows: WriteRows, kind: str, packing: str) -> None:
+    rows = [{"文本": "好", "标签": "坏"}, {"文本": "很好，𠀀", "标签": "好"}]
+    assert read_file(write_rows(f"a.{kind}{packing}", rows, "gb18030"), "gb18030").rows.to_list() == rows
+
+
+@pytest.mark.parametrize("packing", ["", ".gz"])
+@pytest.mark.parametrize("kind", TEXT_FORMATS)
+def test_gb18030_without_its_encoding_names_the_line_and_the_encoding(
+    write_rows: WriteRows, kind: str, packing: str
+) -> None:
+    rows = [{"text": "plain", "label": "x"}, {"text": "很好", "label": "y"}]
+    path = write_rows(f"a.{kind}{packing}", rows, "gb18030")
+    fault = fault_of(path)
+    line = {"csv": 3, "tsv": 3, "json": 1, "jsonl": 2}[kind]
+    assert f"{path}, line {line}: not utf-8" in fault
+    assert "--encoding gb18030" in fault
+
+
+@pytest.mark.parametrize("kind", TEXT_FORMATS)
+def test_utf8_read_as_gb18030_names_utf8(write_rows: WriteRows, kind: str) -> None:
+    path = write_rows(f"a.{kind}", [{"text": "好a", "label": "坏b"}, {"text": "差", "label": "c"}])
+    fault = fault_of(path, "gb18030")
+    assert path in fault
+    assert "--encoding utf-8" in fault
+
+
+def test_utf16_names_its_encoding_and_reads_with_it(write_rows: WriteRows) -> None:
+    rows = [{"text": "好a", "label": "坏"}]
+    path = write_rows("a.csv", rows, "utf-16")
+    assert "--encoding utf-16" in fault_of(path)
+    assert read_file(path, "utf-16").rows.to_list() == rows
+
+
+def test_bytes_of_no_encoding_name_the_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b"text,label\nok,x\n\xff\xff\xff\xff,y\n")
+    assert f"{path}, line 3" in fault_of(path)
+
+
+def test_an_encoding_python_does_not_know(write_rows: WriteRows) -> None:
+    assert "--encoding gbk8" in fault_of(write_rows("a.csv", ROWS), "gbk8")
+
+
+@pytest.mark.parametrize("kind", TEXT_FORMATS)
+def test_a_byte_order_mark_is_no_part_of_the_first_column(write_rows: WriteRows, kind: str) -> None:
+    assert read_file(write_rows(f"a.{kind}", ROWS, "utf-8-sig")).rows.column_names == ["text", "label"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_words_that_look_like_nothing_survive(write_rows: WriteRows, kind: str) -> None:
+    texts = ["null", "NA", "None", "nan", "N/A", "NULL", "-", "ok"]
+    rows = [{"text": text, "label": text} for text in texts]
+    table = read_file(write_rows(f"a.{kind}", rows))
+    assert table.rows["text"][:] == texts
+    assert table.rows["label"][:] == texts
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_cells_stay_as_they_are_written(write_rows: WriteRows, kind: str) -> None:
+    """A reader that guesses types turns `01` into 1, `true` into True and `1.50` into 1.5, in one file and,
+    where another row is no number, not in the next one."""
+    rows = [{"text": "007", "label": "01"}, {"text": "1.50", "label": "02"}, {"text": "1e3", "label": "true"}]
+    for name, part in (("all", rows), ("two", rows[:2]), ("last", rows[2:])):
+        found = read_file(write_rows(f"{name}.{kind}", part)).rows
+        assert [str(text) for text in found["text"]] == [row["text"] for row in part]
+        assert [str(label) for label in found["label"]] == [row["label"] for row in part]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_texts_that_look_like_dates_stay_texts(write_rows: WriteRows, kind: str) -> None:
+    rows = [{"text": "2020-01-01", "label": "a"}, {"text": "2020-01-02", "label": "b"}]
+    assert [str(text) for text in read_file(write_rows(f"a.{kind}", rows)).rows["text"]] == ["2020-01-01", "2020-01-02"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.csv.gz", "a.parquet"])
+def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
+    (tmp_path / name.replace("a.", "aa.")).touch()
+    fault = fault_of(str(tmp_path / name))
+    assert f"{tmp_path / name} does not exist (did you mean aa." in fault
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    assert "is a folder" in fault_of(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.csv.zip", "a.xlsx", "a.gz"])
+def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
+    fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
+    assert name in fault
+    assert all(f".{kind}" in fault for kind in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.csv", ".csv"), ("A.CSV", ".csv"), ("a.b.tsv.gz", ".tsv"), ("a.jsonl.bz2", ".jsonl")]
+)
+def test_format_of(name: str, kind: str) -> None:
+    assert format_of(Path(name)) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", ""),
+        ("a.csv", "\n"),
+        ("a.csv", "text,label\n"),
+        ("a.tsv", "text\tlabel\n"),
+        ("a.json", "[]"),
+        ("a.json", ""),
+        ("a.jsonl", "\n"),
+    ],
+)
+def test_files_without_rows_say_so(tmp_path: Path, name: str, content: str) -> None:
+    fault = fault_of(write(tmp_path / name, content))
+    assert str(tmp_path / name) in fault
+    assert any(word in fault for word in ("empty", "no rows", "no columns"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", "{"),
+        ("a.jsonl", '{"text":"a"}\n{"text":\n'),
+        ("a.parquet", "abc"),
+        ("a.csv.gz", "not gzip"),
+        ("a.csv", 'text,label\n"a,1\nb,2\n'),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None:
+    assert str(tmp_path / name) in fault_of(write(tmp_path / name, content))
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_a_broken_file_is_reported_once(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    fault_of(write(tmp_path / name, "[{" if name == "a.json" else "text,label\na,1\nb,c,2\n"))
+    said = capfd.readouterr()
+    assert said.out + said.err == ""
+
+
+def test_a_row_with_too_many_cells_names_the_line(tmp_path: Path) -> None:
+    assert "line 3" in fault_of(write(tmp_path / "a.csv", "text,label\na,1\nb,c,2\nd,3\n"))
+
+
+def test_a_comma_too_many_in_every_row_does_not_shift_the_columns(tmp_path: Path) -> None:
+    """`good, but dull,1` without quotes: the first cell is not an index."""
+    fault = fault_of(write(tmp_path / "a.csv", "text,label\ngood, but dull,1\nbad, but short,0\n"))
+    assert str(tmp_path / "a.csv") in fault
+
+
+def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    for text in ("old", "new"):  # as `rsync --times` or `git checkout` in one second leave it
+        write(path, f"text,label\n{text},1\n")
+        os.utime(path, (10**9, 10**9))
+        table = read_file(str(path))
+        assert table.rows["text"][0] == text
+
+
+def test_the_digest_is_of_the_content_and_the_encoding(write_rows: WriteRows) -> None:
+    first, same, other = (write_rows(name, rows) for name, rows in (("a.csv", ROWS), ("b.csv", ROWS), ("c.csv", ROWS[:2])))
+    assert digest_of_file(Path(first)) == digest_of_file(Path(same)) != digest_of_file(Path(other))
+    assert read_file(first).digest == read_file(same).digest != read_file(other).digest
+    plain = write_rows("d.csv", [{"text": "a", "label": "b"}])
+    assert read_file(plain).digest != read_file(plain, "gb18030").digest
+
+
+def test_a_folder_of_splits(write_rows: WriteRows, tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write_rows(f"{name}.csv", ROWS)
+    splits = read_hub(str(tmp_path))
+    assert sorted(splits) == ["test", "train"]
+    assert splits["train"].rows.to_list() == ROWS
+    assert splits["train"].name == f"{tmp_path} (train)"
+
+
+def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--dataset_name"):
+        read_hub(str(tmp_path / "nowhere"))
+
+
+def table_of(*columns: str) -> Table:
+    return Table(datasets.Dataset.from_dict({column: ["a"] for column in columns}), "f.csv", "d")
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "found"),
+    [
+        (("a", "text"), None, "text"),
+        (("a", "Text "), None, "Text "),
+        (("sentence", "text"), None, "text"),  # the order of the usual names
+        (("a", "内容"), None, "内容"),
+        (("a", "b"), None, None),
+        (("a", "text"), "a", "a"),
+        (("a", "正文 列"), "正文 列", "正文 列"),
+    ],
+)
+def test_find_column(columns: tuple[str, ...], wanted: str | None, found: str | None) -> None:
+    assert find_column(table_of(*columns), wanted, ("text", "sentence", "内容"), "text_column") == found
+
+
+@pytest.mark.parametrize(("wanted", "meant"), [("txet", "text"), ("评论内熔", "评论内容")])
+def test_a_misspelt_column_names_the_nearest_all_and_the_setting(wanted: str, meant: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_column(table_of("text", "评论内容", "b"), wanted, (), "text_column")
+    for part in ("f.csv", repr(wanted), f"did you mean {meant}?", "text, 评论内容, b", "--text_column"):
+        assert part in str(caught.value)

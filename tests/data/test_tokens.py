@@ -1,0 +1,134 @@
+"""toolkit/data/tokens.py: texts -> one flat array per split, mapped from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from toolkit.data import tokens
+from toolkit.data.tokens import choose_max_length, encode, fingerprint, load_split, save_split
+from toolkit.errors import UserError
+
+TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
+
+
+def config(model_type: str = "bert", positions: int | None = 512, pad: int | None = 0) -> SimpleNamespace:
+    return SimpleNamespace(model_type=model_type, max_position_embeddings=positions, pad_token_id=pad)
+
+
+def test_tokens_are_the_tokenizers_own(tokenizer: Any) -> None:
+    arrays, cut = encode(tokenizer, TEXTS, 20)
+    expected = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
+    assert arrays["input_ids"].tolist() == [token for sample in expected for token in sample]
+    assert arrays["offsets"].tolist() == np.cumsum([0, *map(len, expected)]).tolist()
+    assert (arrays["input_ids"].dtype, arrays["offsets"].dtype) == (np.int32, np.int64)
+    assert cut == 1
+
+
+@pytest.mark.parametrize(("max_length", "cut"), [(52, 0), (51, 1), (3, 3), (131, 0)])
+def test_how_many_texts_are_cut(tokenizer: Any, max_length: int, cut: int) -> None:
+    assert encode(tokenizer, TEXTS, max_length)[1] == cut
+
+
+def test_batches_of_texts_do_not_show(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = encode(tokenizer, TEXTS, 20)
+    monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
+    parts, cut = encode(tokenizer, TEXTS, 20)
+    assert all((whole[name] == parts[name]).all() for name in whole)
+    assert cut == 1
+
+
+def test_no_texts_at_all(tokenizer: Any) -> None:
+    arrays, cut = encode(tokenizer, [], 20)
+    assert (len(arrays["input_ids"]), arrays["offsets"].tolist(), cut) == (0, [0], 0)
+
+
+def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
+    arrays, _ = encode(tokenizer, TEXTS, 20)
+    labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
+    lines = ["a\nb", "", "很好", '"', "\u2028"]
+    save_split(tmp_path / "train", {**arrays, "labels": labels, "rows": rows}, lines)
+    split = load_split(tmp_path, "train")
+    assert len(split) == 5
+    assert split.tokens(3).tolist() == tokenizer(TEXTS[3], truncation=True, max_length=20)["input_ids"]
+    assert split.lengths.tolist() == [len(split.tokens(place)) for place in range(5)]
+    assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
+    assert split.texts() == lines
+    assert isinstance(split.input_ids, np.memmap)
+
+
+def test_a_split_without_texts(tokenizer: Any, tmp_path: Path) -> None:
+    arrays, _ = encode(tokenizer, TEXTS, 20)
+    save_split(tmp_path / "train", {**arrays, "labels": np.zeros(5), "rows": np.arange(5)}, None)
+    assert load_split(tmp_path, "train").texts() == []
+
+
+def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:
+    fresh, used = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
+    used(TEXTS, truncation=True, max_length=7, padding=True)
+    assert fingerprint(fresh) == fingerprint(used)
+
+
+@pytest.mark.parametrize("change", ["word", "side", "lower"])
+def test_the_fingerprint_changes_with_the_tokens(tiny_model: Path, change: str) -> None:
+    before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
+    if change == "word":
+        after.add_tokens(["hello"])
+    elif change == "side":
+        after.truncation_side = "left"
+    else:
+        from tokenizers.normalizers import NFC
+
+        after.backend_tokenizer.normalizer = NFC()
+    texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
+    tokens_before, tokens_after = (encode(side, texts, 9)[0]["input_ids"].tolist() for side in (before, after))
+    assert tokens_before != tokens_after
+    assert fingerprint(before) != fingerprint(after)
+
+
+def test_the_fingerprint_of_a_tokenizer_written_in_python() -> None:
+    class Python:
+        def __init__(self, vocabulary: dict[str, int]) -> None:
+            self.vocabulary = vocabulary
+
+        def get_vocab(self) -> dict[str, int]:
+            return self.vocabulary
+
+        def __repr__(self) -> str:
+            return "Python()"
+
+    assert fingerprint(Python({"a": 0, "b": 1})) == fingerprint(Python({"b": 1, "a": 0}))
+    assert fingerprint(Python({"a": 0, "b": 1})) != fingerprint(Python({"a": 1, "b": 0}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "limit", "model", "chosen"),
+    [
+        (None, 131, config(), 131),
+        (None, 10**30, config(), 512),  # a tokenizer without a limit
+        (None, 10**30, config(positions=None), 512),
+        (None, 512, config("roberta", 514, 1), 512),
+        (None, 10**30, config("roberta", 514, 1), 512),
+        (None, 10**30, config("xlm-roberta", 514, 1), 512),
+        (None, 10**30, config("xlm-roberta-xl", 514, 1), 512),
+        (None, 10**30, config("roberta-prelayernorm", 514, 1), 512),
+        (None, 10**30, config("camembert", 514, 1), 512),
+        (None, 512, config("big_bird", 4096), 512),
+        (64, 131, config(), 64),
+        (512, 131, config(), 512),  # more than the tokenizer's own limit, not more than the model's
+        (5000, 10**30, config(positions=-1), 5000),  # relative positions
+    ],
+)
+def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
+    assert choose_max_length(wanted, SimpleNamespace(model_max_length=limit), model) == chosen
+
+
+@pytest.mark.parametrize(("wanted", "model"), [(513, config()), (513, config("roberta", 514, 1))])
+def test_more_tokens_than_positions(wanted: int, model: SimpleNamespace) -> None:
+    with pytest.raises(UserError, match=r"--max_length 513: the model has 512 positions"):
+        choose_max_length(wanted, SimpleNamespace(model_max_length=10**30), model)

@@ -1,0 +1,250 @@
+"""toolkit/launch/environment.py: what each launcher announces -> torch's names, a shared address and port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.launch import environment
+from toolkit.launch.environment import Place, first_host, free_port, place_of, settle
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "gpu1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "GROUP_RANK": "1",
+}
+DEEPSPEED = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "CROSS_RANK": "0",
+    "CROSS_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-1@1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "2",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_JOB_NODELIST": "gpu[01-09]",
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("env", "place"),
+    [
+        ({}, Place("python", 0, 1, 0, 1)),
+        (TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
+        (TORCHRUN | {"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 3, 4, 1, 2)),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, Place("accelerate", 0, 1, 0, 1)),
+        (DEEPSPEED, Place("deepspeed", 1, 2, 1, 2)),
+        (OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
+        (HYDRA, Place("mpiexec", 1, 2, 1, 2)),
+        (SRUN, Place("srun", 2, 4, 0, 2)),
+        (BATCH_SCRIPT, Place("python", 0, 1, 0, 1)),  # no srun: one process, whatever was allocated
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place("environment", 1, 2, 0, 1)),  # Kubernetes: one per host
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Place("environment", 0, 1, 0, 1)),
+        # mpirun and torchrun inside a Slurm step: the inner launcher counts
+        (SRUN | OPEN_MPI, Place("mpirun", 1, 4, 1, 2)),
+        (SRUN | HYDRA, Place("mpiexec", 1, 2, 1, 2)),
+        (SRUN | TORCHRUN, Place("torchrun", 3, 4, 1, 2)),
+        # `srun --mpi=pmi2` sets these two, without MPI_LOCALRANKID (mpi_pmi2.c)
+        (SRUN | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Place("srun", 2, 4, 0, 2)),
+    ],
+)
+def test_place_of_each_launcher(env: dict[str, str], place: Place) -> None:
+    assert place_of(env) == place
+
+
+@pytest.mark.parametrize(
+    ("tasks", "node", "local"), [("2,1", "0", 2), ("2,1", "1", 1), ("1,2(x3)", "0", 1), ("1,2(x3)", "3", 2), ("4", "0", 4)]
+)
+def test_processes_of_this_machine_in_an_uneven_slurm_step(tasks: str, node: str, local: int) -> None:
+    env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7"}
+    assert place_of(env).local_world_size == local
+
+
+def test_a_local_rank_is_always_smaller_than_the_local_world() -> None:
+    place = place_of({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})  # by hand, without LOCAL_WORLD_SIZE
+    assert place.local_rank < place.local_world_size
+
+
+@pytest.mark.parametrize("base", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
+@pytest.mark.parametrize("garbage", ["x", "", "1.5"])
+def test_garbage_in_any_number_names_the_variable(base: dict[str, str], garbage: str) -> None:
+    numbers = [name for name in base if name.rsplit("_")[-1] in ("RANK", "SIZE", "RANKID", "NRANKS", "PROCID", "LOCALID")]
+    numbers = [name for name in numbers if name not in ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")]
+    assert len(numbers) >= 2
+    for name in numbers:
+        if garbage == "" and name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+            continue  # as if it was not set
+        with pytest.raises(UserError, match=name):
+            place_of(base | {name: garbage})
+
+
+def test_garbage_in_slurms_list_names_the_variable() -> None:
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
+        place_of(SRUN | {"SLURM_STEP_TASKS_PER_NODE": "x"})
+
+
+@pytest.mark.parametrize("env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}])
+def test_half_of_torchs_variables_is_an_error_and_not_one_process_alone(env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="RANK|WORLD_SIZE"):
+        place_of(env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("a,b,c", "a"),
+        ("gpu[03-05,9],login", "gpu03"),
+        ("gpu-[001,004-006]", "gpu-001"),
+        ("login,gpu[1-2]", "login"),
+        ("n[1-2]-ib,x", "n1-ib"),
+        ("a.b.c,d", "a.b.c"),
+        ("rack[0-7]node[3-9]", "rack0node3"),
+    ],
+)
+def test_first_host(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", "[1-2]", ","])
+def test_first_host_of_nonsense(nodes: str) -> None:
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        first_host(nodes)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_free_port_is_the_wanted_one_where_it_is_free(taken_port: int) -> None:
+    wanted = free_port()
+    assert free_port(wanted) == wanted
+    assert free_port(taken_port) not in (taken_port, 0)
+
+
+@pytest.mark.parametrize("port", [65536, 99999, -1])
+def test_a_port_that_cannot_be_is_a_clear_error(port: int) -> None:
+    with pytest.raises(UserError, match=str(port)):
+        free_port(port)
+
+
+@pytest.mark.parametrize("env", [{}, TORCHRUN, {"ACCELERATE_X": "1"}, BATCH_SCRIPT])
+def test_settle_leaves_alone_what_needs_nothing(env: dict[str, str]) -> None:
+    settled = dict(env)
+    assert settle(settled) == place_of(env)
+    assert settled == env
+
+
+def test_settle_fills_torchs_names_for_srun_on_several_machines() -> None:
+    env = dict(SRUN)
+    settle(env)
+    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "gpu03",
+    }
+    assert 20000 <= int(env["MASTER_PORT"]) < 40000
+
+
+def test_the_port_of_a_job_is_the_same_for_all_ranks_and_another_for_the_next_step() -> None:
+    ports = []
+    for changes in ({"SLURM_PROCID": "0"}, {"SLURM_PROCID": "3"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "78"}):
+        env = SRUN | changes
+        settle(env)
+        ports.append(env["MASTER_PORT"])
+    assert ports[0] == ports[1]
+    assert len(set(ports[1:])) == 3
+
+
+def test_an_address_and_port_that_are_given_stay() -> None:
+    env = OPEN_MPI | {"MASTER_ADDR": "first", "MASTER_PORT": "12345"}
+    settle(env)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("first", "12345")
+
+
+def test_several_machines_without_an_address() -> None:
+    with pytest.raises(UserError, match=r"mpirun -x MASTER_ADDR"):
+        settle(dict(OPEN_MPI))
+
+
+def test_what_is_set_by_hand_stays() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    settle(env)
+    assert (env["LOCAL_RANK"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("0", "a", "1")
+
+
+def test_a_given_address_and_port_need_no_agreement_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what the error of a rank that waited in vain tells the user to do."""
+
+    def refuse(*_: object) -> int:
+        raise AssertionError("waits for rank 0 although the port is given")
+
+    monkeypatch.setattr(environment, "_agreed_port", refuse)
+    env = HYDRA | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+    settle(env)
+    assert env["MASTER_PORT"] == "12345"
+
+
+def test_a_master_port_that_is_no_number() -> None:
+    with pytest.raises(UserError, match="MASTER_PORT"):
+        settle(DEEPSPEED | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "x"})
+
+
+_SETTLE = "import os; from toolkit.launch.environment import settle; settle(os.environ); print(os.environ['MASTER_PORT'])"
+
+
+def _start(rank: int, extra: dict[str, str]) -> subprocess.Popen[str]:
+    env = os.environ | HYDRA | {"PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)} | extra
+    command = [sys.executable, "-c", _SETTLE]
+    return subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_of_one_parent_agree_on_a_free_port(taken_port: int, no_launcher: None) -> None:
+    started = [_start(rank, {}) for rank in (1, 0)]  # the one that waits first
+    ports = {process.communicate(timeout=60)[0].strip() for process in started}
+    assert all(process.returncode == 0 for process in started)
+    (port,) = ports
+    assert 0 < int(port) != taken_port
+
+
+def test_a_rank_whose_rank_0_never_comes_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setattr(environment.tempfile, "gettempdir", lambda: str(tmp_path))
+    with pytest.raises(UserError, match=r"rank 1 waited 0 s for rank 0"):
+        environment._agreed_port(1, None, patience_seconds=0.2)

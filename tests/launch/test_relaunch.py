@@ -1,0 +1,391 @@
+"""toolkit/launch/relaunch.py: `--config_file X` after the script -> the arguments of what X asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+from tests.conftest import REPOSITORY
+from tests.launch.test_environment import BATCH_SCRIPT, DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
+from toolkit.errors import UserError
+from toolkit.launch import relaunch
+from toolkit.launch.environment import Place, free_port, place_of
+from toolkit.launch.relaunch import MARKER, Options, clean_environment, plan, read_config, relaunch_if_asked, split
+
+SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
+CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
+ONE_MACHINE = [path for path in CONFIGS if not path.name.startswith("2node")]
+TWO_MACHINES = [path for path in CONFIGS if path.name.startswith("2node")]
+DEEPSPEED_FILES = sorted((REPOSITORY / "ds_configs").glob("*.json"))
+
+
+def by_name(path: Path) -> str:
+    return path.name
+
+
+def understood(arguments: list[str]) -> Namespace:
+    """As accelerate's own launcher reads them."""
+    return launch_command_parser().parse_args(arguments)
+
+
+def planned(path: Path | str, env: dict[str, str] | None = None, **options: str) -> tuple[Namespace, dict[str, Any]]:
+    arguments, asked = plan(Options(config_file=str(path), **options), [SCRIPT, "--seed", "3"], env or {})
+    return understood(arguments), asked
+
+
+def deepspeed_file_of(arguments: Namespace) -> str | None:
+    """Its name; it must lie in ds_configs/."""
+    if arguments.deepspeed_config_file is None:
+        return None
+    path = Path(arguments.deepspeed_config_file).resolve()
+    assert path in DEEPSPEED_FILES
+    return path.name
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Callable[..., Path]:
+    def write(text: str = "", name: str = "mine.yaml", **values: object) -> Path:
+        path = tmp_path / name
+        path.write_text(text or yaml.safe_dump(values), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "rest"),
+    [
+        ([], Options(), []),
+        (["--seed", "3"], Options(), ["--seed", "3"]),
+        (["--config_file", "x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["--seed", "3"]),
+        (["a.yaml", "--config-file=x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["a.yaml", "--seed", "3"]),
+        (
+            "--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5".split(),
+            Options(num_processes="2", machine_rank="1", main_process_ip="h", main_process_port="5"),
+            [],
+        ),
+        # deepspeed's launcher adds --local_rank; many of its scripts take a bare --deepspeed
+        (
+            ["--local_rank=1", "--deepspeed", "--deepspeed_config", "z.json", "--train_file", "t"],
+            Options(deepspeed_config="z.json", local_rank="1"),
+            ["--train_file", "t"],
+        ),
+        (["num_processes", "--train_file", "config_file"], Options(), ["num_processes", "--train_file", "config_file"]),
+        (["--config_file", "a", "--config_file", "b"], Options(config_file="b"), []),
+    ],
+)
+def test_split(argv: list[str], options: Options, rest: list[str]) -> None:
+    assert split(argv) == (options, rest)
+
+
+@pytest.mark.parametrize("argv", [["--config_file"], ["--config_file", "--seed"], ["--config_file="]])
+def test_split_needs_a_value(argv: list[str]) -> None:
+    with pytest.raises(UserError, match="--config_file needs a value"):
+        split(argv)
+
+
+def test_there_is_a_file_for_every_way_to_run() -> None:
+    names = "single ddp zero1 zero2 zero2_offload zero3 zero3_offload fsdp2 2node 2node_zero2 2node_zero3".split()
+    assert [path.stem for path in CONFIGS] == sorted(names)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=by_name)
+def test_accelerate_itself_accepts_the_file(path: Path) -> None:
+    loaded = load_config_from_file(str(path))
+    assert loaded.num_processes == yaml.safe_load(path.read_text())["num_processes"]
+
+
+@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
+def test_deepspeed_files_hold_their_stage_and_leave_the_rest_to_the_settings(path: Path) -> None:
+    loaded = json.loads(path.read_text())
+    assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
+    assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
+    assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
+    ours = (
+        "gradient_clipping",
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+    )
+    assert {loaded[name] for name in ours} == {"auto"}
+    assert not {"optimizer", "scheduler"} & set(loaded)
+
+
+def test_each_deepspeed_file_belongs_to_a_config() -> None:
+    pointed = {(read_config(path).get("deepspeed_config") or {}).get("deepspeed_config_file") for path in CONFIGS}
+    assert {f"ds_configs/{path.name}" for path in DEEPSPEED_FILES} == pointed - {None}
+
+
+@pytest.mark.parametrize("path", ONE_MACHINE, ids=by_name)
+def test_plan_of_one_machine(path: Path) -> None:
+    arguments, asked = planned(path)
+    assert arguments.config_file == str(path)
+    assert (arguments.training_script, arguments.training_script_args) == (SCRIPT, ["--seed", "3"])
+    assert arguments.num_processes == (1 if path.stem == "single" else 2)
+    assert asked == {"config_file": str(path), "num_processes": arguments.num_processes, "num_machines": 1}
+    assert deepspeed_file_of(arguments) == (f"{path.stem}.json" if path.stem.startswith("zero") else None)
+    assert arguments.main_process_port
+
+
+@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
+def test_the_placeholder_address_is_an_error_that_names_file_and_option(path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(path, machine_rank="0")
+    assert str(path) in str(caught.value)
+    assert "--main_process_ip" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
+@pytest.mark.parametrize("address", ["10.0.0.7", "gpu1.cluster"])
+def test_plan_of_two_machines(path: Path, address: str) -> None:
+    options = {"main_process_ip": address, "machine_rank": "1", "num_processes": "16", "main_process_port": "1234"}
+    arguments, asked = planned(path, **options)
+    assert (arguments.main_process_ip, arguments.main_process_port) == (address, 1234)
+    assert (arguments.machine_rank, arguments.num_processes) == (1, 16)
+    assert (asked["num_processes"], asked["num_machines"]) == (16, 2)
+    stage = path.stem.partition("_")[2]
+    assert deepspeed_file_of(arguments) == (f"{stage}.json" if stage else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "rank"),
+    [
+        ({"machine_rank": "0"}, {"NODE_RANK": "1"}, 0),
+        ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, 1),
+        ({}, {"SLURM_NODEID": "1"}, 1),
+        ({}, {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 1),
+        ({}, {"NODE_RANK": "0"}, 0),
+    ],
+)
+def test_where_the_machine_rank_is_from(options: dict[str, str], env: dict[str, str], rank: int) -> None:
+    arguments, _ = planned(TWO_MACHINES[0], env, main_process_ip="h", **options)
+    assert arguments.machine_rank == rank
+
+
+@pytest.mark.parametrize(
+    ("options", "env"),
+    [
+        ({}, {}),
+        ({"machine_rank": "2"}, {}),
+        ({"machine_rank": "-1"}, {}),
+        ({"machine_rank": "first"}, {}),
+        ({}, {"NODE_RANK": ""}),
+        # `accelerate launch` without a config is a world of one machine: its group rank says nothing
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}),
+    ],
+)
+def test_a_missing_or_impossible_machine_rank(options: dict[str, str], env: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="machine_rank"):
+        planned(TWO_MACHINES[0], env, main_process_ip="h", **options)
+
+
+def test_a_machine_rank_in_the_file_counts_last(config_file: Callable[..., Path]) -> None:
+    values = {"distributed_type": "MULTI_GPU", "num_machines": 2, "num_processes": 2, "main_process_ip": "h"}
+    path = config_file(**values, machine_rank=1)
+    assert planned(path)[0].machine_rank == 1
+    assert planned(path, {"NODE_RANK": "0"})[0].machine_rank == 0
+
+
+@pytest.mark.parametrize(("processes", "suggested"), [("5", "4"), ("1", "2"), ("3", "2")])
+def test_processes_that_the_machines_cannot_share(processes: str, suggested: str) -> None:
+    with pytest.raises(UserError, match=f"--num_processes {suggested}$"):
+        planned(TWO_MACHINES[0], main_process_ip="h", machine_rank="0", num_processes=processes)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
+def test_num_processes_overrides_the_file(name: str) -> None:
+    arguments, asked = planned(f"accelerate_configs/{name}.yaml", num_processes="7")
+    assert arguments.num_processes == asked["num_processes"] == 7
+
+
+@pytest.mark.parametrize("processes", ["0", "-2", "two", "1.5"])
+def test_numbers_of_processes_that_cannot_be(processes: str) -> None:
+    with pytest.raises(UserError, match="num_processes"):
+        planned("accelerate_configs/ddp.yaml", num_processes=processes)
+
+
+def test_one_process_of_a_file_for_several() -> None:
+    with pytest.raises(UserError, match=r"single\.yaml"):
+        planned("accelerate_configs/ddp.yaml", num_processes="1")
+
+
+def test_several_processes_of_a_file_for_one() -> None:
+    """accelerate starts one for it."""
+    with pytest.raises(UserError, match=r"ddp\.yaml"):
+        planned("accelerate_configs/single.yaml", num_processes="2")
+
+
+@pytest.mark.parametrize("port", ["x", "99999", "-5"])
+def test_ports_that_cannot_be(port: str) -> None:
+    with pytest.raises(UserError, match="main_process_port|port"):
+        planned("accelerate_configs/ddp.yaml", main_process_port=port)
+
+
+def test_a_taken_port_is_replaced_on_one_machine_and_kept_on_two() -> None:
+    import socket
+
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        taken = str(holder.getsockname()[1])
+        assert planned("accelerate_configs/ddp.yaml", main_process_port=taken)[0].main_process_port != int(taken)
+        options = {"main_process_ip": "h", "machine_rank": "0", "main_process_port": taken}
+        assert planned(TWO_MACHINES[0], **options)[0].main_process_port == int(taken)
+    free = str(free_port())
+    assert planned("accelerate_configs/ddp.yaml", main_process_port=free)[0].main_process_port == int(free)
+
+
+def test_files_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, _ = planned("accelerate_configs/zero3.yaml")
+    assert arguments.config_file == str(REPOSITORY / "accelerate_configs/zero3.yaml")
+    assert arguments.deepspeed_config_file == str(REPOSITORY / "ds_configs/zero3.json")
+
+
+def test_a_file_here_goes_before_the_repositorys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accelerate_configs").mkdir()
+    shutil.copy(REPOSITORY / "accelerate_configs/ddp.yaml", tmp_path / "accelerate_configs")
+    monkeypatch.chdir(tmp_path)
+    arguments, _ = planned("accelerate_configs/ddp.yaml")
+    assert Path(arguments.config_file).resolve() == tmp_path / "accelerate_configs/ddp.yaml"
+
+
+def test_another_deepspeed_file_goes_before_that_of_the_config() -> None:
+    arguments, _ = planned("accelerate_configs/zero2.yaml", deepspeed_config="ds_configs/zero3.json")
+    assert Path(arguments.deepspeed_config_file).name == "zero3.json"
+
+
+@pytest.mark.parametrize(("processes", "flag"), [(2, True), (3, True)])
+def test_multi_cpu_is_told_to_start_several(config_file: Callable[..., Path], processes: int, flag: bool) -> None:
+    path = config_file(distributed_type="MULTI_CPU", num_processes=processes)
+    assert planned(path)[0].multi_gpu is flag
+
+
+def test_other_files_are_not_told_to_start_several() -> None:
+    assert not planned("accelerate_configs/single.yaml")[0].multi_gpu
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("accelerate_configs/ddpp.yaml", "did you mean ddp.yaml?"),
+        ("accelerate_configs/zero2-offload.yaml", "did you mean zero2_offload.yaml?"),
+        ("zzz", "2node_zero3.yaml"),
+    ],
+)
+def test_an_unknown_file_names_the_nearest_and_all(name: str, part: str) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(name)
+    assert name in str(caught.value)
+    assert part in str(caught.value)
+
+
+def test_an_unknown_deepspeed_file(config_file: Callable[..., Path]) -> None:
+    values = {"distributed_type": "DEEPSPEED", "num_processes": 2}
+    path = config_file(**values, deepspeed_config={"deepspeed_config_file": "ds_configs/zero4.json"})
+    with pytest.raises(UserError, match=r"zero4\.json.*did you mean zero"):
+        planned(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
+     "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: ds_configs/zero2.json\n"],
+)  # fmt: skip
+def test_files_that_are_no_accelerate_config(config_file: Callable[..., Path], text: str) -> None:
+    path = config_file(text or "\n")
+    with pytest.raises(UserError) as caught:
+        planned(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_is_started_as_one() -> None:
+    arguments, _ = plan(Options(config_file="accelerate_configs/ddp.yaml"), [SCRIPT, "a.csv"], {}, "toolkit")
+    assert (understood(arguments).module, understood(arguments).training_script) == (True, "toolkit")
+    assert understood(arguments).training_script_args == ["a.csv"]
+
+
+OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
+
+
+@pytest.mark.parametrize("outer", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
+def test_a_clean_environment_is_nobodys_world(outer: dict[str, str]) -> None:
+    kept = clean_environment(outer | OTHERS)
+    assert place_of(kept) == Place("python", 0, 1, 0, 1)
+    assert kept.items() >= OTHERS.items()
+
+
+def test_a_clean_environment_holds_no_settings_of_the_outer_launcher() -> None:
+    outer = {"ACCELERATE_USE_DEEPSPEED": "true", "FSDP_VERSION": "2", "TORCHELASTIC_RUN_ID": "x", "ROLE_RANK": "0"}
+    outer |= {"MASTER_ADDR": "a", "MASTER_PORT": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert clean_environment(outer | OTHERS) == OTHERS
+
+
+def test_an_allocation_is_kept() -> None:
+    assert clean_environment(BATCH_SCRIPT)["SLURM_NTASKS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("env", "kept"),
+    [
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, False),  # torchrun's default
+        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}, True),
+        ({"OMP_NUM_THREADS": "1"}, True),
+    ],
+)
+def test_the_users_number_of_threads_stays(env: dict[str, str], kept: bool) -> None:
+    assert ("OMP_NUM_THREADS" in clean_environment(env)) is kept
+
+
+@pytest.fixture
+def replaced(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[Any]:
+    """What the process would have replaced itself with."""
+    calls: list[Any] = []
+    monkeypatch.setattr(relaunch.os, "execve", lambda *call: calls.append(call))
+    return calls
+
+
+def test_without_launch_options_nothing_is_replaced(replaced: list[Any]) -> None:
+    arguments, options = relaunch_if_asked([SCRIPT, "--seed", "3", "--deepspeed_config", "z.json"])
+    assert (arguments, options.deepspeed_config) == ([SCRIPT, "--seed", "3"], "z.json")
+    assert replaced == []
+
+
+def test_a_config_replaces_the_process_with_the_launcher(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    relaunch_if_asked([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
+    ((_, command, env),) = replaced
+    assert command[1:3] == ["-m", "toolkit.launch.accelerate_cli"]
+    assert command[-3:] == [SCRIPT, "--seed", "3"]
+    assert json.loads(env[MARKER])["num_processes"] == 2
+    assert "ACCELERATE_MIXED_PRECISION" not in env
+    assert env["OMP_NUM_THREADS"]
+
+
+def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        relaunch_if_asked([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
+    assert left.value.code == 0
+    assert replaced == []
+
+
+def test_launch_options_without_a_config(replaced: list[Any]) -> None:
+    with pytest.raises(UserError, match=r"--num_processes .* add --config_file"):
+        relaunch_if_asked([SCRIPT, "--num_processes", "2"])
+
+
+def test_no_launcher_variable_is_left_in_this_session() -> None:
+    assert MARKER not in os.environ

@@ -1,0 +1,81 @@
+"""Started by tests/test_exactly_once.py under a launcher: counts every sample of many small sets.
+
+    once_worker.py MODEL PER_DEVICE
+
+For every size from 1 to two global batches plus 1, and for even and uneven lengths: which ids an
+evaluation returns, and which ids a training epoch visits, bucketed and not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from toolkit import launch
+from toolkit.config import TrainingSettings
+from toolkit.data.batches import Collator
+from toolkit.data.tokens import Split
+from toolkit.evaluation.predict import predict
+from toolkit.models.loss import sample_losses
+from toolkit.training.loop import Loop, make_schedule
+from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+
+
+def main() -> None:
+    model_path, per_device = sys.argv[1], int(sys.argv[2])
+    accelerator = launch.make_accelerator("no")
+    global_batch = per_device * accelerator.num_processes
+    settings = TrainingSettings(
+        global_batch_size=global_batch, per_device_batch_size=per_device, num_train_epochs=1, learning_rate=1e-4
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
+    optimizer = make_optimizer(model, settings)
+    schedule = make_schedule(settings, 2 * global_batch + 1, accelerator.num_processes)
+    scheduler = make_scheduler(optimizer, settings, 1000)
+    align_strategy(accelerator, settings, schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for size in range(1, 2 * global_batch + 2):
+        for even in (True, False):
+            split = fake_split(size, even)
+            predictions = predict(accelerator, model, split, Collator(split, tokenizer, accelerator.device), per_device)
+            if predictions is not None:
+                assert predictions.ids.tolist() == split.rows.tolist(), (size, even, predictions.ids)
+                assert len(predictions.logits) == size
+                rows = predictions.logits.reshape(size, -1)
+                assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
+        for bucketed in (True, False):
+            chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed})
+            loop_schedule = make_schedule(chosen, size, accelerator.num_processes)
+            loop = Loop(accelerator, model, optimizer, scheduler, split, tokenizer, chosen, loop_schedule)
+            seen: list[int] = []
+            for step in loop.steps():
+                for batch in step.micro_batches():
+                    seen += batch.ids[batch.weights > 0].tolist()
+                    step.backward(
+                        sample_losses(model(**batch.inputs).logits, batch.labels, "single_label_classification")
+                    )
+                step.update()
+            everyone = sorted(gather_object(seen))
+            assert everyone == split.rows.tolist(), (size, bucketed, everyone)
+    if accelerator.is_main_process:
+        print(f"sizes 1 to {2 * global_batch + 1}: every sample exactly once")
+
+
+def fake_split(size: int, even: bool) -> Split:
+    """Random tokens; rows that are not 0..n-1, as after cleaning."""
+    generator = np.random.default_rng(size)
+    lengths = np.full(size, 6) if even else generator.integers(2, 17, size)
+    flat = generator.integers(5, 40, lengths.sum()).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Split("test", Path(), flat, offsets, generator.integers(0, 2, size), np.arange(size) * 3 + 1)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,77 @@
+"""Starting real runs of the recipes in processes of their own, and reading what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "accelerate_configs"
+# How each strategy is asked for. FSDP2 is left out: without a GPU Accelerate runs plain data parallel
+# under its name, which would prove nothing.
+WAYS = {
+    "single": [],
+    "ddp x2": ["--config_file", "accelerate_configs/ddp.yaml"],
+    "ddp x3": ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"],
+    "zero1 x2": ["--config_file", "accelerate_configs/zero1.yaml"],
+    "zero2 x2": ["--config_file", "accelerate_configs/zero2.yaml"],
+    "zero3 x2": ["--config_file", "accelerate_configs/zero3.yaml"],
+}
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error_lines(self) -> list[str]:
+        return [line for line in self.err.splitlines() if "error:" in line]
+
+
+def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
+    """Runs a command from the repository's root; ends it and its children when it takes too long."""
+    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
+    everything = {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env=everything,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        raise AssertionError(f"{' '.join(map(str, command))} did not end in {seconds} s:\n{err[-3000:]}") from None
+    return Finished(process.returncode, out, err)
+
+
+def recipe(*arguments: str | Path, script: str = "recipes/cls.py", **options: Any) -> Finished:
+    """`python recipes/cls.py ARGUMENTS`."""
+    return start([sys.executable, script, *arguments], **options)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]

@@ -1,0 +1,331 @@
+"""toolkit/config.py: a YAML file and the command line -> settings, with every fault at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from toolkit import config
+from toolkit.config import TaskSettings, build, flat, parse, sections_of
+from toolkit.errors import UserError
+
+NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
+SECTIONS = sections_of(TaskSettings)
+ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
+RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str, name: str = "my.yaml") -> str:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def demo(yaml_file: Callable[..., str]) -> Path:
+    return Path(
+        yaml_file(
+            "model_name_or_path: demo:m\ndataset_name: demo:d\nlearning_rate: 1.0e-4\nwarmup_ratio: 0.1\n", "demo.yaml"
+        )
+    )
+
+
+def fault_of(arguments: list[str], demo: Path | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(TaskSettings, arguments, demo)
+    return str(caught.value)
+
+
+def test_the_command_line_wins_over_the_file(yaml_file: Callable[..., str]) -> None:
+    settings = parse(TaskSettings, [yaml_file("seed: 1\nmax_length: 99\n"), "--seed", "3"])
+    assert (settings.training.seed, settings.data.max_length) == (3, 99)
+    assert settings.training.learning_rate == 5e-5  # neither names it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--seed=7"], "seed", 7),
+        (["--learning_rate", "3e-5"], "learning_rate", 3e-5),
+        (["--learning_rate=2E-4"], "learning_rate", 2e-4),
+        (["--num_train_epochs", "0.5"], "num_train_epochs", 0.5),
+        (["--gradient_checkpointing"], "gradient_checkpointing", True),
+        (["--gradient_checkpointing", "--seed", "3"], "gradient_checkpointing", True),
+        (["--gradient_checkpointing", "false"], "gradient_checkpointing", False),
+        (["--group_by_length=no"], "group_by_length", False),
+        (["--label_column", "a,b,c"], "label_column", "a,b,c"),
+        (["--text_column", "内容"], "text_column", "内容"),
+        (["--seed", "1", "--seed", "2"], "seed", 2),
+    ],
+)
+def test_command_line_forms(arguments: list[str], name: str, value: object) -> None:
+    assert flat(parse(TaskSettings, arguments))[name] == value
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("learning_rate: 1e-5", "learning_rate", 1e-5),  # a string in YAML 1.1
+        ("learning_rate: 1.0e-5", "learning_rate", 1e-5),
+        ("gradient_checkpointing: yes", "gradient_checkpointing", True),
+        ("max_length: null", "max_length", None),
+        ("text_column: 文本", "text_column", "文本"),
+        ("mixed_precision: 'no'", "mixed_precision", "no"),
+        ("mixed_precision: no", "mixed_precision", "no"),  # false in YAML 1.1
+    ],
+)
+def test_yaml_forms(yaml_file: Callable[..., str], line: str, name: str, value: object) -> None:
+    assert flat(parse(TaskSettings, [yaml_file(line + "\n")]))[name] == value
+
+
+def test_an_empty_file_sets_nothing(yaml_file: Callable[..., str]) -> None:
+    assert parse(TaskSettings, [yaml_file("")]) == parse(TaskSettings, [])
+
+
+def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file: Callable[..., str]) -> None:
+    path = yaml_file("sead: 1\nlearnin_rate: 1\n")
+    fault = fault_of([path, "--max-length", "5", "--batchsize=3", "--zzz", "9", "stray", *NAMED])
+    assert f"{path}: unknown setting sead (did you mean seed?)" in fault
+    assert "learnin_rate (did you mean learning_rate?)" in fault
+    assert "--max-length (did you mean max_length?)" in fault
+    assert re.search(r"unknown setting --zzz;", fault)
+    assert "'stray' is not a setting" in fault
+    assert "'5'" not in fault  # the value of an unknown name
+    assert fault.startswith("6 faults:")
+
+
+def test_every_kind_of_fault_is_raised_at_once(yaml_file: Callable[..., str]) -> None:
+    path = yaml_file("sead: 1\nlr_scheduler_type: linnear\n")
+    fault = fault_of([path, *NAMED, "--seed", "x", "--max_length", "1", "--bogus", "77", "--dropout", "1.0"])
+    for part in ("sead", "--lr_scheduler_type 'linnear'", "--seed 'x'", "--max_length '1'", "--bogus", "--dropout"):
+        assert part in fault
+    assert fault.startswith("6 faults:")
+
+
+def test_the_value_of_an_unknown_name_is_no_fault_of_its_own_where_another_name_has_it_too() -> None:
+    fault = fault_of(["--max_length", "64", "--bogus", "64"])
+    assert fault.startswith("unknown setting --bogus")
+
+
+def test_contradictions_are_raised_with_the_other_faults() -> None:
+    fault = fault_of([*NAMED, "--dataset_name", "d", "--sead", "1"])
+    assert "--sead" in fault
+    assert "--train_file and --dataset_name contradict" in fault
+
+
+def test_a_missing_value_is_raised_with_the_other_faults() -> None:
+    fault = fault_of(["--train_file", "--bogus", "1"])
+    assert "--train_file" in fault
+    assert "--bogus" in fault
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", "-1"),
+        ("seed", "3.5"),
+        ("seed", ""),
+        ("learning_rate", "0"),
+        ("learning_rate", "-1e-5"),
+        ("learning_rate", "nan"),
+        ("learning_rate", "inf"),
+        ("num_train_epochs", "inf"),
+        ("global_batch_size", "0"),
+        ("per_device_batch_size", "0"),
+        ("max_steps", "0"),
+        ("eval_every", "0"),
+        ("warmup_ratio", "1.1"),
+        ("validation_split", "0"),
+        ("validation_split", "1"),
+        ("label_smoothing_factor", "1"),
+        ("dropout", "-0.1"),
+        ("max_grad_norm", "nan"),
+        ("mixed_precision", "fp32"),
+        ("problem_type", "classification"),
+        ("drop_empty_text", "maybe"),
+    ],
+)
+def test_wrong_values_name_the_setting_and_the_value(name: str, value: str) -> None:
+    fault = fault_of([f"--{name}", value])
+    assert f"--{name}" in fault
+    assert fault.count("\n") == 0
+
+
+@pytest.mark.parametrize("line", ["seed: x", "train_file: 5", "seed: [1]", "seed: null", "global_batch_size: true"])
+def test_wrong_values_in_the_file(yaml_file: Callable[..., str], line: str) -> None:
+    assert f"--{line.split(':')[0]}" in fault_of([yaml_file(line)])
+
+
+def test_a_name_given_twice_in_the_file_is_a_fault(yaml_file: Callable[..., str]) -> None:
+    assert "seed" in fault_of([yaml_file("seed: 1\nmax_length: 8\nseed: 2\n")])
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("- a\n", "holds a list"),
+        ("hello", "holds a str"),
+        ("a: [\n", "not valid YAML"),
+        ("a: b: c\n", "not valid YAML"),
+    ],
+)
+def test_files_that_are_not_settings(yaml_file: Callable[..., str], text: str, part: str) -> None:
+    path = yaml_file(text)
+    fault = fault_of([path])
+    assert part in fault
+    assert path in fault
+    assert "\n" not in fault
+
+
+def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes("text_column: 内容\n".encode("gb18030"))
+    assert str(path) in fault_of([str(path)])
+
+
+@pytest.mark.parametrize(("name", "part"), [("no.yaml", "there is no settings file"), ("my.csv", "not a YAML file")])
+def test_files_that_cannot_be_settings(tmp_path: Path, name: str, part: str) -> None:
+    assert part in fault_of([str(tmp_path / name)])
+
+
+def test_the_file_must_come_first(yaml_file: Callable[..., str]) -> None:
+    path = yaml_file("seed: 1")
+    assert f"{path!r} is not a setting" in fault_of(["--seed", "3", path])
+
+
+CONTRADICTIONS = [
+    (("train_file", "dataset_name"), {"train_file": "t", "dataset_name": "d"}),
+    (("validation_file", "dataset_name"), {"validation_file": "v", "dataset_name": "d"}),
+    (("test_file", "dataset_name"), {"test_file": "t", "dataset_name": "d"}),
+    (("warmup_ratio", "warmup_steps"), {"warmup_ratio": 0.1, "warmup_steps": 0}),
+    (
+        ("validation_file", "validation_split"),
+        {"train_file": "t", "validation_file": "v", "validation_split": 0.2},
+    ),
+    (("validation_file", "train_file"), {"validation_file": "v"}),
+    (("test_file", "train_file"), {"test_file": "v"}),
+    (("dataset_config_name", "dataset_name"), {"train_file": "t", "dataset_config_name": "c"}),
+]
+
+
+@pytest.mark.parametrize(("names", "given"), CONTRADICTIONS)
+def test_contradictions_name_both_settings(names: tuple[str, str], given: dict[str, object]) -> None:
+    with pytest.raises(UserError) as caught:
+        build(TaskSettings, given)
+    assert all(f"--{name}" in str(caught.value) for name in names)
+
+
+def test_contradictions_are_found_all_at_once() -> None:
+    given = {"train_file": "t", "dataset_name": "d", "test_file": "x", "warmup_ratio": 0.1, "warmup_steps": 3}
+    with pytest.raises(UserError, match=r"^3 faults:"):
+        build(TaskSettings, given)
+
+
+def test_default_values_contradict_nothing() -> None:
+    build(TaskSettings, {"train_file": "t", "validation_file": "v", "test_file": "x", "warmup_steps": 3})
+
+
+@pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification"])
+def test_label_smoothing_is_not_ignored_where_it_has_no_meaning(problem_type: str) -> None:
+    with pytest.raises(UserError, match="label_smoothing_factor"):
+        build(TaskSettings, {"problem_type": problem_type, "label_smoothing_factor": 0.1})
+
+
+def test_the_demo_fills_what_was_not_given(demo: Path) -> None:
+    settings = parse(TaskSettings, ["--seed", "3", "--learning_rate", "1e-3"], demo)
+    assert (settings.model.model_name_or_path, settings.data.dataset_name) == ("demo:m", "demo:d")
+    assert (settings.training.learning_rate, settings.training.seed) == (1e-3, 3)
+
+
+def test_the_demo_says_nothing_where_data_and_model_are_named(demo: Path) -> None:
+    settings = parse(TaskSettings, NAMED, demo)
+    assert (settings.training.learning_rate, settings.training.warmup_ratio) == (5e-5, None)
+    assert settings.data.dataset_name is None
+
+
+@pytest.mark.parametrize("given", [["--train_file", "t.csv"], ["--dataset_name", "d"]])
+def test_data_without_a_model(demo: Path, given: list[str]) -> None:
+    assert "--model_name_or_path" in fault_of(given, demo)
+
+
+def test_a_model_without_data(demo: Path) -> None:
+    assert "--train_file" in fault_of(["--model_name_or_path", "m"], demo)
+
+
+def test_a_setting_beside_the_demo_does_not_contradict_the_demo(demo: Path) -> None:
+    settings = parse(TaskSettings, ["--warmup_steps", "10"], demo)
+    assert (settings.training.warmup_steps, settings.training.warmup_ratio) == (10, None)
+
+
+@pytest.mark.parametrize("name", ["validation_file", "test_file"])
+def test_other_files_without_a_training_file_are_not_mixed_with_the_demo(demo: Path, name: str) -> None:
+    fault = fault_of([f"--{name}", "v.csv"], demo)
+    assert "--train_file" in fault
+    assert "--dataset_name" not in fault  # which the user has not given
+
+
+def test_settings_are_frozen() -> None:
+    settings = build(TaskSettings, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.training.seed = 3  # type: ignore[misc]
+
+
+def test_flat_is_what_build_takes() -> None:
+    settings = build(TaskSettings, {"train_file": "t", "seed": 3, "dropout": 0.0})
+    given = {name: value for name, value in flat(settings).items() if name != "validation_split" and value is not None}
+    assert build(TaskSettings, given) == settings
+    assert sorted(flat(settings)) == sorted(ALL_NAMES)
+
+
+def test_names_are_unique_over_the_sections() -> None:
+    assert len(set(ALL_NAMES)) == len(ALL_NAMES)
+
+
+@pytest.mark.parametrize("section", SECTIONS.values(), ids=lambda section: section.__name__)
+def test_every_field_is_described(section: type) -> None:
+    undescribed = [name for name, field in section.__pydantic_fields__.items() if not field.description]  # type: ignore[attr-defined]
+    assert not undescribed
+    assert section.__doc__
+
+
+def test_help_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(TaskSettings, ["--help"], description="The recipe.")
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert "The recipe." in shown
+    assert [name for name in ALL_NAMES if f"--{name} " not in shown] == []
+    assert "--config_file" in shown
+
+
+def test_the_run_contract_names_exist() -> None:
+    contract = """model_name_or_path train_file validation_file test_file dataset_name text_column label_column
+        max_length output_dir num_train_epochs max_steps learning_rate weight_decay warmup_ratio lr_scheduler_type
+        max_grad_norm seed gradient_checkpointing early_stopping_patience metric_for_best_model global_batch_size
+        per_device_batch_size eval_every dropout"""
+    assert sorted(set(contract.split()) - set(ALL_NAMES)) == []
+
+
+@pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda path: path.name)
+def test_every_shipped_settings_file_parses(path: Path) -> None:
+    settings = parse(TaskSettings, [str(path)])
+    assert settings.model.model_name_or_path
+    assert settings.data.train_file or settings.data.dataset_name
+
+
+def test_build_knows_only_its_own_sections() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class OnlyData:
+        data: config.DataSettings
+
+    assert build(OnlyData, {"train_file": "t"}).data.train_file == "t"
+    with pytest.raises(UserError, match="--seed"):
+        parse(OnlyData, ["--seed", "1"])

@@ -1,0 +1,187 @@
+"""Every way of the run contract starts the world it asks for, and ends in the same loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification, pipeline
+
+from tests.runs import ROOT, Finished, losses_of, recipe, start
+
+AFTER = ["accelerate", "launch", "recipes/cls.py"]
+COMMANDS: dict[str, tuple[list[str], int, str]] = {
+    # name -> (the words before the settings, processes, distributed type)
+    "accelerate, file before the script": (
+        ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
+    "accelerate, file after the script": ([*AFTER, "--config_file", "accelerate_configs/ddp.yaml"], 2, "MULTI_CPU"),
+    "accelerate, file after, overridden": (
+        [*AFTER, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"], 3, "MULTI_CPU"),
+    "python and a file": (
+        [sys.executable, "recipes/cls.py", "--config_file", "accelerate_configs/zero3.yaml"], 2, "DEEPSPEED"),
+    "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
+    "deepspeed x2, another config": (
+        ["deepspeed", "--num_gpus", "2", "recipes/cls.py", "--deepspeed_config", "ds_configs/zero3.json"],
+        2, "DEEPSPEED"),
+    "torchrun": (["torchrun", "--nproc_per_node", "2", "recipes/cls.py"], 2, "MULTI_CPU"),
+    "torchrun and a file": (
+        ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
+        2, "DEEPSPEED"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "3", "--dropout", "0",
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
+            "--per_device_batch_size", "4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
+    """`python recipes/cls.py`: one process."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    finished = recipe(*settings, "--output_dir", folder)
+    assert finished.code == 0, finished.err[-3000:]
+    return folder
+
+
+def assert_run(finished: Finished, folder: Path, reference: Path, processes: int, kind: str) -> None:
+    assert finished.code == 0, finished.err[-3000:]
+    world = json.loads((folder / "config.json").read_text())["world"]
+    assert (world["num_processes"], world["distributed_type"]) == (processes, kind)
+    assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", COMMANDS)
+def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
+    words, processes, kind = COMMANDS[name]
+    finished = start([*words, *settings, "--output_dir", tmp_path / "run"])
+    assert_run(finished, tmp_path / "run", reference, processes, kind)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    if "deepspeed" in name:
+        stage = 3 if "another" in name else 2
+        assert config["world"]["deepspeed"]["zero_optimization"]["stage"] == stage
+
+
+def _as_mpi(rank: int) -> dict[str, str]:
+    """The variables Open MPI sets for a process of `mpirun -np 2`."""
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+
+
+def _as_srun(rank: int) -> dict[str, str]:
+    """The variables Slurm sets for a task of `srun --ntasks 2` on one node."""
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": socket.gethostname(),
+    }
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variables", [_as_mpi, _as_srun])
+def test_schedulers_variables(variables, settings: list[str], reference: Path, tmp_path: Path) -> None:
+    """Two processes with a scheduler's variables and nothing else find each other."""
+    command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
+    processes = [
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    outcomes = [process.communicate(timeout=200) for process in processes]
+    finished = Finished(max(process.returncode for process in processes), "", outcomes[0][1] + outcomes[1][1])
+    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)")
+def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    words = ["mpirun", *root, "--oversubscribe", "-np", "2", sys.executable, "recipes/cls.py"]
+    finished = start([*words, *settings, "--output_dir", tmp_path / "run"])
+    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+
+
+@pytest.mark.multiprocess
+def test_two_machines_on_loopback(settings: list[str], reference: Path, tmp_path: Path) -> None:
+    """The two-machine file, started once per machine, with the address and the ranks given after the script."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    way = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "127.0.0.1"]
+    command = [sys.executable, "recipes/cls.py", *way, "--main_process_port", str(port), *settings]
+    second = subprocess.Popen(
+        [*command, "--output_dir", str(tmp_path / "run")], cwd=ROOT, env={**os.environ, "NODE_RANK": "1"}
+    )
+    finished = start([*command, "--output_dir", str(tmp_path / "run"), "--machine_rank", "0"])
+    assert second.wait(timeout=60) == 0
+    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+
+
+@pytest.mark.multiprocess
+def test_port_taken(settings: list[str], reference: Path, tmp_path: Path) -> None:
+    """Two jobs on one machine: the second finds a port of its own."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", port]
+        finished = recipe(*way, *settings, "--output_dir", tmp_path / "run")
+    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+
+
+@pytest.mark.multiprocess
+def test_saved_model_loads_whole(settings: list[str], tmp_path: Path) -> None:
+    """Under divided parameters too the folder holds every weight, its labels and its tokenizer."""
+    way = ["--config_file", "accelerate_configs/zero3.yaml"]
+    finished = recipe(*way, *settings, "--output_dir", tmp_path / "run")
+    assert finished.code == 0, finished.err[-3000:]
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "run" / "model", output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["mismatched_keys"]
+    assert all(parameter.numel() for parameter in model.parameters())
+    assert model.config.id2label == {0: "neg", 1: "pos"}
+    answer = pipeline("text-classification", model=str(tmp_path / "run" / "model"))("a fine film")
+    assert answer[0]["label"] in ("neg", "pos")
+
+
+MULTI_CPU = """compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_launcher_that_starts_too_few_is_caught(settings: list[str], tmp_path: Path) -> None:
+    """`accelerate launch` starts one process for this file and says nothing; after the script it starts two."""
+    config = tmp_path / "cpu.yaml"
+    config.write_text(MULTI_CPU)
+    output = tmp_path / "run"
+    before = start(
+        ["accelerate", "launch", "--config_file", config, "recipes/cls.py", *settings, "--output_dir", output]
+    )
+    assert before.code != 0
+    assert "asks for 2 processes, and 1 joined" in before.error_lines[0]
+    assert not output.exists()
+    after = recipe("--config_file", config, *settings, "--output_dir", output)
+    assert after.code == 0, after.err[-3000:]
+    assert json.loads((output / "config.json").read_text())["world"]["num_processes"] == 2

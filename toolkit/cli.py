@@ -1,0 +1,112 @@
+"""The `toolkit` command. Heavy libraries are imported by the subcommand that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from toolkit import __version__, launch
+from toolkit.errors import UserError, did_you_mean
+
+_LAUNCH_HELP = (
+    "Runs alone, or on several processes: --config_file accelerate_configs/ddp.yaml, or "
+    "`accelerate launch -m toolkit ...`, `torchrun --nproc_per_node 2 -m toolkit ...`."
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with our error line instead of its usage page."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="toolkit", description="Fine-tune encoders: data, prediction, reports.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_predict(commands)
+    commands.add_parser(
+        "prepare",
+        help="make the tokens of a job ahead of time",
+        description="Takes the settings of a recipe and makes its tokens, as the first run of it would.",
+        usage="toolkit prepare [SETTINGS.yaml] [--name value ...]",
+        add_help=False,
+    )
+    report = commands.add_parser("report", help="write a run's report.html again")
+    report.add_argument("run", help="a run's folder")
+    return parser
+
+
+def _add_predict(commands: argparse._SubParsersAction) -> None:
+    predict = commands.add_parser(
+        "predict",
+        help="label every row of a file",
+        description="Labels every row of FILE, each exactly once, in its order and with its columns.",
+        epilog=_LAUNCH_HELP,
+        allow_abbrev=False,
+    )
+    predict.add_argument("model", help="a run's model folder, any classification checkpoint, or a hub name")
+    predict.add_argument("file", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz")
+    predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
+    predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
+    predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
+    predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+    predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
+    predict.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="[the accelerate config's, or no]")
+
+
+def main() -> None:
+    """Entry point of `toolkit` and `python -m toolkit`."""
+    launch.run(_run, module="toolkit")
+
+
+def _run() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["prepare"]:
+        _prepare(arguments[1:])
+        return
+    parser = build_parser()
+    _refuse_unknown_command(parser, arguments)
+    options = parser.parse_args(arguments)
+    if options.command == "predict":
+        from toolkit.evaluation.predict_file import predict_file
+
+        predict_file(options)
+    else:
+        from toolkit.report.html import write_report_of_folder
+
+        print(write_report_of_folder(options.run))
+
+
+def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    known = ("predict", "prepare", "report")
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
+        raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
+
+
+def _prepare(arguments: list[str]) -> None:
+    """Makes the tokens a recipe with these settings would make."""
+    from toolkit import config
+
+    settings = config.parse(config.TaskSettings, arguments, description="Make the tokens of a job ahead of time.")
+    if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
+        raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
+    from toolkit.data.prepare import prepare_data
+    from toolkit.models.classifier import load_config, load_tokenizer
+
+    data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
+    for split in (data.train, data.validation, data.test):
+        if split is not None:
+            lengths = split.lengths
+            print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
+    for note in data.notes:
+        print(note)
+    print(f"{data.labels.problem_type}, {data.labels.size} outputs: {', '.join(data.labels.names[:10])}")
+    print(f"kept in {data.folder}")
+
+
+if __name__ == "__main__":
+    main()

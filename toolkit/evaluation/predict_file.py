@@ -1,0 +1,128 @@
+"""`toolkit predict MODEL FILE`: the path of evaluation, for rows without labels."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from toolkit import launch
+from toolkit.config import ModelSettings
+from toolkit.data.batches import Collator
+from toolkit.data.labels import Labels, problem_of
+from toolkit.data.prepare import prepare_texts, text_column
+from toolkit.data.read import Table, format_of, read_file
+from toolkit.data.tokens import choose_max_length
+from toolkit.errors import UserError, listing
+from toolkit.evaluation.answers import decide
+from toolkit.evaluation.metrics import probabilities_of
+from toolkit.evaluation.predict import Predictions, predict
+from toolkit.models.classifier import load_saved_classifier, load_tokenizer
+
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+def predict_file(options: Any) -> None:
+    """Writes the rows of `options.file` with a prediction and its probabilities; all processes call it.
+
+    `options` holds the arguments of `toolkit predict`. Raises UserError for a model or file that cannot
+    be read, an output that exists, or a column of the file that would be overwritten.
+    """
+    accelerator = launch.make_accelerator(options.mixed_precision)
+    output = _output_of(options)
+    named = ModelSettings(model_name_or_path=options.model)
+    tokenizer, model = load_tokenizer(named), load_saved_classifier(named)
+    labels = labels_of(model.config)
+    table = read_file(options.file, options.encoding)
+    _refuse_columns(table, labels, output)
+    column = text_column(table, options.text_column)
+    max_length = choose_max_length(options.max_length, tokenizer, model.config)
+    split = prepare_texts(table, column, tokenizer, max_length, accelerator)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    started = time.monotonic()
+    collate = Collator(split, tokenizer, accelerator.device)
+    predictions = predict(accelerator, model, split, collate, options.per_device_batch_size)
+    if predictions is None:
+        return
+    seconds = time.monotonic() - started
+    write(table, predictions, labels, output, options)
+    empty = sum(not str(text or "").strip() for text in table.rows[column])
+    if empty:
+        print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
+    count = len(predictions.ids)
+    print(f"{count} rows in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second): {output}", file=sys.stderr)
+
+
+def labels_of(config: Any) -> Labels:
+    """A saved model's labels, in the order of its outputs."""
+    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
+    return Labels(problem_of(config.problem_type), names, ())
+
+
+def write(table: Table, predictions: Predictions, labels: Labels, output: Path, options: Any) -> None:
+    """The input's rows and columns, with what was predicted, written whole or not at all."""
+    chances = probabilities_of(predictions.logits, labels.problem_type)
+    decided = [decide(row, labels) for row in chances]
+    frame = _as_read(table, options)
+    kind = format_of(output)
+    for name, values in _columns(decided, labels, flat=kind in _SEPARATORS).items():
+        frame[name] = values
+    suffix = "".join(output.suffixes[-2:]) if output.suffixes[-1] == ".gz" else output.suffix
+    draft = output.with_name(f".{output.stem}.{os.getpid()}{suffix}")
+    if kind in _SEPARATORS:
+        frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=options.encoding)
+    elif kind == ".parquet":
+        frame.to_parquet(draft, index=False)
+    else:
+        frame.to_json(draft, orient="records", lines=kind == ".jsonl", force_ascii=False)
+    draft.replace(output)
+
+
+def _as_read(table: Table, options: Any) -> pd.DataFrame:
+    """The input's columns; cells of a text file stay as they are written (`0.10`, `007`)."""
+    path = Path(options.file)
+    kind = format_of(path)
+    if kind not in _SEPARATORS:
+        return table.rows.to_pandas()
+    return pd.read_csv(path, sep=_SEPARATORS[kind], dtype=str, keep_default_na=False, encoding=options.encoding)
+
+
+def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[str, list[Any]]:
+    """Columns to add: lists where the format has them, else one column of probability per class."""
+    columns: dict[str, list[Any]] = {"prediction": [line["prediction"] for line in decided]}
+    if labels.problem_type == "regression":
+        return columns
+    if not flat:
+        return columns | {"probabilities": [line["probabilities"] for line in decided]}
+    if labels.problem_type == "multi_label_classification":
+        columns["prediction"] = [json.dumps(names, ensure_ascii=False) for names in columns["prediction"]]
+    for place, name in enumerate(labels.names):
+        columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
+    return columns
+
+
+def _refuse_columns(table: Table, labels: Labels, output: Path) -> None:
+    flat = format_of(output) in _SEPARATORS
+    blank: dict[str, Any] = {"prediction": "", "probabilities": [0.0] * labels.size}
+    taken = [name for name in _columns([blank], labels, flat) if name in table.rows.column_names]
+    if taken:
+        raise UserError(f"{table.name} already has a column {listing(taken)}: rename it, nothing is overwritten")
+
+
+def _output_of(options: Any) -> Path:
+    """Where to write. Raises UserError before any work when that is impossible."""
+    source = Path(options.file)
+    kind = format_of(source)
+    stem = source.name[: source.name.lower().rindex(kind)]
+    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{kind}")
+    format_of(output)
+    if output.exists() and not options.overwrite:
+        raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}")
+    return output
