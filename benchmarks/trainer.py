@@ -420,7 +420,7 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=960, help="trained on by each contestant [960]")
+    parser.add_argument("--samples", type=int, default=640, help="trained on by each contestant [640]")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant [3]")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")

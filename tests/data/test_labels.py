@@ -185,7 +185,10 @@ def test_several_columns(ones: list[Any]) -> None:
 @pytest.mark.parametrize("odd", [2, 0.5, "yes", None])
 @pytest.mark.parametrize("where", ["training", "validation"])
 def test_several_columns_hold_nothing_but_0_and_1(odd: Any, where: str) -> None:
-    good, bad = columns_table(a=[1, 0], b=[0, 1]), columns_table("v.csv", a=[1, 0], b=[0 if odd in (2, 0.5) else "0", odd])
+    good, bad = (
+        columns_table(a=[1, 0], b=[0, 1]),
+        columns_table("v.csv", a=[1, 0], b=[0 if odd in (2, 0.5) else "0", odd]),
+    )
 
     def act() -> object:
         if where == "training":

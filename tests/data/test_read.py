@@ -201,7 +201,9 @@ def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_
 
 
 def test_the_digest_is_of_the_content_and_the_encoding(write_rows: WriteRows) -> None:
-    first, same, other = (write_rows(name, rows) for name, rows in (("a.csv", ROWS), ("b.csv", ROWS), ("c.csv", ROWS[:2])))
+    first, same, other = (
+        write_rows(name, rows) for name, rows in (("a.csv", ROWS), ("b.csv", ROWS), ("c.csv", ROWS[:2]))
+    )
     assert digest_of_file(Path(first)) == digest_of_file(Path(same)) != digest_of_file(Path(other))
     assert read_file(first).digest == read_file(same).digest != read_file(other).digest
     plain = write_rows("d.csv", [{"text": "a", "label": "b"}])

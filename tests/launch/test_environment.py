@@ -84,7 +84,8 @@ def test_place_of_each_launcher(env: dict[str, str], place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "node", "local"), [("2,1", "0", 2), ("2,1", "1", 1), ("1,2(x3)", "0", 1), ("1,2(x3)", "3", 2), ("4", "0", 4)]
+    ("tasks", "node", "local"),
+    [("2,1", "0", 2), ("2,1", "1", 1), ("1,2(x3)", "0", 1), ("1,2(x3)", "3", 2), ("4", "0", 4)],
 )
 def test_processes_of_this_machine_in_an_uneven_slurm_step(tasks: str, node: str, local: int) -> None:
     env = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node, "SLURM_STEP_NUM_TASKS": "7"}
@@ -99,7 +100,9 @@ def test_a_local_rank_is_always_smaller_than_the_local_world() -> None:
 @pytest.mark.parametrize("base", [TORCHRUN, DEEPSPEED, OPEN_MPI, HYDRA, SRUN])
 @pytest.mark.parametrize("garbage", ["x", "", "1.5"])
 def test_garbage_in_any_number_names_the_variable(base: dict[str, str], garbage: str) -> None:
-    numbers = [name for name in base if name.rsplit("_")[-1] in ("RANK", "SIZE", "RANKID", "NRANKS", "PROCID", "LOCALID")]
+    numbers = [
+        name for name in base if name.rsplit("_")[-1] in ("RANK", "SIZE", "RANKID", "NRANKS", "PROCID", "LOCALID")
+    ]
     numbers = [name for name in numbers if name not in ("GROUP_RANK", "CROSS_RANK", "CROSS_SIZE")]
     assert len(numbers) >= 2
     for name in numbers:
@@ -116,7 +119,7 @@ def test_garbage_in_slurms_list_names_the_variable() -> None:
 
 @pytest.mark.parametrize("env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}])
 def test_half_of_torchs_variables_is_an_error_and_not_one_process_alone(env: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="RANK|WORLD_SIZE"):
+    with pytest.raises(UserError, match=r"RANK|WORLD_SIZE"):
         place_of(env)
 
 
@@ -227,7 +230,9 @@ def test_a_master_port_that_is_no_number() -> None:
         settle(DEEPSPEED | {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "x"})
 
 
-_SETTLE = "import os; from toolkit.launch.environment import settle; settle(os.environ); print(os.environ['MASTER_PORT'])"
+_SETTLE = (
+    "import os; from toolkit.launch.environment import settle; settle(os.environ); print(os.environ['MASTER_PORT'])"
+)
 
 
 def _start(rank: int, extra: dict[str, str]) -> subprocess.Popen[str]:

@@ -70,7 +70,7 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
         (["--config_file", "x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["--seed", "3"]),
         (["a.yaml", "--config-file=x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["a.yaml", "--seed", "3"]),
         (
-            "--num_processes 2 --machine_rank=1 --main_process_ip h --main-process-port 5".split(),
+            ["--num_processes", "2", "--machine_rank=1", "--main_process_ip", "h", "--main-process-port", "5"],
             Options(num_processes="2", machine_rank="1", main_process_ip="h", main_process_port="5"),
             [],
         ),
@@ -95,7 +95,19 @@ def test_split_needs_a_value(argv: list[str]) -> None:
 
 
 def test_there_is_a_file_for_every_way_to_run() -> None:
-    names = "single ddp zero1 zero2 zero2_offload zero3 zero3_offload fsdp2 2node 2node_zero2 2node_zero3".split()
+    names = [
+        "single",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero2_offload",
+        "zero3",
+        "zero3_offload",
+        "fsdp2",
+        "2node",
+        "2node_zero2",
+        "2node_zero3",
+    ]
     assert [path.stem for path in CONFIGS] == sorted(names)
 
 
@@ -227,7 +239,7 @@ def test_several_processes_of_a_file_for_one() -> None:
 
 @pytest.mark.parametrize("port", ["x", "99999", "-5"])
 def test_ports_that_cannot_be(port: str) -> None:
-    with pytest.raises(UserError, match="main_process_port|port"):
+    with pytest.raises(UserError, match=r"port"):
         planned("accelerate_configs/ddp.yaml", main_process_port=port)
 
 

@@ -117,6 +117,8 @@ def _explained(path: Path, encoding: str) -> Iterator[None]:
             raise UserError(f"--encoding {encoding}: Python knows no such encoding") from error
         if any(isinstance(cause, UnicodeError) for cause in chain) or "UTF" in _last_line(chain[-1]):
             raise UserError(_bad_encoding(path, encoding)) from error
+        if any("corresponds to no data" in str(cause) for cause in chain):
+            raise UserError(f"{path} has a header and no rows") from error
         if any(type(cause).__name__ == "EmptyDataError" for cause in chain):
             raise UserError(f"{path} holds no columns") from error
         raise UserError(f"{path} cannot be read as {format_of(path)[1:]}: {_last_line(chain[-1])}") from error

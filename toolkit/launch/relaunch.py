@@ -111,8 +111,6 @@ def plan(
         arguments += ["--deepspeed_config_file", str(find_beside(wanted, script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
-    if processes == 1 and config.get("distributed_type") in ("MULTI_GPU", "MULTI_CPU"):
-        raise UserError(f"{path} is for several processes: use accelerate_configs/single.yaml for one")
     if module:
         arguments.append("--module")
     return [*arguments, module or script[0], *script[1:]], {

@@ -31,7 +31,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.prepare import cache_folder
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
-from toolkit.evaluation import Evaluation
+from toolkit.evaluation import Best, Evaluation
 from toolkit.report.card import base_name, metric_title, number, read_lines, write_whole
 
 MOST_MATRIX_CLASSES = 40
@@ -43,6 +43,7 @@ _MOST_POINTS = 600  # of a curve: more make the page heavy and look the same
 _MOST_DOTS = 2000
 
 # drawn colour -> the page's
+_DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
 _COLOURS = {"#00a001": "var(--one)", "#00b002": "var(--two)", "#00c003": "var(--three)", "#00d004": "var(--faint)",
             "#00e005": "var(--line)"}  # fmt: skip
 _ONE, _TWO, _THREE, _FAINT, _LINE = _COLOURS
@@ -101,10 +102,27 @@ class Sample:
 
 @dataclass(frozen=True)
 class Series:
-    """What was recorded under one name."""
+    """What was recorded under one name; NaN where it was not a finite number."""
 
     steps: np.ndarray
     values: np.ndarray
+
+    @property
+    def window(self) -> int:
+        """Steps that the smoothed line averages over."""
+        return max(1, len(self.steps) // 15)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series and how it is drawn."""
+
+    name: str
+    series: Series
+    points: bool = False
+    """A dot for each value: they are few."""
+    smooth: bool = False
+    """A strong moving average over the pale values."""
 
 
 def write_report(folder: Path, labels: Labels, last: Evaluation, texts: Sequence[str]) -> None:
@@ -126,7 +144,8 @@ def write_report(folder: Path, labels: Labels, last: Evaluation, texts: Sequence
         "folder": folder.resolve().name,
         "problem_type": labels.problem_type,
         "last": last,
-        "saved_step": evaluations[-1]["step"] if evaluations else None,
+        "last_step": evaluations[-1]["step"] if evaluations else None,
+        "saved_step": _saved_step(config, evaluations, labels.problem_type),
         "results": _results(last, labels.problem_type),
         "facts": _facts(config, steps),
         "evaluations": evaluations,
@@ -134,10 +153,11 @@ def write_report(folder: Path, labels: Labels, last: Evaluation, texts: Sequence
         "scatter": _scatter(samples) if labels.problem_type == "regression" else None,
         "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
         "worst": _worst(samples, texts),
+        "per_class": last.numbers.get("per_class", {}),
         "has_texts": bool(texts),
         "num_samples": len(samples),
         "num_wrong": sum(sample.wrong for sample in samples),
-        "smoothed": _window(_series(steps, "loss")) > 1,
+        "smoothed": _series(steps, "loss").window > 1,
     }
     write_whole(folder / "report.html", _environment().get_template("report.html").render(context))
 
@@ -178,8 +198,10 @@ def _environment() -> jinja2.Environment:
         "metric": lambda name, problem_type: {"num_samples": "samples"}.get(name) or metric_title(name, problem_type),
         "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
         "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
-        # columns of Chinese, Japanese and Korean stand upright
-        "upright": lambda name: re.search(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]", name) is not None,
+        # names in Chinese, Japanese or Korean are set one character below the other
+        "stacks": lambda name: (
+            re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
+        ),
     }
     return environment
 
@@ -197,10 +219,19 @@ def _scalars(line: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in line.items() if isinstance(value, int | float | str)}
 
 
-def _series(lines: Sequence[dict[str, Any]], name: str) -> Series:
+def _series(lines: Sequence[dict[str, Any]], name: str, factor: float = 1.0) -> Series:
     pairs = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     array = np.array(pairs, np.float64).reshape(-1, 2)
-    return Series(array[:, 0], array[:, 1])
+    return Series(array[:, 0], np.where(np.isfinite(array[:, 1]), factor * array[:, 1], np.nan))
+
+
+def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], problem_type: ProblemType) -> int | None:
+    """The best step so far; in a run that was killed it need not be that of the last evaluation."""
+    best = Best(config["settings"].get("metric_for_best_model"), problem_type)
+    for line in evaluations:
+        if line["split"] == evaluations[0]["split"]:
+            best.improved(Evaluation(line["split"], line, None), line["step"])
+    return best.step or None
 
 
 def _results(last: Evaluation, problem_type: ProblemType) -> dict[str, float]:
@@ -230,12 +261,12 @@ def _facts(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str
         "Labels": f"{len(data['labels']):,} classes" if data["problem_type"] != "regression" else "a number",
         "Length": f"at most {data['max_length']:,} tokens",
         "Steps": _steps_done(data, steps, settings),
-        "Speed": _speed(steps),
-        "Processes": f"{world['num_processes']}, {_strategy(world)}, {world['mixed_precision']} precision",
+        **_speed(steps),
+        "Processes": f"{world['num_processes']}, {_strategy(world)}, {_precision(world['mixed_precision'])}",
         "Device": f"{world['device']} on {world['host']}",
         "Memory": f"at most {max(_peaks(steps)) / 2**30:,.2f} GiB in a process" if _peaks(steps) else "",
-        "Launched by": config["launch"].get("config_file") or "",
-        "Started": config["started"].replace("T", " "),
+        "Config": config["launch"].get("config_file") or "",
+        "Started": config["started"][:16].replace("T", " ") + " UTC",
     }
     return {name: fact for name, fact in facts.items() if fact}
 
@@ -246,19 +277,25 @@ def _steps_done(data: dict[str, Any], steps: list[dict[str, Any]], settings: dic
     return f"{done:,} of {data['total_steps']:,}{epochs}, {settings['global_batch_size']:,} samples each"
 
 
-def _speed(steps: list[dict[str, Any]]) -> str:
-    rates = [line["samples_per_second"] for line in steps if line["samples_per_second"] > 0]
-    if not rates:
-        return ""
-    seconds = sum(line["samples"] / line["samples_per_second"] for line in steps if line["samples_per_second"] > 0)
-    tokens = np.median([line["tokens_per_second"] for line in steps])
-    spent = f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 3600:.1f} h" if seconds > 5400 else \
-        f"{seconds / 60:.0f} min"  # fmt: skip
-    return f"{np.median(rates):,.0f} samples/s, {tokens:,.0f} tokens/s (medians); {spent} in steps"
+def _speed(steps: list[dict[str, Any]]) -> dict[str, str]:
+    timed = [line for line in steps if line["samples_per_second"] > 0]
+    if not timed:
+        return {}
+    seconds = sum(line["samples"] / line["samples_per_second"] for line in timed)
+    samples, tokens = (np.median([line[f"{unit}_per_second"] for line in timed]) for unit in ("samples", "tokens"))
+    spent = f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
+    return {
+        "Speed": f"{samples:,.0f} samples/s, {tokens:,.0f} tokens/s (median)",
+        "Time": f"{spent if seconds < 6000 else f'{seconds / 3600:,.1f} h'} in training steps",
+    }
 
 
 def _peaks(steps: list[dict[str, Any]]) -> list[int]:
     return [line["peak_memory_bytes"] for line in steps if line.get("peak_memory_bytes")]
+
+
+def _precision(mixed: str) -> str:
+    return "fp32" if mixed in ("no", None) else f"{mixed} mixed precision"
 
 
 def _strategy(world: dict[str, Any]) -> str:
@@ -340,67 +377,84 @@ def _charts(
 ) -> list[Chart]:
     if not steps:
         return []
-    split = evaluations[0]["split"] if evaluations else ""
-    during = _by_step(line for line in evaluations if line["split"] == split)
-    saved = evaluations[-1]["step"] if evaluations else None
-    charts = [_loss_chart(_series(steps, "loss"), _series(during, "loss"), split)]
-    for names in _EVALUATION_CHARTS[problem_type] if during else ():
-        charts.append(_evaluation_chart(during, names, problem_type, split, saved))
-    clip = config["settings"].get("max_grad_norm")
-    charts += [
-        _step_chart("Learning rate", _series(steps, "learning_rate"), smooth=False, from_zero=True),
-        _step_chart("Gradient norm", _series(steps, "grad_norm"), note=f"before clipping at {clip:g}" if clip else ""),
-        _step_chart("Samples per second", _series(steps, "samples_per_second"), from_zero=True),
-        _step_chart("Peak memory, GiB", _scaled(_series(steps, "peak_memory_bytes"), 2**-30), False, True),
+    end = steps[-1]["step"]
+    charts = [
+        _chart("Learning rate", [Line("", _series(steps, "learning_rate"))], end, from_zero=True),
+        _chart("Gradient norm", [Line("", _series(steps, "grad_norm"), smooth=True)], end, note=_clipping(config)),
+        _chart("Samples per second", [Line("", _series(steps, "samples_per_second"), smooth=True)], end, True),
+        _chart("Peak memory, GiB", [Line("", _series(steps, "peak_memory_bytes", 2**-30))], end, from_zero=True),
     ]
-    return charts
+    loss = Line("training", _series(steps, "loss"), smooth=True)
+    if not evaluations:
+        return [_chart("Loss", [loss], end), *charts]
+    split, saved = evaluations[0]["split"], _saved_step(config, evaluations, problem_type)
+    during = _by_step(line for line in evaluations if line["split"] == split)
+    metrics = [
+        _chart(
+            f"{'Metrics' if len(names) > 1 else metric_title(names[0], problem_type)} on {split}",
+            [Line(metric_title(name, problem_type), _series(during, name), points=True) for name in names],
+            end,
+            dashed_at=saved,
+            note=f"dashed: the saved model, step {saved:,}" if saved else "",
+        )
+        for names in _EVALUATION_CHARTS[problem_type]
+    ]
+    return [_chart("Loss", [loss, Line(split, _series(during, "loss"), points=True)], end), *metrics, *charts]
 
 
-def _loss_chart(training: Series, evaluation: Series, split: str) -> Chart:
-    def draw(axes: Axes) -> None:
-        _draw_steps(axes, training, smooth=True)
-        axes.plot(evaluation.steps, evaluation.values, color=_TWO, linewidth=1.6, marker="o", markersize=3.5)
-
-    legend = (("one", "training, smoothed" if _window(training) > 1 else "training"),)
-    return Chart("Loss", _svg("loss", draw), (*legend, *((("two", split),) if len(evaluation.steps) else ())))
+def _clipping(config: dict[str, Any]) -> str:
+    clip = config["settings"].get("max_grad_norm")
+    return f"before clipping at {clip:g}" if clip else ""
 
 
-def _evaluation_chart(
-    lines: list[dict[str, Any]], names: Sequence[str], problem_type: ProblemType, split: str, saved: int | None
+def _chart(
+    title: str,
+    lines: Sequence[Line],
+    end: int,
+    from_zero: bool = False,
+    dashed_at: int | None = None,
+    note: str = "",
 ) -> Chart:
-    found = [(name, _series(lines, name)) for name in names]
-    colours = list(zip((_ONE, _TWO, _THREE), ("one", "two", "three"), strict=True))
+    """Lines over the steps 0 to `end`, in the page's colours one after another."""
+
+    values = np.concatenate([line.series.values for line in lines])
+    outlier = max((_outlier(line.series) for line in lines if line.smooth), default="")
 
     def draw(axes: Axes) -> None:
-        if saved is not None:
-            axes.axvline(saved, color=_FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
-        for (_, series), (colour, _) in zip(found, colours, strict=False):
-            axes.plot(series.steps, series.values, color=colour, linewidth=1.6, marker="o", markersize=3.5)
+        for line, colour in zip(lines, _COLOURS, strict=False):
+            _draw_line(axes, line, colour)
+        if dashed_at is not None:
+            axes.axvline(dashed_at, **_DASHED)
+        if np.isfinite(values).any() and (from_zero or outlier):
+            top = np.nanpercentile(values, 99.5) if outlier else np.nanmax(values)
+            axes.set_ylim(0, 1.08 * top or 1)
+        axes.set_xlim(0, 1.02 * end)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
 
-    legend = [(css, metric_title(name, problem_type)) for (name, _), (_, css) in zip(found, colours, strict=False)]
-    note = f"dashed: the saved model, step {saved:,}" if saved is not None else ""
-    title = legend[0][1] if len(legend) == 1 else "Metrics"
-    return Chart(f"{title} on {split}", _svg(title, draw), tuple(legend) if len(legend) > 1 else (), note)
-
-
-def _step_chart(title: str, series: Series, smooth: bool = True, from_zero: bool = False, note: str = "") -> Chart:
-    def draw(axes: Axes) -> None:
-        _draw_steps(axes, series, smooth)
-        if from_zero and np.isfinite(series.values).any():
-            axes.set_ylim(0, 1.08 * np.nanmax(series.values[np.isfinite(series.values)]) or 1)
-
-    return Chart(title, _svg(title, draw), note=note)
+    legend = tuple(zip(("one", "two", "three"), [line.name for line in lines], strict=False)) if len(lines) > 1 else ()
+    return Chart(title, _svg(title, draw), legend, ", ".join(filter(None, (note, outlier))))
 
 
-def _draw_steps(axes: Axes, series: Series, smooth: bool) -> None:
-    raw = _thinned(series)
-    marker = "o" if len(raw.steps) == 1 else None
-    if not smooth or _window(series) == 1:
-        axes.plot(raw.steps, raw.values, color=_ONE, linewidth=1.6, marker=marker, markersize=3.5)
-        return
-    axes.plot(raw.steps, raw.values, color=_ONE, linewidth=0.8, alpha=0.35)
-    line = _thinned(Series(series.steps, smoothed(series.values, _window(series))))
-    axes.plot(line.steps, line.values, color=_ONE, linewidth=1.8)
+def _outlier(series: Series) -> str:
+    """What is said of a spike that would flatten the rest of its curve; it is drawn out of the frame."""
+    if not np.isfinite(series.values).any():
+        return ""
+    greatest = int(np.nanargmax(series.values))
+    if series.values[greatest] <= 2 * np.nanpercentile(series.values, 99.5):
+        return ""
+    return f"up to {series.values[greatest]:.4g} at step {int(series.steps[greatest]):,}"
+
+
+def _draw_line(axes: Axes, line: Line, colour: str) -> None:
+    raw, window = _thinned(line.series), line.series.window
+    if line.points or len(raw.steps) == 1:
+        axes.plot(raw.steps, raw.values, color=colour, linewidth=1.6, marker="o", markersize=3.5, clip_on=False)
+    elif not line.smooth or window == 1:
+        axes.plot(raw.steps, raw.values, color=colour, linewidth=1.6)
+    else:
+        axes.plot(raw.steps, raw.values, color=colour, linewidth=0.8, alpha=0.35)
+        mean = _thinned(Series(line.series.steps, smoothed(line.series.values, window)))
+        axes.plot(mean.steps, mean.values, color=colour, linewidth=1.8)
 
 
 def _scatter(samples: Sequence[Sample]) -> Chart | None:
@@ -412,30 +466,26 @@ def _scatter(samples: Sequence[Sample]) -> Chart | None:
     chosen = pairs[np.linspace(0, len(pairs) - 1, min(len(pairs), _MOST_DOTS)).astype(int)]
 
     def draw(axes: Axes) -> None:
-        ends = [pairs.min(), pairs.max()]
-        axes.plot(ends, ends, color=_FAINT, linewidth=0.9, linestyle=(0, (3, 3)))
+        edge = 0.04 * (pairs.max() - pairs.min()) or 1.0
+        ends = (pairs.min() - edge, pairs.max() + edge)
+        axes.plot(ends, ends, **_DASHED)
         axes.plot(chosen[:, 0], chosen[:, 1], "o", color=_ONE, markersize=3, alpha=0.45, markeredgewidth=0)
-        axes.set(xlabel="true", ylabel="predicted")
+        axes.set(xlabel="true", ylabel="predicted", xlim=ends, ylim=ends)
         axes.grid(axis="x")
 
     thinned = f"; {len(chosen):,} of {len(pairs):,} samples are drawn" if len(chosen) < len(pairs) else ""
-    return Chart(
-        "Predicted and true", _svg("scatter", draw, (5.2, 4.2), of_steps=False), note=f"dashed: exactly right{thinned}"
-    )
-
-
-def _window(series: Series) -> int:
-    """Steps that the smoothed line averages over."""
-    return max(1, len(series.steps) // 15)
+    return Chart("Predicted against true", _svg("scatter", draw, (5.2, 4.2)), (), f"dashed: exactly right{thinned}")
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     """(N,) -> (N,), the mean of the finite values among the `window` around each; shorter at the ends."""
     finite = np.isfinite(values)
-    ones = np.ones(2 * (window // 2) + 1)
-    total = np.convolve(np.where(finite, values, 0.0), ones, "full")[window // 2 :][: len(values)]
-    count = np.convolve(finite.astype(float), ones, "full")[window // 2 :][: len(values)]
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0.5)
+    places = np.arange(len(values))
+    first, last = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(values))
+    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    count = counts[last] - counts[first]
+    return np.divide(totals[last] - totals[first], count, out=np.full(len(values), np.nan), where=count > 0)
 
 
 def _thinned(series: Series) -> Series:
@@ -443,20 +493,12 @@ def _thinned(series: Series) -> Series:
     if len(series.steps) <= _MOST_POINTS:
         return series
     stretches = np.array_split(np.arange(len(series.steps)), _MOST_POINTS // 2)
-    values = np.where(np.isfinite(series.values), series.values, np.nan)
-    kept = sorted(
-        {int(part[pick(np.nan_to_num(values[part]))]) for part in stretches for pick in (np.argmin, np.argmax)}
-    )
-    return Series(series.steps[kept], values[kept])
+    known = np.nan_to_num(series.values)
+    kept = sorted({int(part[pick(known[part])]) for part in stretches for pick in (np.argmin, np.argmax)})
+    return Series(series.steps[kept], series.values[kept])
 
 
-def _scaled(series: Series, factor: float) -> Series:
-    return Series(series.steps, series.values * factor)
-
-
-def _svg(
-    name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5.2, 2.3), of_steps: bool = True
-) -> Markup:
+def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5.2, 2.3)) -> Markup:
     """Draws on one pair of axes -> an <svg> element, colours and fonts those of the page.
 
     `name` is the drawing's own on the page: the ids inside it are made of it.
@@ -465,10 +507,8 @@ def _svg(
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        if of_steps:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         written = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -1,0 +1,40 @@
+# Everything here makes its own virtual environment first; nothing else needs to be installed but Python >= 3.11.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Two processes on a CPU or on several GPUs; one where there is one GPU.
+CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c GPU)),single,ddp).yaml
+
+.PHONY: install demo test test-all lint benchmark clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Python >= 3.11 is needed: make PYTHON=python3.11')"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	touch $(INSTALLED)
+
+# Fine-tunes real BERT weights on real film reviews, evaluates, and leaves a run in runs/.
+demo: install
+	$(BIN)/accelerate launch recipes/cls.py --config_file $(CONFIG)
+
+test: install lint
+	$(BIN)/python -m pytest
+
+# The slow ones too.
+test-all: install lint
+	$(BIN)/python -m pytest -m ""
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+benchmark: install
+	$(BIN)/python benchmarks/trainer.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,0 +1,107 @@
+"""toolkit/evaluation/predict.py: every sample exactly once, or an error that names it (one process)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from toolkit.config import TrainingSettings
+from toolkit.data.batches import Collator
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
+from toolkit.evaluation import evaluate
+from toolkit.evaluation.predict import ExactlyOnceError, ids_fault, predict
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "fault"),
+    [
+        ([0, 1, 2], [0, 1, 2], ""),
+        ([2, 0, 1], [0, 1, 2], ""),
+        ([], [], ""),
+        ([0, 2], [0, 1, 2], "never predicted: rows 1"),
+        ([0, 1, 1, 2], [0, 1, 2], "more than once: rows 1"),
+        ([0, 1, 2, 5], [0, 1, 2], "unknown: 5"),
+        ([], [4, 7], "never predicted: rows 4, 7"),
+        ([0, 0, 9], [0, 3], "never predicted: rows 3; more than once: rows 0; unknown: 9"),
+        ([-1, 0], [0], "unknown: -1"),
+    ],
+)
+def test_ids_fault(found: list[int], expected: list[int], fault: str) -> None:
+    assert ids_fault(np.array(found, np.int64), np.array(expected, np.int64)) == fault
+
+
+def test_many_missing_ids_are_counted() -> None:
+    assert "rows 0, 1, 2" in ids_fault(np.zeros(0, np.int64), np.arange(100))
+    assert "and 90 more" in ids_fault(np.zeros(0, np.int64), np.arange(100))
+
+
+class Echo(torch.nn.Module):
+    """Two outputs: the sum of a sample's tokens and their number, padding not counted."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SimpleNamespace:
+        assert not self.training
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return SimpleNamespace(logits=torch.stack([(input_ids * mask).sum(1), mask.sum(1)], 1).to(torch.bfloat16))
+
+
+def split_of(count: int, folder: Path) -> Split:
+    """Sample i has (7 i mod 11) + 1 tokens, each 1, and is row 3 i of its file."""
+    lengths = np.arange(count) * 7 % 11 + 1
+    offsets = np.cumsum([0, *lengths])
+    return Split("test", folder, np.ones(offsets[-1], np.int32), offsets, np.arange(count) % 2, np.arange(count) * 3)
+
+
+TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
+
+
+@pytest.fixture
+def accelerator(no_launcher: None) -> Accelerator:
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 5, 64])
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 23])
+def test_outputs_come_in_the_order_of_the_file(
+    accelerator: Accelerator, tmp_path: Path, count: int, batch_size: int
+) -> None:
+    split, seen = split_of(count, tmp_path), []
+    collate = Collator(split, TOKENIZER, accelerator.device)
+    found = predict(accelerator, Echo().train(), split, collate, batch_size, seen.append)
+    assert found is not None
+    assert found.ids.tolist() == split.rows.tolist()
+    assert found.logits[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
+    assert found.logits.dtype == np.float32
+    assert found.labels.tolist() == split.labels.tolist()
+    assert sum(seen) == count
+
+
+class Losing(Collator):
+    """Gives one sample the id of another."""
+
+    def __call__(self, indices: np.ndarray, real: bool = True) -> object:  # type: ignore[override]
+        batch = super().__call__(indices, real)
+        batch.ids[batch.ids == 6] = 3
+        return batch
+
+
+def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(accelerator: Accelerator, tmp_path: Path) -> None:
+    split = split_of(10, tmp_path)
+    with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
+        predict(accelerator, Echo(), split, Losing(split, TOKENIZER, accelerator.device), 4)
+
+
+def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator, tmp_path: Path) -> None:
+    split = split_of(23, tmp_path)
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    found = evaluate(accelerator, Echo(), split, TOKENIZER, labels, TrainingSettings(per_device_batch_size=4))
+    assert (found.split, found.numbers["num_samples"]) == ("test", 23)
+    guesses = [int(length == 1) for length in split.lengths]  # at one token both outputs are 1: the first wins
+    assert sum(guesses) == 3
+    assert found.numbers["accuracy"] == pytest.approx(np.mean(split.labels == 0))
+    assert found.predictions is not None

@@ -1,0 +1,198 @@
+"""toolkit/evaluation: the numbers of eval.jsonl, and which of them decides."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import expit, log_softmax, softmax
+from sklearn import metrics as sk
+
+from toolkit.config import ProblemType
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+from toolkit.evaluation import Best, Evaluation
+from toolkit.evaluation.metrics import NUMBERS, best_metric, compute, probabilities_of
+from toolkit.evaluation.predict import Predictions
+
+SINGLE: ProblemType = "single_label_classification"
+MULTI: ProblemType = "multi_label_classification"
+
+
+def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dict[str, Any]:
+    array = np.array(logits, np.float32)
+    labels = np.array(truth, np.int64 if problem == SINGLE else np.float32)
+    return compute(Predictions(np.arange(len(array)), array, labels), Labels(problem, tuple(names), ("label",)))
+
+
+def one_hot(guesses: list[int], classes: int) -> np.ndarray:
+    return np.eye(classes, dtype=np.float32)[guesses] * 3
+
+
+def test_single_label_numbers_by_hand() -> None:
+    numbers = numbers_of(SINGLE, "abc", one_hot([0, 1, 1, 2], 3), [0, 0, 1, 2])
+    # a: precision 1, recall 1/2; b: precision 1/2, recall 1; c: both 1
+    assert numbers["num_samples"] == 4
+    assert numbers["accuracy"] == 0.75
+    assert numbers["f1_macro"] == pytest.approx(7 / 9)
+    assert numbers["f1_micro"] == pytest.approx(3 / 4)
+    assert numbers["f1_weighted"] == pytest.approx(3 / 4)
+    assert numbers["per_class"]["a"] == pytest.approx({"precision": 1, "recall": 0.5, "f1": 2 / 3, "support": 2})
+    assert numbers["per_class"]["b"] == pytest.approx({"precision": 0.5, "recall": 1, "f1": 2 / 3, "support": 1})
+    assert numbers["confusion_matrix"] == [[1, 1, 0], [0, 1, 0], [0, 0, 1]]  # rows: the truth
+    right, wrong = math.log(1 + 2 * math.exp(-3)), 3 + math.log(1 + 2 * math.exp(-3))
+    assert numbers["loss"] == pytest.approx((3 * right + wrong) / 4)
+
+
+def test_a_class_that_never_occurs_counts_as_zero() -> None:
+    numbers = numbers_of(SINGLE, "abcd", one_hot([0, 1, 1, 2], 4), [0, 0, 1, 2])
+    assert numbers["f1_macro"] == pytest.approx(7 / 12)
+    assert numbers["per_class"]["d"] == {"precision": 0, "recall": 0, "f1": 0, "support": 0}
+    assert np.array(numbers["confusion_matrix"]).shape == (4, 4)
+
+
+def test_multi_label_numbers_by_hand() -> None:
+    logits = [[1, -1], [1, 1], [-1, -1], [0, 2]]  # 0 is not above one half
+    numbers = numbers_of(MULTI, "ab", logits, [[1, 0], [1, 0], [1, 0], [0, 1]])
+    # a: 2 found of 3, none wrong: 4/5; b: 1 found, 1 wrong: 2/3
+    assert numbers["accuracy"] == 0.5  # whole rows
+    assert numbers["f1_macro"] == pytest.approx((4 / 5 + 2 / 3) / 2)
+    assert numbers["f1_micro"] == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
+    assert numbers["per_class"]["b"]["support"] == 1
+    assert "confusion_matrix" not in numbers
+
+
+def test_rows_without_a_label_and_without_a_guess_are_right() -> None:
+    numbers = numbers_of(MULTI, "ab", [[-1, -1], [1, -1]], [[0, 0], [1, 0]])
+    assert numbers["accuracy"] == 1.0
+    assert numbers["f1_micro"] == 1.0
+
+
+def test_regression_numbers_by_hand() -> None:
+    numbers = numbers_of("regression", "y", [[1.0], [2.0], [4.0]], [1.0, 3.0, 2.0])
+    assert numbers["mse"] == pytest.approx(5 / 3)
+    assert numbers["mae"] == pytest.approx(1.0)
+    assert numbers["loss"] == pytest.approx(5 / 3)
+    assert numbers["pearson"] == pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 2])[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("logits", "truth"), [([[1.0], [1.0]], [1.0, 2.0]), ([[1.0], [2.0]], [3.0, 3.0]), ([[1.0]], [2.0])]
+)
+def test_no_correlation_without_variation(logits: list[list[float]], truth: list[float]) -> None:
+    assert numbers_of("regression", "y", logits, truth)["pearson"] == 0.0
+
+
+def test_single_label_numbers_against_scikit_learn() -> None:
+    generator = np.random.default_rng(1)
+    logits, truth = generator.normal(size=(500, 5)).astype(np.float32), generator.integers(0, 4, 500)
+    numbers, guess = numbers_of(SINGLE, "abcde", logits, truth), logits.argmax(1)
+    assert numbers["accuracy"] == pytest.approx(sk.accuracy_score(truth, guess))
+    for average in ("macro", "micro", "weighted"):
+        expected = sk.f1_score(truth, guess, labels=range(5), average=average, zero_division=0)
+        assert numbers[f"f1_{average}"] == pytest.approx(expected)
+    assert numbers["loss"] == pytest.approx(sk.log_loss(truth, softmax(logits, axis=1), labels=range(5)), rel=1e-5)
+    assert numbers["loss"] == pytest.approx(-log_softmax(logits.astype(float), axis=1)[range(500), truth].mean())
+    assert np.array(numbers["confusion_matrix"]).sum() == 500
+
+
+def test_multi_label_numbers_against_scikit_learn() -> None:
+    generator = np.random.default_rng(2)
+    logits, truth = generator.normal(size=(300, 4)), generator.integers(0, 2, (300, 4))
+    numbers, guess = numbers_of(MULTI, "abcd", logits, truth), logits > 0
+    assert numbers["accuracy"] == pytest.approx(sk.accuracy_score(truth, guess))
+    for average in ("macro", "micro", "weighted"):
+        assert numbers[f"f1_{average}"] == pytest.approx(sk.f1_score(truth, guess, average=average))
+    expected = np.mean([sk.log_loss(truth[:, place], expit(logits[:, place])) for place in range(4)])
+    assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("problem", list(NUMBERS))
+def test_every_number_that_may_decide_is_there(problem: ProblemType) -> None:
+    truth = {SINGLE: [0, 1], MULTI: [[0, 1], [1, 0]], "regression": [0.5, 1.5]}[problem]
+    logits = [[1.0, 2.0], [0.0, 1.0]] if problem != "regression" else [[1.0], [2.0]]
+    numbers = numbers_of(problem, "ab" if problem != "regression" else "y", logits, truth)
+    assert all(type(numbers[name]) is float for name in NUMBERS[problem])
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (SINGLE, softmax([[1.0, 2.0, -1.0]], axis=1)),
+        (MULTI, expit([[1.0, 2.0, -1.0]])),
+        ("regression", [[1.0, 2.0, -1.0]]),
+    ],
+)
+def test_probabilities(problem: ProblemType, expected: Any) -> None:
+    found = probabilities_of(np.array([[1.0, 2.0, -1.0]], np.float32), problem)
+    assert found == pytest.approx(np.array(expected), abs=1e-6)
+    assert found.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem", "expected"),
+    [
+        (None, SINGLE, ("f1_macro", True)),
+        (None, MULTI, ("f1_micro", True)),
+        (None, "regression", ("loss", False)),
+        ("accuracy", SINGLE, ("accuracy", True)),
+        ("eval_accuracy", SINGLE, ("accuracy", True)),
+        ("eval_loss", MULTI, ("loss", False)),
+        ("mae", "regression", ("mae", False)),
+        ("eval_mse", "regression", ("mse", False)),
+        ("pearson", "regression", ("pearson", True)),
+    ],
+)
+def test_best_metric(wanted: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
+    assert best_metric(wanted, problem) == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem", "meant"),
+    [("acuracy", SINGLE, "accuracy"), ("eval_f1_makro", MULTI, "f1_macro"), ("persson", "regression", "pearson")],
+)
+def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: ProblemType, meant: str) -> None:
+    with pytest.raises(UserError) as caught:
+        best_metric(wanted, problem)
+    for part in (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem])):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("problem", [MULTI, "regression"])
+def test_a_metric_of_another_problem(problem: ProblemType) -> None:
+    wrong = {MULTI: "pearson", "regression": "f1_macro"}[problem]
+    with pytest.raises(UserError, match="--metric_for_best_model"):
+        best_metric(wrong, problem)
+
+
+def evaluation(**numbers: float) -> Evaluation:
+    return Evaluation("validation", numbers, None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "improved"),
+    [("accuracy", [0.5, 0.6, 0.6, 0.4, 0.7], [1, 1, 0, 0, 1]), ("loss", [2.0, 1.0, 1.0, 3.0, 0.5], [1, 1, 0, 0, 1])],
+)
+def test_the_best_evaluation(metric: str, values: list[float], improved: list[int]) -> None:
+    best, waited = Best(metric, SINGLE), []
+    for step, (value, better) in enumerate(zip(values, improved, strict=True), 1):
+        assert best.improved(evaluation(**{metric: value}), step) is bool(better)
+        waited.append(best.waited)
+    assert waited == [0, 0, 1, 2, 0]
+    assert best.step == 5
+
+
+def test_a_number_that_is_none_never_replaces_a_better_one() -> None:
+    best = Best("loss", SINGLE)
+    assert best.improved(evaluation(loss=1.0), 1)
+    assert not best.improved(evaluation(loss=math.nan), 2)
+    assert best.step == 1
+
+
+def test_a_first_evaluation_without_a_number_is_an_error_and_not_a_run_without_a_model() -> None:
+    """Nothing would be saved, and the end of the recipe loads what was saved."""
+    best = Best("loss", "regression")
+    with pytest.raises(UserError, match="loss"):
+        best.improved(evaluation(loss=math.nan), 1)

@@ -1,0 +1,289 @@
+"""toolkit/models/classifier.py: any classification checkpoint, with the same weights in every process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertForSequenceClassification
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from toolkit.config import ModelSettings
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+from toolkit.models.classifier import load_classifier, load_config, load_tokenizer, set_dropout
+
+THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
+FIVE = Labels("single_label_classification", tuple("abcde"), ("label",))
+
+
+def load(path: Path | str, labels: Labels = THREE, seed: int = 1, **given: Any) -> Any:
+    return load_classifier(ModelSettings(model_name_or_path=str(path), **given), labels, seed)
+
+
+def fault_of(path: Path | str, **given: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        load(path, **given)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def broken(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model to break."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+
+
+def test_the_head_follows_the_seed_and_nothing_else(tiny_model: Path) -> None:
+    torch.manual_seed(5)
+    first = load(tiny_model, seed=1).classifier.weight
+    torch.manual_seed(6)
+    torch.randn(100)
+    assert torch.equal(load(tiny_model, seed=1).classifier.weight, first)
+    assert not torch.equal(load(tiny_model, seed=2).classifier.weight, first)
+
+
+def test_the_encoder_is_the_checkpoints(tiny_model: Path) -> None:
+    model, saved = load(tiny_model), load_file(tiny_model / "model.safetensors")
+    for name, parameter in model.bert.named_parameters():
+        assert torch.equal(parameter, saved[name])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_a_checkpoint_in_half_precision_is_loaded_in_float32(tiny_model: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert {parameter.dtype for parameter in load(tmp_path).parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("labels", "outputs"),
+    [
+        (THREE, 3),
+        (Labels("multi_label_classification", ("a", "b"), ("a", "b")), 2),
+        (Labels("regression", ("stars",), ("stars",)), 1),
+    ],
+)
+def test_the_config_says_what_the_labels_are(tiny_model: Path, labels: Labels, outputs: int) -> None:
+    model = load(tiny_model, labels)
+    assert model.classifier.out_features == model.config.num_labels == outputs
+    assert model.config.problem_type == labels.problem_type
+    assert model.config.id2label == dict(enumerate(labels.names))
+    assert model.config.label2id == {name: place for place, name in enumerate(labels.names)}
+
+
+def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Path, tmp_path: Path) -> None:
+    trained = load(tiny_model, THREE)
+    with torch.no_grad():
+        trained.bert.pooler.dense.weight.fill_(0.5)
+    trained.save_pretrained(tmp_path)
+    model = load(tmp_path, FIVE)
+    assert model.classifier.weight.shape == (5, 33)
+    assert torch.all(model.bert.pooler.dense.weight == 0.5)
+    assert torch.equal(model.classifier.weight, load(tmp_path, FIVE).classifier.weight)
+
+
+def test_a_head_that_fits_is_kept(tiny_model: Path, tmp_path: Path) -> None:
+    trained = load(tiny_model, THREE)
+    with torch.no_grad():
+        trained.classifier.weight.fill_(0.25)
+    trained.save_pretrained(tmp_path)
+    assert torch.all(load(tmp_path, THREE).classifier.weight == 0.25)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_an_encoder_that_does_not_fit_its_config_is_an_error(broken: Path) -> None:
+    """Only the head may be made anew: an encoder made anew is random, and trains as if it was pretrained."""
+    edit_config(broken, intermediate_size=50)
+    assert str(broken) in fault_of(broken)
+
+
+def test_weights_of_other_names_are_an_error(broken: Path) -> None:
+    weights = load_file(broken / "model.safetensors")
+    save_file({f"student.{name}": tensor for name, tensor in weights.items()}, broken / "model.safetensors")
+    assert str(broken) in fault_of(broken)
+
+
+def test_missing_layers_are_an_error(broken: Path) -> None:
+    edit_config(broken, num_hidden_layers=3)
+    assert str(broken) in fault_of(broken)
+
+
+SIZES = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 30}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": SIZES,
+    "roberta": SIZES,
+    "electra": SIZES | {"embedding_size": 12},
+    "albert": SIZES | {"embedding_size": 12, "classifier_dropout_prob": 0.3},
+    "deberta-v2": SIZES | {"pooler_dropout": 0.3},
+    "distilbert": {
+        "dim": 24,
+        "n_heads": 2,
+        "n_layers": 1,
+        "hidden_dim": 20,
+        "vocab_size": 30,
+        "seq_classif_dropout": 0.3,
+    },
+    "modernbert": SIZES
+    | {
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+        "mlp_dropout": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_overrides_every_probability(family: str) -> None:
+    for probability in (0.0, 0.35):
+        config = AutoConfig.for_model(family, **FAMILIES[family])
+        set_dropout(config, probability)
+        model = AutoModelForSequenceClassification.from_config(config)
+        drops = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+        drops += [module.drop_prob for module in model.modules() if hasattr(module, "drop_prob")]
+        assert drops
+        assert set(drops) == {probability}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_dropout_training_is_repeatable(family: str) -> None:
+    config = AutoConfig.for_model(family, **FAMILIES[family])
+    set_dropout(config, 0.0)
+    model = AutoModelForSequenceClassification.from_config(config).train()
+    ids = torch.arange(3, 15)[None]
+    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_dropout_leaves_other_settings_alone() -> None:
+    config = AutoConfig.for_model("bert", **SIZES)
+    before = config.to_dict()
+    set_dropout(config, 0.25)
+    changed = {name for name, value in config.to_dict().items() if before[name] != value}
+    assert changed == {"hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"}
+
+
+def test_dropout_of_the_settings_reaches_the_model(tiny_model: Path) -> None:
+    def found(**given: Any) -> set[float]:
+        return {module.p for module in load(tiny_model, **given).modules() if isinstance(module, torch.nn.Dropout)}
+
+    assert found(dropout=0.0) == {0.0}
+    assert found() == {0.1}  # the checkpoint's own
+
+
+def test_gradient_checkpointing(tiny_model: Path) -> None:
+    assert load(tiny_model, gradient_checkpointing=True).is_gradient_checkpointing
+    assert not load(tiny_model).is_gradient_checkpointing
+
+
+def test_gradient_checkpointing_of_a_model_that_cannot(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
+    assert "--gradient_checkpointing" in fault_of(tiny_model, gradient_checkpointing=True)
+
+
+def test_the_attention_that_was_asked_for(tiny_model: Path) -> None:
+    assert load(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
+    assert load(tiny_model, attn_implementation="sdpa").config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "sdpaa"])
+def test_an_attention_that_cannot_be_names_its_own_setting(tiny_model: Path, name: str) -> None:
+    fault = fault_of(tiny_model, attn_implementation=name)
+    assert f"--attn_implementation {name}" in fault
+    assert "give a folder" not in fault
+
+
+def test_a_wrong_path_names_the_setting_and_the_neighbour(tiny_model: Path) -> None:
+    fault = fault_of(tiny_model.with_name("tiny-brt"))
+    assert f"--model_name_or_path {tiny_model.with_name('tiny-brt')}" in fault
+    assert "did you mean tiny-bert?" in fault
+
+
+@pytest.mark.parametrize("name", ["bert-base-chinese", "./no/such/folder", "user/no-such-model"])
+def test_a_name_that_cannot_be_found_offline(name: str) -> None:
+    fault = fault_of(name)
+    assert f"--model_name_or_path {name}" in fault
+    assert "config.json" in fault
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+BREAKS: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "half the weights": truncate,
+    "an empty file of weights": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "half a config": lambda folder: (folder / "config.json").write_text('{"model_type"'),
+    "an unknown model": lambda folder: (folder / "config.json").write_text('{"model_type": "nosuch"}'),
+    "not for texts": lambda folder: (folder / "config.json").write_text('{"model_type": "vit"}'),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_a_broken_folder_names_the_setting(broken: Path, kind: str) -> None:
+    BREAKS[kind](broken)
+    assert f"--model_name_or_path {broken}" in fault_of(broken)
+
+
+def test_a_folder_that_is_there_is_not_proposed_in_its_own_place(broken: Path) -> None:
+    BREAKS["no config"](broken)
+    assert "did you mean broken" not in fault_of(broken)
+
+
+def test_weights_are_whole_also_where_a_strategy_would_divide_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", None)
+
+    class Config:
+        def is_zero3(self) -> bool:
+            raise AssertionError("asked while loading")
+
+    config = Config()
+    transformers_deepspeed.set_hf_deepspeed_config(config)
+    plain = load(tiny_model).classifier.weight
+    assert plain.shape == (3, 33)
+    assert transformers_deepspeed._hf_deepspeed_config_weak_ref() is config  # as it was
+
+
+def test_the_tokenizer_and_config(tiny_model: Path) -> None:
+    settings = ModelSettings(model_name_or_path=str(tiny_model))
+    assert load_tokenizer(settings).convert_tokens_to_ids("好") > 4
+    assert load_config(settings).hidden_size == 33
+
+
+def test_a_tokenizer_that_cannot_pad(broken: Path) -> None:
+    path = broken / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config.pop("pad_token", None)
+    path.write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": None}))
+    with pytest.raises(UserError, match="no padding token"):
+        load_tokenizer(ModelSettings(model_name_or_path=str(broken)))
+
+
+def test_no_tokenizer_at_all(broken: Path) -> None:
+    for path in (*broken.glob("tokenizer*"), broken / "vocab.txt"):
+        path.unlink()
+    with pytest.raises(UserError, match="--model_name_or_path"):
+        load_tokenizer(ModelSettings(model_name_or_path=str(broken)))
+
+
+def test_loading_says_nothing(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(tiny_model, FIVE)
+    said = capfd.readouterr()
+    assert said.out + said.err == ""

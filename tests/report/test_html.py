@@ -1,0 +1,392 @@
+"""toolkit/report/html.py: one page that needs nothing else, for every kind of task."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+from toolkit.evaluation import Evaluation
+from toolkit.report import html
+from toolkit.report.html import smoothed, write_report, write_report_of_folder
+
+CHINESE = ("负面", "正面", "中性")
+NASTY = "<script>alert('x')</script> 这部电影 & “好”"
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """The page's tags, its tables by section, and what it would load."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.section = ""
+        self.rows: dict[str, list[list[str]]] = {}
+        """Of each section, the cells of all rows of its tables."""
+        self.texts: list[str] = []
+        self.feed(self.source)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        if tag == "section":
+            self.section = found["id"] or ""
+        if tag == "tr":
+            self.rows.setdefault(self.section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self.section][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag == "section":
+            self.section = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[self.section][-1][-1] += " ".join(data.split())
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def loads(self) -> list[str]:
+        """Everything outside the page that a browser would fetch for it."""
+        places = [
+            value
+            for tag, attributes in self.tags
+            for name, value in attributes.items()
+            if name in ("src", "srcset", "href", "xlink:href", "data", "poster", "action") and value and tag != "a"
+        ]
+        places += re.findall(r"url\(\s*['\"]?([^)'\"]*)", self.source)
+        places += re.findall(r"@import[^;]*", self.source)
+        return [place for place in places if not place.startswith(("#", "data:"))]
+
+
+def make_run(
+    folder: Path,
+    labels: Labels,
+    predictions: Sequence[dict[str, Any]],
+    numbers: dict[str, Any],
+    steps: int = 40,
+    evaluations: int = 4,
+) -> Evaluation:
+    """A run's files, as toolkit/report/files.py writes them."""
+    folder.mkdir()
+    config = {
+        "settings": {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_file": "数据/train<1>.csv",
+                     "global_batch_size": 32, "max_grad_norm": 1.0, "learning_rate": 5e-5},
+        "data": {"samples": {"train": 7677, "validation": len(predictions)}, "labels": list(labels.names),
+                 "problem_type": labels.problem_type, "max_length": 128, "digest": "none", "total_steps": steps,
+                 "steps_per_epoch": 240},
+        "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
+                  "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "H200", "host": "node-0"},
+        "launch": {"config_file": "accelerate_configs/zero2.yaml", "command": "recipes/cls.py --seed 1"},
+        "versions": {"toolkit": "0.1.0", "python": "3.11.7", "peft": None},
+        "started": "2026-11-20T07:13:30+00:00",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    per_step = [
+        {"step": step, "epoch": step / 240, "loss": 1 / step, "learning_rate": 1e-5, "grad_norm": 0.5, "samples": 32,
+         "tokens": 755, "samples_per_second": 100.0, "tokens_per_second": 2000.0, "peak_memory_bytes": 2**30}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    whole = {"num_samples": len(predictions), **numbers}
+    per_evaluation = [
+        {"step": steps * place // evaluations, "split": "validation", **whole} for place in range(1, evaluations + 1)
+    ]
+    for line in per_evaluation[:-1]:  # the last is the best
+        line |= {"loss": 2 * numbers["loss"], "f1_macro": 0.1, "f1_micro": 0.1}
+    for name, lines in (
+        ("metrics.jsonl", per_step),
+        ("eval.jsonl", per_evaluation),
+        ("predictions.jsonl", predictions),
+    ):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / name).write_text(text, encoding="utf-8")
+    return Evaluation("validation", whole, None)
+
+
+def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> tuple[list[dict[str, Any]], dict]:
+    """Predictions and numbers of single-label classification from (N, C) probabilities."""
+    predictions = [
+        {"id": 3 * place, "label": names[truth], "prediction": names[int(row.argmax())],
+         "probabilities": [round(float(chance), 6) for chance in row]}
+        for place, (row, truth) in enumerate(zip(chances, truths, strict=True))
+    ]  # fmt: skip
+    per_class = {name: {"precision": 0.5, "recall": 0.25, "f1": 1 / 3, "support": 7} for name in names}
+    return predictions, {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "f1_micro": 0.75, "per_class": per_class}
+
+
+def chances_of(size: int, count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.ones(size), count)
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[Path, Labels, Evaluation, list[str]]:
+    """60 samples of three Chinese classes; every third text is nasty."""
+    labels = Labels("single_label_classification", CHINESE, ("label",))
+    predictions, numbers = single(CHINESE, chances_of(3, 60), [place % 3 for place in range(60)])
+    texts = [NASTY if place % 3 == 0 else f"第{place}条 " + "很长" * 400 for place in range(60)]
+    return tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), texts
+
+
+def test_one_file_and_nothing_loaded(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    page = Page(folder / "report.html")
+    assert page.open == []
+    assert page.loads() == []
+    assert "http://" not in page.source
+    assert "https://" not in page.source
+    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
+    ]  # fmt: skip
+
+
+def test_summary(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    text = Page(folder / "report.html").text
+    for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
+                  "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
+                  "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
+        assert shown in text
+
+
+def test_text_is_shown_and_not_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    page = Page(folder / "report.html")
+    assert "<script" not in page.source
+    shown = [row[1] for row in page.rows["mistakes"][1:]]
+    assert NASTY in shown
+    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
+
+
+def test_worst_mistakes_are_the_surest(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    rows = Page(folder / "report.html").rows["mistakes"]
+    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    wrong = [line for line in predictions if line["label"] != line["prediction"]]
+    surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
+    assert rows[0] == ["row", "text", "true", "predicted"]
+    assert [int(row[0]) for row in rows[1:]] == [line["id"] + 1 for line in surest]
+    for row, line in zip(rows[1:], surest, strict=True):
+        assert row[2] == f"{line['label']}{line['probabilities'][CHINESE.index(line['label'])]:.3f}"
+        assert row[3] == f"{line['prediction']}{max(line['probabilities']):.3f}"
+
+
+def test_confusion_matrix(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    head, *rows = Page(folder / "report.html").rows["confusion"]
+    assert head == ["", *CHINESE, "samples"]
+    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    for name, row in zip(CHINESE, rows, strict=True):
+        guesses = [line["prediction"] for line in predictions if line["label"] == name]
+        assert row[0] == name
+        for cell, guess in zip(row[1:-1], CHINESE, strict=True):
+            count = guesses.count(guess)
+            assert cell == (f"{count}{100 * count / len(guesses):.0f} %" if count else "·")
+        assert row[-1] == str(len(guesses))
+
+
+def test_classes_in_their_order(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    write_report(folder, labels, last, texts)
+    rows = Page(folder / "report.html").rows["classes"]
+    assert [row[0] for row in rows[1:]] == list(CHINESE)
+    assert rows[1][1:] == ["0.500", "0.250", "0.333", "7"]
+
+
+def test_no_texts_no_column(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, _ = three
+    write_report(folder, labels, last, [])
+    assert Page(folder / "report.html").rows["mistakes"][0] == ["row", "true", "predicted"]
+
+
+def test_other_number_of_texts_is_an_error(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, texts = three
+    with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
+        write_report(folder, labels, last, texts[1:])
+    assert not (folder / "report.html").exists()
+
+
+def test_nothing_wrong(tmp_path: Path) -> None:
+    labels = Labels("single_label_classification", CHINESE, ("label",))
+    predictions, numbers = single(CHINESE, np.eye(3), [0, 1, 2])
+    last = make_run(tmp_path / "run", labels, predictions, numbers)
+    write_report(tmp_path / "run", labels, last, ["a", "b", "c"])
+    assert "No sample of validation was predicted wrong." in Page(tmp_path / "run" / "report.html").text
+
+
+def test_thirty_classes_have_a_matrix_and_pairs(tmp_path: Path) -> None:
+    names = tuple(f"类{place}" for place in range(30))
+    labels = Labels("single_label_classification", names, ("label",))
+    predictions, numbers = single(names, chances_of(30, 90), [place % 30 for place in range(90)])
+    write_report(tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), [])
+    rows = Page(tmp_path / "run" / "report.html").rows["confusion"]
+    assert len(rows[0]) == 32
+    assert len(rows) == 1 + 30 + 1 + 10
+
+
+def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
+    names = tuple(f"class {place}" for place in range(2000))
+    labels = Labels("single_label_classification", names, ("label",))
+    chances = np.full((30, 2000), 1e-4)
+    chances[:, 7] = 0.9
+    predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
+    write_report(tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), [])
+    page = Page(tmp_path / "run" / "report.html")
+    assert "A matrix of 2,000 classes could not be read, so here are the 11 pairs" in page.text
+    assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
+    assert len(page.rows["confusion"]) == 12
+    assert len(page.rows["classes"]) == 2001
+    assert len(page.source) < 1_000_000
+
+
+def test_one_step_and_one_evaluation(tmp_path: Path) -> None:
+    labels = Labels("single_label_classification", CHINESE, ("label",))
+    predictions, numbers = single(CHINESE, chances_of(3, 6), [0, 1, 2, 0, 1, 2])
+    last = make_run(tmp_path / "run", labels, predictions, numbers, steps=1, evaluations=1)
+    write_report(tmp_path / "run", labels, last, [])
+    page = Page(tmp_path / "run" / "report.html")
+    assert [tag for tag, _ in page.tags].count("svg") == 6
+    assert "All 1 evaluations" not in page.text
+
+
+def test_regression(tmp_path: Path) -> None:
+    labels = Labels("regression", ("score",), ("score",))
+    predictions = [
+        {"id": place, "label": place / 10, "prediction": place / 10 + (-1) ** place * place / 50} for place in range(30)
+    ]
+    last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
+    write_report(tmp_path / "run", labels, last, [f"text {place}" for place in range(30)])
+    page = Page(tmp_path / "run" / "report.html")
+    rows = page.rows["mistakes"]
+    assert rows[0] == ["row", "text", "true", "predicted", "error"]
+    assert [int(row[0]) for row in rows[1:]] == list(range(30, 10, -1))
+    assert rows[1] == ["30", "text 29", "2.9000", "2.3200", "-0.58"]
+    assert {"Predicted against true", "Pearson correlation on validation"} <= set(page.texts)
+    assert "confusion" not in page.rows
+    assert page.loads() == []
+
+
+def test_multi_label(tmp_path: Path) -> None:
+    labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
+    predictions = [
+        {"id": 0, "label": ["长"], "prediction": ["长"], "probabilities": [0.1, 0.9, 0.2]},
+        {"id": 5, "label": ["长"], "prediction": ["c"], "probabilities": [0.1, 0.3, 0.6]},
+        {"id": 9, "label": [], "prediction": ["a|b", "c"], "probabilities": [0.999, 0.2, 0.6]},
+    ]
+    per_class = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names}
+    numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5, "per_class": per_class}
+    last = make_run(tmp_path / "run", labels, predictions, numbers)
+    write_report(tmp_path / "run", labels, last, ["fine", "mixed", NASTY])
+    page = Page(tmp_path / "run" / "report.html")
+    loss = -(np.log(0.001) + np.log(0.8) + np.log(0.4)) / 3
+    assert page.rows["mistakes"][1:] == [
+        ["10", NASTY, "none", "–", "a|b0.999c0.600", f"{loss:.3f}"],
+        ["6", "mixed", "长", "长0.300", "c0.600", f"{-(np.log(0.9) + np.log(0.3) + np.log(0.4)) / 3:.3f}"],
+    ]
+    assert "Accuracy (all labels right) 0.3300" in page.text
+    assert "confusion" not in page.rows
+
+
+def test_diverged_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    """NaN and infinity are shown, and are no reason to have no report."""
+    folder, labels, last, texts = three
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[10:]:
+        line |= {"loss": float("nan"), "grad_norm": float("inf")}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = (folder / "predictions.jsonl").read_text()
+    (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", "[NaN, NaN, NaN]", text))
+    last.numbers["loss"] = float("nan")
+    write_report(folder, labels, last, texts)
+    assert "Loss nan" in Page(folder / "report.html").text
+
+
+def test_of_folder(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    folder, labels, last, _ = three
+    write_report(folder, labels, last, [])
+    before = (folder / "report.html").read_text()
+    (folder / "report.html").unlink()
+    assert write_report_of_folder(str(folder)) == folder / "report.html"
+    assert (folder / "report.html").read_text() == before
+    with pytest.raises(UserError, match="is no run folder"):
+        write_report_of_folder(folder / "nothing")
+
+
+def test_of_folder_while_it_runs(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    """Killed before the first evaluation, in the middle of a line."""
+    folder, *_ = three
+    (folder / "eval.jsonl").unlink()
+    (folder / "predictions.jsonl").unlink()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "lo')
+    write_report_of_folder(folder)
+    page = Page(folder / "report.html")
+    assert "Not evaluated yet." in page.text
+    assert [tag for tag, _ in page.tags].count("svg") == 5
+
+
+def test_of_folder_of_a_killed_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    """Its last evaluation need not be of the model that was saved."""
+    folder, *_ = three
+    lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]
+    lines[1]["f1_macro"] = 0.9
+    (folder / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report_of_folder(folder)
+    text = Page(folder / "report.html").text
+    assert "The model at step 40, on the 60 samples of validation, each counted once." in text
+    assert "The saved model is that of step 20." in text
+    assert "dashed: the saved model, step 20" in text
+
+
+def test_steps_done_again_count_once(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+    """A run resumed at step 30 writes the steps from there again."""
+    folder, *_ = three
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, *lines[30:]]) + "\n")
+    found = html._by_step(html.read_lines(folder / "metrics.jsonl"))
+    assert [line["step"] for line in found] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("window", [2, 5, 40])
+def test_smoothed_is_the_mean_around(window: int) -> None:
+    values = np.random.default_rng(0).normal(size=30)
+    values[[3, 17]] = np.nan
+    half = window // 2
+    around = [np.nanmean(values[max(0, place - half) : place + half + 1]) for place in range(30)]
+    np.testing.assert_allclose(smoothed(values, window), around)
+
+
+def test_a_spike_stays_in_a_long_curve() -> None:
+    series = html.Series(np.arange(50_000.0), np.zeros(50_000))
+    series.values[31_337] = 9.0
+    kept = html._thinned(series)
+    assert len(kept.steps) <= 600
+    assert kept.steps[kept.values.argmax()] == 31_337
+    assert html._outlier(series) == "up to 9 at step 31,337"

@@ -1,0 +1,181 @@
+"""The house of DESIGN.md: floors without an upward arrow, recipes that know no strategy, light imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PACKAGE = REPOSITORY / "toolkit"
+RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# part of the toolkit -> its floor; an import may go down or stay on its floor
+FLOORS = {
+    "errors": 0, "config": 0, "launch": 0,
+    "data": 1, "models": 1, "checkpoint": 1,
+    "training": 2, "evaluation": 2,
+    "report": 3, "doctor": 3,
+    "cli": 4, "__main__": 4, "recipes": 4,
+}  # fmt: skip
+
+STRATEGY_WORDS = (
+    r"ddp|fsdp2?|zero[123]?|deepspeed|ds|stages?|offload|megatron|nccl|gloo|mpi|torchrun"
+    r"|all_?reduce|world_size|local_rank"
+)
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+KNOWN = {name_of(path): path for path in MODULES}
+
+
+def imports_of(path: Path, at_run_time: bool = False) -> list[tuple[int, str]]:
+    """(line, module) of every import, inside functions too; of `from a import b` also `a.b` where that is a module."""
+    found: list[tuple[int, str]] = []
+
+    def visit(node: ast.AST) -> None:
+        if at_run_time and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            found.extend((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name for name in inner if name in KNOWN]
+            found.extend((node.lineno, name) for name in modules or [str(node.module)])
+            if len(modules) < len(inner):
+                found.append((node.lineno, str(node.module)))
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def part_of(module: str) -> str:
+    """`toolkit.data.read` -> `data`."""
+    return "recipes" if module.startswith("recipes") else module.removeprefix("toolkit.").split(".")[0]
+
+
+def test_every_part_has_a_floor() -> None:
+    parts = {part_of(name) for name in KNOWN} - {"toolkit"}
+    assert parts <= set(FLOORS), f"give {sorted(parts - set(FLOORS))} a floor in FLOORS, as DESIGN.md has it"
+
+
+@pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
+def test_no_import_goes_up(path: Path) -> None:
+    here = part_of(name_of(path))
+    floor = FLOORS.get(here, -1)  # the package itself stands under everything
+    upward = [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
+        for line, module in imports_of(path)
+        if module.split(".")[0] in ("toolkit", "recipes") and FLOORS.get(part_of(module), -1) > floor
+    ]
+    assert upward == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {
+        name: {module for _, module in imports_of(path, at_run_time=True) if module in KNOWN and module != name}
+        for name, path in KNOWN.items()
+    }
+    assert sum(map(len, graph.values())) > 50  # the graph is not empty
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "checkpoint").glob("*.py")), ids=name_of)
+def test_checkpoint_knows_no_training_and_no_deepspeed(path: Path) -> None:
+    modules = {module for _, module in imports_of(path)}
+    assert not [name for name in modules if part_of(name) in ("training", "evaluation", "report")]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_the_top = {ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)}
+    assert not [line for line in at_the_top if "deepspeed" in line]
+
+
+def test_there_are_recipes() -> None:
+    assert "cls.py" in [path.name for path in RECIPES]
+
+
+def strategy_words(text: str) -> list[str]:
+    """Whole words, `_` counted as a space; the names of config files in command lines are allowed."""
+    plain = re.sub(r"(accelerate_configs|ds_configs)/\w+\.(yaml|json)", "", text)
+    return re.findall(rf"(?<![a-z])(?!zero_grad)(?:{STRATEGY_WORDS})(?![a-z0-9])", plain.lower())
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_holds_no_word_of_a_strategy(path: Path) -> None:
+    assert strategy_words(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("# under DDP", ["ddp"]),
+        ("if zero_stage == 3:", ["zero", "stage"]),
+        ("is_deepspeed = True", ["deepspeed"]),
+        ("ZeRO-3", ["zero"]),
+        ("backend='nccl'", ["nccl"]),
+        ("accelerate launch --config_file accelerate_configs/zero3.yaml", []),
+        ("optimizer.zero_grad()", []),
+        ("nonzero, stages_of_life, fadds", ["stages"]),
+        ("one, backstage", []),
+    ],
+)
+def test_strategy_words_are_found(text: str, found: list[str]) -> None:
+    assert strategy_words(text) == found
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_short_and_shows_its_loop(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
+    assert any("backward" in ast.unparse(node) for node in loops)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_are_of_a_readable_length(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 450  # about 400
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(
+    "module", ["toolkit", "toolkit.errors", "toolkit.config", "toolkit.launch", "toolkit.cli", "toolkit.data.demo"]
+)
+def test_light_modules_import_no_torch(module: str) -> None:
+    if module == "toolkit.cli" and not (PACKAGE / "cli.py").is_file():
+        pytest.skip("there is no toolkit.cli yet")
+    heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)"
+    code = f"import sys, {module}; found = {heavy}; sys.exit(' '.join(found) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not (PACKAGE / "cli.py").is_file(), reason="there is no toolkit.cli yet")
+def test_the_command_shows_its_help_without_torch() -> None:
+    code = (
+        "import sys; from toolkit import cli; sys.argv = ['toolkit', '--help']\n"
+        "try: cli.main()\nexcept SystemExit as left: assert not left.code\n"
+        "sys.exit('torch is imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "usage: toolkit" in done.stdout

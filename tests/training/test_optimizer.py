@@ -1,0 +1,172 @@
+"""toolkit/training/optimizer.py: groups by name, the schedule, the strategy's own config in line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError
+from toolkit.training.loop import make_schedule
+from toolkit.training.optimizer import align_strategy, make_optimizer
+
+TINY: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "electra": {"embedding_size": 12},
+    "albert": {"embedding_size": 12},
+    "deberta-v2": {},
+    "distilbert": {"dim": 24, "n_heads": 2, "n_layers": 2, "hidden_dim": 20},
+    "modernbert": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
+}
+
+
+def tiny(model_type: str) -> torch.nn.Module:
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20}
+    options = TINY[model_type] if "dim" in TINY[model_type] else sizes | TINY[model_type]
+    config = AutoConfig.for_model(model_type, vocab_size=30, max_position_embeddings=40, num_labels=3, **options)
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, float]:
+    """Parameter name -> its decay; fails when one stands in two groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            assert names[id(parameter)] not in found
+            found[names[id(parameter)]] = group["weight_decay"]
+    return found
+
+
+def test_norms_and_biases_of_the_tiny_bert_are_not_decayed(tiny_model: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    assert set(found.values()) == {0.1, 0.0}
+    spared = {name for name, decay in found.items() if decay == 0.0}
+    assert spared == {name for name in found if name.endswith("bias") or "LayerNorm" in name}
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_groups_of_every_family(model_type: str) -> None:
+    """In a whole model vectors are biases and norms: the names must say what the shapes say."""
+    model = tiny(model_type)
+    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    assert found == {name: 0.1 if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()}
+
+
+def test_groups_do_not_depend_on_shapes(tiny_model: Path) -> None:
+    """A strategy that divides parameters leaves them flat or empty."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
+    whole = groups_of(make_optimizer(model, TrainingSettings()), model)
+    for parameter in model.parameters():
+        parameter.data = torch.zeros(0)
+    assert groups_of(make_optimizer(model, TrainingSettings()), model) == whole
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = tiny("bert")
+    model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
+    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    assert found == {"classifier.weight": 0.1, "classifier.bias": 0.0}
+
+
+def test_the_optimizer_is_adamw_at_the_peak_rate() -> None:
+    optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=3e-4))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
+    assert optimizer.defaults["betas"] == (0.9, 0.999)
+
+
+def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: int = 2) -> Any:
+    """What align_strategy sees of an accelerator."""
+    plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
+    state = SimpleNamespace(deepspeed_plugin=plugin)
+    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1)
+
+
+AUTO = {
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "zero_optimization": {"stage": 2},
+}
+SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
+
+
+def align(accelerator: Any, settings: TrainingSettings = SETTINGS) -> None:
+    align_strategy(accelerator, settings, make_schedule(settings, 100, accelerator.num_processes))
+
+
+def test_without_a_config_only_the_accumulation_is_told() -> None:
+    accelerator = accelerator_with(None)
+    align(accelerator)
+    assert accelerator.gradient_accumulation_steps == 2
+
+
+def test_auto_becomes_what_the_settings_mean() -> None:
+    accelerator = accelerator_with(dict(AUTO))
+    align(accelerator)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    assert config["gradient_clipping"] == 0.5
+    assert config["gradient_accumulation_steps"] == accelerator.gradient_accumulation_steps == 2
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["train_batch_size"] == 32
+    assert "stage3_gather_16bit_weights_on_model_save" not in config["zero_optimization"]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("global_batch_size", [1, 7, 32])
+def test_the_three_sizes_agree_as_deepspeed_wants_them(processes: int, global_batch_size: int) -> None:
+    accelerator = accelerator_with(dict(AUTO), processes)
+    align(accelerator, TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4))
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == micro * accumulation * processes >= global_batch_size
+    assert micro <= 4
+
+
+def test_stage_3_can_always_save_its_weights() -> None:
+    accelerator = accelerator_with(AUTO | {"zero_optimization": {"stage": 3}}, stage=3)
+    align(accelerator)
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+def test_numbers_that_say_the_same_are_no_contradiction() -> None:
+    same = {"gradient_clipping": 0.5, "train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
+    align(accelerator_with(AUTO | same))
+    align(accelerator_with({"zero_optimization": {"stage": 2}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "setting"),
+    [
+        ("gradient_clipping", 1.0, "--max_grad_norm 0.5"),
+        ("train_batch_size", 64, "--global_batch_size 32"),
+        ("train_micro_batch_size_per_gpu", 4, "--per_device_batch_size 8"),
+        ("gradient_accumulation_steps", 4, "settings"),
+        ("optimizer", {"type": "AdamW"}, "remove it"),
+        ("scheduler", {"type": "WarmupLR"}, "remove it"),
+    ],
+)
+def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) -> None:
+    with pytest.raises(UserError) as caught:
+        align(accelerator_with(AUTO | {key: value}))
+    assert f'"{key}"' in str(caught.value)
+    assert setting in str(caught.value)
+
+
+def test_contradictions_come_all_at_once_and_change_nothing() -> None:
+    config = AUTO | {"gradient_clipping": 1.0, "train_batch_size": 64, "optimizer": {}}
+    before = dict(config)
+    with pytest.raises(UserError, match=r"^3 faults:"):
+        align(accelerator_with(config))
+    assert config == before
