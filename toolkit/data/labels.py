@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-import datasets
 import numpy as np
 from natsort import natsorted
 
@@ -124,9 +123,15 @@ def _values(table: Table, columns: tuple[str, ...]) -> list[Any]:
         return [[float(value) for value in row] for row in zip(*(table.rows[name] for name in columns), strict=True)]
     feature = table.rows.features[columns[0]]
     values = list(table.rows[columns[0]])
-    if isinstance(feature, datasets.ClassLabel):
+    if _is_class_label(feature):
         return [None if value is None or value < 0 else feature.int2str(int(value)) for value in values]
     return values
+
+
+def _is_class_label(feature: Any) -> bool:
+    from datasets import ClassLabel
+
+    return isinstance(feature, ClassLabel)
 
 
 def _refuse_empty(table: Table, column: str, values: Sequence[Any]) -> None:
@@ -146,7 +151,7 @@ def _guess(table: Table, column: str, values: Sequence[Any]) -> ProblemType:
 
 def _class_names(table: Table, column: str, values: Sequence[Any], problem: ProblemType) -> tuple[str, ...]:
     feature = table.rows.features[column]
-    if isinstance(feature, datasets.ClassLabel):
+    if _is_class_label(feature):
         return tuple(feature.names)
     if problem == "single_label_classification":
         return natural_order({_to_name(value) for value in values})

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
-from sklearn.model_selection import train_test_split
 
 from toolkit import launch
 from toolkit.config import DataSettings, ProblemType, TaskSettings
@@ -223,6 +222,8 @@ def _hold_back(
     notes: list[str],
 ) -> dict[str, Any]:
     """Divides training rows into `train` and `validation`, by class where there are classes."""
+    from sklearn.model_selection import train_test_split  # a second's import, needed once
+
     table, texts, kept, encoded = train
     places = np.arange(len(texts))
     strata = None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-import datasets
 import xxhash
 
 from toolkit.errors import UserError, did_you_mean, listing
+
+if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
+    import datasets
 
 # extension -> (datasets' builder, its options)
 _FORMATS: dict[str, tuple[str, dict[str, object]]] = {
@@ -29,13 +32,18 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and where they are from."""
+    """Rows and where they are from; they are read when first asked for."""
 
-    rows: datasets.Dataset
+    source: datasets.Dataset | Callable[[], datasets.Dataset]
     name: str
     """The file, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
+
+    @cached_property
+    def rows(self) -> datasets.Dataset:
+        """Raises UserError when they cannot be read."""
+        return self.source() if callable(self.source) else self.source
 
 
 def format_of(path: Path) -> str:
@@ -49,7 +57,8 @@ def format_of(path: Path) -> str:
 
 
 def read_file(name: str, encoding: str = "utf-8") -> Table:
-    """One file -> its rows. Raises UserError when it is missing, empty or cannot be parsed."""
+    """One file -> its rows. Raises UserError when it is missing or empty, and when its rows are asked
+    for and cannot be parsed."""
     path = Path(name)
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
@@ -63,15 +72,24 @@ def read_file(name: str, encoding: str = "utf-8") -> Table:
         options = {**options, "keep_default_na": False, "encoding": encoding}
     elif builder == "json":
         options = {**options, "encoding": encoding}
+    load = partial(_load, path, builder, options, encoding)
+    return Table(load, str(path), f"{digest_of_file(path)}-{encoding}")
+
+
+def _load(path: Path, builder: str, options: dict[str, object], encoding: str) -> datasets.Dataset:
+    import datasets
+
     with _quiet(), _explained(path, encoding):
         rows = datasets.load_dataset(builder, data_files=str(path.resolve()), split="train", **options)
     if len(rows) == 0:
         raise UserError(f"{path} has a header and no rows")
-    return Table(rows, str(path), f"{digest_of_file(path)}-{encoding}")
+    return rows
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError."""
+    import datasets
+
     with _quiet():
         try:
             splits = datasets.load_dataset(name, config)
@@ -94,6 +112,8 @@ def digest_of_file(path: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
+    import datasets
+
     was_on = datasets.utils.logging.is_progress_bar_enabled()
     level = datasets.utils.logging.get_verbosity()
     datasets.disable_progress_bars()

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import pearsonr
-from sklearn import metrics as sk
 
 from toolkit.config import ProblemType
 from toolkit.data.labels import Labels
@@ -26,6 +24,8 @@ _BEST = {
     "multi_label_classification": "f1_micro",
     "regression": "loss",
 }
+# eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
+MOST_CONFUSABLE = 100
 _LOWER_IS_BETTER = ("loss", "mse", "mae")
 
 
@@ -50,6 +50,8 @@ def probabilities_of(logits: np.ndarray, problem_type: ProblemType) -> np.ndarra
 
 def compute(predictions: Predictions, labels: Labels) -> dict[str, Any]:
     """The numbers of one evaluation; for classes also each class's own and the confusion matrix."""
+    from sklearn import metrics as sk  # a second's import, and only the main process computes
+
     losses = sample_losses(
         torch.from_numpy(predictions.logits),
         torch.from_numpy(np.asarray(predictions.labels)),
@@ -74,12 +76,15 @@ def compute(predictions: Predictions, labels: Labels) -> dict[str, Any]:
         name: {"precision": float(p), "recall": float(r), "f1": float(f), "support": int(s)}
         for name, p, r, f, s in zip(labels.names, precision, recall, f1, support, strict=True)
     }
-    if labels.problem_type == "single_label_classification":
+    if labels.problem_type == "single_label_classification" and labels.size <= MOST_CONFUSABLE:
         numbers["confusion_matrix"] = sk.confusion_matrix(truth, guess, labels=kinds).tolist()
     return numbers
 
 
 def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    from scipy.stats import pearsonr
+    from sklearn import metrics as sk
+
     varied = len(truth) > 1 and np.ptp(truth) > 0 and np.ptp(guess) > 0
     return {
         "mse": float(sk.mean_squared_error(truth, guess)),

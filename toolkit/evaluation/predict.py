@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from toolkit.data.batches import Collator, evaluation_rounds
 from toolkit.data.tokens import Split
-from toolkit.errors import listing
+from toolkit.errors import UserError, listing
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def predict(
     """Outputs for a whole split on the main process, None on the others; all must call it.
 
     Every process makes the same number of forward calls, as divided parameters need. Only the main
-    process keeps what it gathers: N x (C + 1) numbers. Raises ExactlyOnceError in every process.
+    process keeps what it gathers: N x (C + 1) numbers. Raises ExactlyOnceError or, where an output is not
+    finite, UserError, in every process.
     """
     model.eval()
     keep = accelerator.is_main_process
@@ -68,11 +70,13 @@ def predict(
             logits.append(found.cpu().numpy()[real])
             on_progress(int(real.sum()))
     found_all = np.concatenate(ids) if keep else np.zeros(0, np.int64)
-    _verify(accelerator, found_all, split)
+    outputs = np.concatenate(logits) if keep else np.zeros((0, 1), np.float32)
+    _agree(accelerator, ids_fault(found_all, split.rows) if keep else "", split, ExactlyOnceError)
+    _agree(accelerator, _finite_fault(found_all, outputs), split, UserError)
     if not keep:
         return None
     order = np.argsort(found_all, kind="stable")
-    return Predictions(found_all[order], np.concatenate(logits)[order], split.labels)
+    return Predictions(found_all[order], outputs[order], split.labels)
 
 
 def _fill(tensor: torch.Tensor, size: int, value: float) -> torch.Tensor:
@@ -81,16 +85,20 @@ def _fill(tensor: torch.Tensor, size: int, value: float) -> torch.Tensor:
     return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing > 0 else tensor
 
 
-def _verify(accelerator: Accelerator, found: np.ndarray, split: Split) -> None:
-    """Raises in every process, not only where the ids were gathered, so that none waits for another."""
-    fault = ""
-    if accelerator.is_main_process:
-        fault = ids_fault(found, split.rows)
-    good = torch.tensor([0.0 if fault else 1.0], device=accelerator.device)
-    # the other processes add nothing
-    verdict = accelerator.reduce(good if accelerator.is_main_process else torch.zeros_like(good), reduction="sum")
-    if verdict.item() < 1:
-        raise ExactlyOnceError(f"{split.name}: {fault or 'some sample was not predicted exactly once'}")
+def _agree(accelerator: Accelerator, fault: str, split: Split, kind: type[Exception]) -> None:
+    """Raises the main process's fault in every process, so that none waits for another."""
+    told: list[str] = broadcast_object_list([fault])
+    if told[0]:
+        raise kind(f"{split.name}: {told[0]}")
+
+
+def _finite_fault(ids: np.ndarray, outputs: np.ndarray) -> str:
+    """A model that diverged has no metric, only rows it fails on."""
+    bad = np.sort(ids[~np.isfinite(outputs).all(axis=1)])
+    if not len(bad):
+        return ""
+    rows = listing((bad + 1).tolist())
+    return f"the model's outputs are not finite for rows {rows}: it diverged; lower --learning_rate"
 
 
 def ids_fault(found: np.ndarray, expected: np.ndarray) -> str:

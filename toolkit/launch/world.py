@@ -56,9 +56,14 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     _quiet_libraries()
     # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
     # or each process would think itself alone
-    accelerator = Accelerator(
-        cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=on_cpu and not deepspeed, mixed_precision=mixed_precision, kwargs_handlers=handlers, **options
+        )
+    except ValueError as error:
+        if "mixed precision" not in str(error):
+            raise
+        raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
@@ -128,10 +133,17 @@ def _asked_by(line: list[str]) -> tuple[int, str] | None:
     with contextlib.suppress(UserError, ValueError):
         if "num_processes" in options:
             return int(options["num_processes"]), "accelerate launch --num_processes"
-        if "config_file" in options:
-            count = read_config(Path(options["config_file"])).get("num_processes")
-            return (int(count), options["config_file"]) if count else None
+        # without a file `accelerate launch` takes the user's own, silently
+        file = Path(options.get("config_file") or _default_config())
+        count = read_config(file).get("num_processes") if file.is_file() else None
+        return (int(count), str(file)) if count else None
     return None
+
+
+def _default_config() -> str:
+    from accelerate.commands.config.config_args import default_config_file
+
+    return str(default_config_file)
 
 
 def _check_devices(place: Place) -> None:

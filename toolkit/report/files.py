@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,10 +82,8 @@ class RunFolder:
         """predictions.jsonl, whole or not at all."""
         if evaluation.predictions is None:
             return
-        draft = self.path / f".predictions.{os.getpid()}"
-        with draft.open("w", encoding="utf-8") as file:
-            file.writelines(dumps(line) + "\n" for line in prediction_lines(evaluation.predictions, labels))
-        draft.replace(self.path / "predictions.jsonl")
+        lines = prediction_lines(evaluation.predictions, labels)
+        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in lines))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self.writes:
@@ -92,13 +92,46 @@ class RunFolder:
 
 
 def write_json(path: Path, content: Any) -> None:
+    write_whole(path, [dumps(content, indent=2), "\n"])
+
+
+def write_whole(path: Path, parts: Iterable[str]) -> None:
+    """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(parts)
     draft.replace(path)
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
     return json.dumps(content, ensure_ascii=False, indent=indent, default=str)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a .jsonl file; none where there is no file. Raises ValueError for a broken line.
+
+    A last line without its end is what a killed run leaves, and is passed over.
+    """
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for place, line in enumerate(file, 1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                if line.endswith("\n"):
+                    raise ValueError(f"{path}, line {place} is not JSON: {error}") from error
+
+
+def by_step(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A resumed run does the steps after its checkpoint again: the last line of a step is the one that counts."""
+    found = {line["step"]: line for line in lines}
+    return [found[step] for step in sorted(found)]
+
+
+def last_step(path: Path) -> int:
+    """The step of the last line of metrics.jsonl or eval.jsonl; 0 where there is none."""
+    return max((line["step"] for line in collections.deque(read_lines(path), maxlen=1)), default=0)
 
 
 def _open_folder(output_dir: str | None, recipe: str, overwrite: bool) -> tuple[str, str]:

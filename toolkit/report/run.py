@@ -12,9 +12,7 @@ from toolkit.config import TaskSettings, flat
 from toolkit.data import demo
 from toolkit.data.prepare import TaskData
 from toolkit.evaluation import Evaluation
-from toolkit.report.card import write_card
 from toolkit.report.files import RunFolder
-from toolkit.report.html import write_report
 from toolkit.report.progress import Progress
 from toolkit.report.trackers import start_trackers, tracker_names
 from toolkit.training.loop import Schedule, StepMetrics
@@ -43,7 +41,7 @@ class Run:
             settings,
             accelerator,
             {"samples": sizes, "labels": list(data.labels.names), "problem_type": data.labels.problem_type,
-             "max_length": data.max_length, "digest": data.digest, **asdict(schedule)},
+             "max_length": data.max_length, "digest": data.digest, "notes": data.notes, **asdict(schedule)},
         )  # fmt: skip
         start_trackers(accelerator, trackers, "tensorboard" if trackers == ["tensorboard"] else recipe,
                        self.folder.path, flat(settings))  # fmt: skip
@@ -96,6 +94,9 @@ class Run:
         self.accelerator.end_training()
         if not self.folder.writes:
             return
+        from toolkit.report.card import write_card  # matplotlib and jinja2, on one process
+        from toolkit.report.html import write_report
+
         split = self.data.test if self.data.test and last.split == "test" else self.data.validation
         write_card(self.model_folder, self.folder.path, self.settings, self.data, last)
         write_report(self.folder.path, self.data.labels, last, split.texts())
