@@ -57,13 +57,12 @@ def test_a_licence_that_forbids_something_is_said() -> None:
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:
-    table = demo._table(PAIRS, "x", "digest")
-    assert table.rows.to_list() == [
+    rows = demo.clean(PAIRS)
+    assert rows.to_list() == [
         {"text": "good", "label": "pos"},
         {"text": "bad", "label": "neg"},
         {"text": "fine", "label": "pos"},
     ]
-    assert table.name == "demo:x"
 
 
 @pytest.mark.parametrize(

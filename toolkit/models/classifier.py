@@ -17,6 +17,7 @@ from toolkit.config import ModelSettings
 from toolkit.data import demo
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.models.first_token import read_first_token_only
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
@@ -62,8 +63,9 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     freeze_unused(model)
+    read_first_token_only(model)
     return model
 
 
