@@ -102,6 +102,11 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
     assert fault.startswith("6 faults:")
 
 
+@pytest.mark.parametrize("argument", ["--gradient_check", "--warmup=3", "--see=3"])
+def test_names_are_not_abbreviated(argument: str) -> None:
+    assert f"unknown setting {argument.split('=')[0]}" in fault_of([argument])
+
+
 def test_every_kind_of_fault_is_raised_at_once(yaml_file: Callable[..., str]) -> None:
     path = yaml_file("sead: 1\nlr_scheduler_type: linnear\n")
     fault = fault_of([path, *NAMED, "--seed", "x", "--max_length", "1", "--bogus", "77", "--dropout", "1.0"])

@@ -59,11 +59,11 @@ def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
 
 
-def test_long_batches_do_not_come_first() -> None:
+def test_batches_come_in_no_order_of_length() -> None:
     lengths = lengths_of(4000)
-    order = epoch_order(lengths, 16, seed=1, epoch=0)
-    widths = np.array([lengths[batch].mean() for batch in order])
-    assert abs(np.corrcoef(widths, np.arange(len(widths)))[0, 1]) < 0.3
+    means = np.array([lengths[batch].mean() for batch in epoch_order(lengths, 16, seed=1, epoch=0)])
+    shorter_next = np.mean(means[1:] < means[:-1])
+    assert 0.4 < shorter_next < 0.6
 
 
 @pytest.mark.parametrize("batch", [8, 16, 32])

@@ -21,7 +21,7 @@ WriteRows = Callable[..., str]
 
 def fault_of(name: str, encoding: str = "utf-8") -> str:
     with pytest.raises(UserError) as caught:
-        read_file(name, encoding)
+        _ = read_file(name, encoding).rows
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

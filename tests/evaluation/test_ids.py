@@ -14,6 +14,7 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
+from toolkit.errors import UserError
 from toolkit.evaluation import evaluate
 from toolkit.evaluation.predict import ExactlyOnceError, ids_fault, predict
 
@@ -94,6 +95,22 @@ def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(accelerator:
     split = split_of(10, tmp_path)
     with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
         predict(accelerator, Echo(), split, Losing(split, TOKENIZER, accelerator.device), 4)
+
+
+class Diverged(Echo):
+    """Has no number for samples of two tokens."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> SimpleNamespace:
+        output = super().forward(input_ids, attention_mask)
+        output.logits[output.logits[:, 1] == 2] = torch.inf
+        return output
+
+
+def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerator: Accelerator, tmp_path: Path) -> None:
+    split = split_of(20, tmp_path)
+    rows = ", ".join(str(row + 1) for row in split.rows[split.lengths == 2])
+    with pytest.raises(UserError, match=f"rows {rows}:"):
+        predict(accelerator, Diverged(), split, Collator(split, TOKENIZER, accelerator.device), 4)
 
 
 def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator, tmp_path: Path) -> None:

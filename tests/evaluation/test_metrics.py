@@ -189,10 +189,3 @@ def test_a_number_that_is_none_never_replaces_a_better_one() -> None:
     assert best.improved(evaluation(loss=1.0), 1)
     assert not best.improved(evaluation(loss=math.nan), 2)
     assert best.step == 1
-
-
-def test_a_first_evaluation_without_a_number_is_an_error_and_not_a_run_without_a_model() -> None:
-    """Nothing would be saved, and the end of the recipe loads what was saved."""
-    best = Best("loss", "regression")
-    with pytest.raises(UserError, match="loss"):
-        best.improved(evaluation(loss=math.nan), 1)

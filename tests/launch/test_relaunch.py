@@ -394,6 +394,18 @@ def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], m
     assert replaced == []
 
 
+def test_the_first_process_of_another_machine_starts_there(
+    replaced: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    options = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "h", "--num_processes", "4"]
+    relaunch_if_asked([SCRIPT, *options])
+    ((_, command, _),) = replaced
+    assert understood(command[3:]).machine_rank == 1
+    assert understood(command[3:]).num_processes == 4
+
+
 def test_launch_options_without_a_config(replaced: list[Any]) -> None:
     with pytest.raises(UserError, match=r"--num_processes .* add --config_file"):
         relaunch_if_asked([SCRIPT, "--num_processes", "2"])

@@ -42,9 +42,27 @@ ALONE = Place("python", 0, 1, 0, 1)
         ("python /bin/accelerate launch --num_processes two cls.py", None),
     ],
 )
-def test_what_a_launchers_command_line_asks_for(line: str, asked: int | None) -> None:
+def test_what_a_launchers_command_line_asks_for(
+    line: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_default_config", lambda: str(tmp_path / "none.yaml"))  # the user's own
     found = _asked_by(line.split())
     assert (found[0] if found else None) == asked
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("python /bin/accelerate launch cls.py", (2, DDP)),
+        (f"python /bin/accelerate launch --config_file {SINGLE} cls.py", (1, SINGLE)),
+        ("python /bin/accelerate launch --num_processes 5 cls.py", (5, "accelerate launch --num_processes")),
+    ],
+)
+def test_the_users_own_file_counts_where_nothing_is_named(
+    line: str, asked: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "_default_config", lambda: DDP)
+    assert _asked_by(line.split()) == asked
 
 
 def test_the_source_of_what_was_asked_is_named() -> None:

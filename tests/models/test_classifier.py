@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
-from toolkit.models.classifier import load_classifier, load_config, load_tokenizer, set_dropout
+from toolkit.models.classifier import freeze_unused, load_classifier, load_config, load_tokenizer, set_dropout
 
 THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
 FIVE = Labels("single_label_classification", tuple("abcde"), ("label",))
@@ -168,7 +168,7 @@ def test_without_dropout_training_is_repeatable(family: str) -> None:
 
 
 def test_dropout_leaves_other_settings_alone() -> None:
-    config = AutoConfig.for_model("bert", **SIZES)
+    config = AutoConfig.for_model("bert", **SIZES, use_dropout=True, dropout_kind="plain")
     before = config.to_dict()
     set_dropout(config, 0.25)
     changed = {name for name, value in config.to_dict().items() if before[name] != value}
@@ -181,6 +181,26 @@ def test_dropout_of_the_settings_reaches_the_model(tiny_model: Path) -> None:
 
     assert found(dropout=0.0) == {0.0}
     assert found() == {0.1}  # the checkpoint's own
+
+
+def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_changes(tiny_model: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model).eval()
+    model.spare = torch.nn.Linear(3, 5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(4)
+    expected = torch.rand(1)
+    torch.manual_seed(4)
+    assert sorted(freeze_unused(model)) == ["spare.bias", "spare.weight"]
+    assert torch.equal(torch.rand(1), expected)  # no random number was used
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"spare.bias", "spare.weight"}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.training
+
+
+def test_every_parameter_of_the_tiny_model_is_trained(tiny_model: Path) -> None:
+    assert all(parameter.requires_grad for parameter in load(tiny_model).parameters())
 
 
 def test_gradient_checkpointing(tiny_model: Path) -> None:

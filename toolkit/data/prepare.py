@@ -60,6 +60,7 @@ def prepare_data(
     """
     data, problem_type, seed = settings.data, settings.model.problem_type, settings.training.seed
     tables = read_tables(data)
+    tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     max_length = tokens.choose_max_length(data.max_length, tokenizer, model_config)
     asked = {
         "layout": _LAYOUT,
@@ -160,8 +161,9 @@ def _make(
 ) -> None:
     """Checks every split before any is tokenized, and writes them to `draft`."""
     column = text_column(tables["train"], settings.text_column)
-    labels = find_labels(tables["train"], settings.label_column, problem_type, column)
     notes: list[str] = []
+    kept = usable_texts(tables["train"], column, settings.drop_empty_text, [])[1]
+    labels = find_labels(tables["train"], settings.label_column, problem_type, column, kept)
     chosen: dict[str, tuple[Table, list[str], np.ndarray, np.ndarray]] = {}
     for split, table in tables.items():
         texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
@@ -232,16 +234,16 @@ def _hold_back(
         counts = np.bincount(encoded, minlength=labels.size)
         alone = counts[encoded] < 2  # a class of one row can only be trained on
         singles, places, strata = places[alone], places[~alone], encoded[~alone]
-        if round(len(places) * share) < len(set(strata)):
-            strata = None
-            notes.append(f"{table.name}: too few rows to hold some of each class back")
-    if len(places) < 2:
+    held = max(1, round(len(places) * share))
+    if held >= len(places):
         raise UserError(
-            f"{table.name} has too few rows ({len(texts)}) to hold a part back for validation: give --validation_file"
+            f"{table.name}: {len(texts)} rows are too few to hold a part of {share:g} back for validation: give "
+            "--validation_file, or another --validation_split"
         )
-    train_places, validation_places = train_test_split(
-        places, test_size=max(1, round(len(places) * share)), random_state=seed, stratify=strata
-    )
+    if strata is not None and min(held, len(places) - held) < len(set(strata)):
+        strata = None
+        notes.append(f"{table.name}: too few rows to hold some of each class back")
+    train_places, validation_places = train_test_split(places, test_size=held, random_state=seed, stratify=strata)
     parts = {
         "train": np.sort(np.concatenate([train_places, singles])),
         "validation": np.sort(validation_places),

@@ -109,10 +109,20 @@ def fingerprint(tokenizer: Any) -> str:
         state = json.loads(backend.to_str())
         state.pop("truncation", None)
         state.pop("padding", None)
-        described = json.dumps(state, sort_keys=True)
+        described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
         described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
+
+
+def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
+    """Raises UserError when the tokenizer can make tokens the model has no row for."""
+    rows = getattr(config, "vocab_size", None)
+    if rows and len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
+            "model's own tokenizer files into its folder"
+        )
 
 
 def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
@@ -121,9 +131,9 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     Raises UserError when the model has fewer positions.
     """
     positions = getattr(config, "max_position_embeddings", None)
-    # RoBERTa-like models count positions from pad_token_id + 1
-    offset_models = ("roberta", "xlm-roberta", "camembert", "mpnet", "longformer", "data2vec-text")
-    if positions and getattr(config, "model_type", "") in offset_models:
+    # RoBERTa and its kin count positions from pad_token_id + 1
+    kind = getattr(config, "model_type", "")
+    if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
         positions -= (config.pad_token_id or 0) + 1
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
     if wanted is None:

@@ -9,14 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from toolkit import launch
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels, problem_of
+from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts, text_column
-from toolkit.data.read import Table, format_of, read_file
+from toolkit.data.read import Table, read_file
 from toolkit.data.tokens import choose_max_length
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import decide
@@ -68,7 +67,7 @@ def write(table: Table, predictions: Predictions, labels: Labels, output: Path, 
     """The input's rows and columns, with what was predicted, written whole or not at all."""
     chances = probabilities_of(predictions.logits, labels.problem_type)
     decided = [decide(row, labels) for row in chances]
-    frame = _as_read(table, options)
+    frame = table.rows.to_pandas()
     kind = format_of(output)
     for name, values in _columns(decided, labels, flat=kind in _SEPARATORS).items():
         frame[name] = values
@@ -81,15 +80,6 @@ def write(table: Table, predictions: Predictions, labels: Labels, output: Path, 
     else:
         frame.to_json(draft, orient="records", lines=kind == ".jsonl", force_ascii=False)
     draft.replace(output)
-
-
-def _as_read(table: Table, options: Any) -> pd.DataFrame:
-    """The input's columns; cells of a text file stay as they are written (`0.10`, `007`)."""
-    path = Path(options.file)
-    kind = format_of(path)
-    if kind not in _SEPARATORS:
-        return table.rows.to_pandas()
-    return pd.read_csv(path, sep=_SEPARATORS[kind], dtype=str, keep_default_na=False, encoding=options.encoding)
 
 
 def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[str, list[Any]]:

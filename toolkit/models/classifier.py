@@ -25,6 +25,8 @@ def load_tokenizer(settings: ModelSettings) -> Any:
     name = str(settings.model_name_or_path)
     with _explained(name):
         tokenizer = AutoTokenizer.from_pretrained(demo.model_path(name))
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
     if tokenizer.pad_token_id is None:
         raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
     return tokenizer
@@ -55,11 +57,12 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     if settings.attn_implementation:
         options["attn_implementation"] = settings.attn_implementation
     set_seed(seed)
-    with _explained(name), _undivided(), quiet_transformers():
+    with _explained(name, settings.attn_implementation), _undivided(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, ignore_mismatched_sizes=True, **options
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
+    _refuse_random_encoder(name, model, loading)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
@@ -67,6 +70,18 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     freeze_unused(model)
     read_first_token_only(model)
     return model
+
+
+def _refuse_random_encoder(name: str, model: Any, loading: dict[str, Any]) -> None:
+    """A head (and a pooler) may be new; an encoder that is would train as if it were pretrained."""
+    fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
+    prefix = f"{model.base_model_prefix}."
+    lost = sorted(key for key in fresh if key.startswith(prefix) and "pooler" not in key)
+    if lost:
+        raise UserError(
+            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(lost, 3)} would be "
+            "random): name the folder the weights belong to"
+        )
 
 
 def freeze_unused(model: torch.nn.Module) -> list[str]:
@@ -121,12 +136,18 @@ def _undivided() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
+def _explained(name: str, attention: str | None = None) -> Iterator[None]:
+    """Whatever a library says of a model that was named is the fault of the name, in one line."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except UserError:
+        raise
+    except Exception as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if attention and ("attn" in str(error) or "attention" in str(error).lower() or "kernel" in str(error).lower()):
+            raise UserError(f"--attn_implementation {attention} cannot be used: {first}") from error
         path = Path(name)
         near = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() and path.is_absolute() else []
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        hint = did_you_mean(path.name, near) or ": give a folder with config.json, or a hub name (needs a network)"
+        nearest = did_you_mean(path.name, [other for other in near if other != path.name])
+        hint = nearest or ": give a folder with config.json and weights, or a hub name (needs a network)"
         raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error

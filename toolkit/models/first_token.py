@@ -27,7 +27,7 @@ _CLASSIFIERS = (
 )
 
 
-def read_first_token_only(model: torch.nn.Module) -> bool:
+def read_first_token_only(model: Any) -> bool:
     """Makes the last layer of a known classifier compute its first position only; says whether it did.
 
     Parameters and what is saved stay as they are. `hidden_states` and `attentions` of the last layer have
