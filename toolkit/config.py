@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ SchedulerName = Literal[
     "inverse_sqrt",
 ]
 
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -136,6 +137,16 @@ class TaskSettings:
 
 Settings = TypeVar("Settings")
 
+_NO_VALUE = object()
+# two ways to say one thing, and why both cannot be meant
+_EXCLUSIVE = [
+    ("train_file", "dataset_name", "name the files or the data set"),
+    ("validation_file", "dataset_name", "a data set brings its own splits"),
+    ("test_file", "dataset_name", "a data set brings its own splits"),
+    ("warmup_ratio", "warmup_steps", "they set the same thing"),
+    ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
+]
+
 
 def parse(
     settings_class: type[Settings],
@@ -154,16 +165,33 @@ def parse(
     sections = sections_of(settings_class)
     given: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
-        given.update(_from_yaml(Path(arguments.pop(0)), sections, faults))
-    given.update(_from_command_line(arguments, sections, faults, description))
-    named = [name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None]
-    if demo and not named:
-        given = {**_from_yaml(demo, sections, faults), **given}
-    elif demo and "model_name_or_path" not in named:
-        faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME (bert-base-chinese, ...)")
-    elif demo and named == ["model_name_or_path"]:
-        faults.add("no data is named: pass --train_file FILE or --dataset_name NAME")
+        given = _from_yaml(Path(arguments.pop(0)), sections, faults)
+    given = _over(given, _from_command_line(arguments, sections, faults, description))
+    if demo:
+        given = _with_demo(given, demo, sections, faults)
     return build(settings_class, given, faults)
+
+
+def _with_demo(given: dict[str, Any], demo: Path, sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
+    named = [name for name in ("train_file", "dataset_name", "model_name_or_path") if given.get(name) is not None]
+    if not named and not any(given.get(name) for name in ("validation_file", "test_file")):
+        return _over(_from_yaml(demo, sections, faults), given)
+    if named and "model_name_or_path" not in named:
+        faults.add("no model is named: pass --model_name_or_path FOLDER_OR_HUB_NAME (bert-base-chinese, ...)")
+    elif named == ["model_name_or_path"]:
+        faults.add("no data is named: pass --train_file FILE or --dataset_name NAME")
+    return given
+
+
+def _over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Two layers of settings: what the upper one chooses also replaces the lower one's other way to say it."""
+    replaced = {
+        loser
+        for one, other, _ in _EXCLUSIVE
+        for winner, loser in ((one, other), (other, one))
+        if upper.get(winner) is not None and upper.get(loser) is None
+    }
+    return {**{name: value for name, value in lower.items() if name not in replaced}, **upper}
 
 
 def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faults | None = None) -> Settings:
@@ -178,7 +206,6 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
         except ValidationError as error:
             for fault in error.errors():
                 faults.add(_explain(fault))
-    faults.raise_if_any()
     contradictions(given, faults)
     faults.raise_if_any()
     return settings_class(**built)
@@ -186,16 +213,14 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
 
 def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     """Adds a fault for each pair of given settings that cannot both be meant."""
-    exclusive = [
-        ("train_file", "dataset_name", "name the files or the data set"),
-        ("validation_file", "dataset_name", "a data set brings its own splits"),
-        ("test_file", "dataset_name", "a data set brings its own splits"),
-        ("warmup_ratio", "warmup_steps", "they set the same thing"),
-        ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
-    ]
-    for one, other, why in exclusive:
+    for one, other, why in _EXCLUSIVE:
         if given.get(one) is not None and given.get(other) is not None:
             faults.add(f"--{one} and --{other} contradict each other ({why}): give one of them")
+    if given.get("lr_scheduler_type") == "constant" and (given.get("warmup_steps") or given.get("warmup_ratio")):
+        faults.add("--lr_scheduler_type constant has no warm-up: use constant_with_warmup, or leave warmup_steps out")
+    smoothed = given.get("label_smoothing_factor")
+    if smoothed and given.get("problem_type") in ("regression", "multi_label_classification"):
+        faults.add(f"--label_smoothing_factor {smoothed} means nothing for --problem_type {given['problem_type']}")
     for needs in ("validation_file", "test_file"):
         alone = given.get("train_file") is None and given.get("dataset_name") is None
         if given.get(needs) is not None and alone:
@@ -228,18 +253,44 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
     if not path.is_file():
         raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, and holds a {type(loaded).__name__}")
-    known = [name for section in sections.values() for name in _names(section)]
+    fields = {name: field for section in sections.values() for name, field in _fields(section).items()}
     for name in loaded:
-        if name not in known:
-            faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), known)}")
-    return {name: value for name, value in loaded.items() if name in known}
+        if name not in fields:
+            faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), fields)}")
+    return {name: _meant(name, value, fields[name], faults) for name, value in loaded.items() if name in fields}
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML that refuses a name given twice, where the first would be lost silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"{twice} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
+    """YAML 1.1 reads a bare `no` as false; a true or false where none belongs is a fault, not 1 or 0."""
+    if not isinstance(value, bool) or field.annotation is bool:
+        return value
+    if value is False and "no" in str(field.annotation):
+        return "no"
+    faults.add(f"--{name} {str(value).lower()}: not a true or false")
+    return None
+
+
+def _fields(section: type) -> dict[str, Any]:
+    """Name -> pydantic's field, which holds the docstring under it as its description."""
+    return dict(section.__pydantic_fields__)  # type: ignore[attr-defined]
 
 
 def _from_command_line(
@@ -258,35 +309,48 @@ def _from_command_line(
     known = []
     for section in sections.values():
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
-        # pydantic keeps the docstring under each field as its description
-        described = section.__pydantic_fields__  # type: ignore[attr-defined]
         for name in _names(section):
             known.append(name)
-            field = described[name]
+            field = _fields(section)[name]
             text = (field.description or "").replace("%", "%%")
             default = "" if field.default is None else f" [{field.default}]"
             # a switch may stand alone, as in transformers: `--gradient_checkpointing`
-            alone: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation is bool else {}
-            group.add_argument(f"--{name}", metavar="VALUE", help=text + default, **alone)
+            alone = "true" if field.annotation is bool else _NO_VALUE
+            group.add_argument(f"--{name}", metavar="VALUE", help=text + default, nargs="?", const=alone)
     try:
-        parsed, unknown = parser.parse_known_args(arguments)
+        parsed, unknown = parser.parse_known_args(_join_negative_numbers(arguments))
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from error
-    for token in unknown:
+    given = dict(vars(parsed))
+    for name in [name for name, value in given.items() if value is _NO_VALUE]:
+        faults.add(f"--{name} needs a value")
+        del given[name]
+    _add_unknown(unknown, known, faults)
+    return given
+
+
+def _join_negative_numbers(arguments: Sequence[str]) -> list[str]:
+    """`--x -1e-5` -> `--x=-1e-5`: argparse takes a negative number with an exponent for a name."""
+    joined: list[str] = []
+    for token in arguments:
+        if re.match(r"-\.?\d", token) and joined and re.fullmatch(r"--\w+", joined[-1]):
+            joined[-1] += f"={token}"
+        else:
+            joined.append(token)
+    return joined
+
+
+def _add_unknown(tokens: Sequence[str], known: Sequence[str], faults: Faults) -> None:
+    """A fault for each unknown name; the token behind it is its value, and no fault of its own."""
+    value_follows = False
+    for token in tokens:
         if token.startswith("--"):
             name = token[2:].split("=")[0]
             hint = did_you_mean(name.replace("-", "_"), known)
             faults.add(f"unknown setting --{name}{hint}; --help lists them all")
-        elif not _is_value_of_unknown(token, arguments, known):
+        elif not value_follows:
             faults.add(f"{token!r} is not a setting: settings are given as --name value")
-    return dict(vars(parsed))
-
-
-def _is_value_of_unknown(token: str, arguments: Sequence[str], known: Sequence[str]) -> bool:
-    """True when `token` follows an unknown --name: that name is the fault, not the token."""
-    place = arguments.index(token)
-    before = arguments[place - 1] if place else ""
-    return before.startswith("--") and before[2:].split("=")[0] not in known
+        value_follows = token.startswith("--") and "=" not in token
 
 
 def _explain(fault: Any) -> str:

@@ -181,6 +181,44 @@ def test_a_broken_file_is_reported_once(tmp_path: Path, name: str, capfd: pytest
     assert said.out + said.err == ""
 
 
+def test_a_damaged_gzip_file_is_named(write_rows: WriteRows) -> None:
+    rows = [{"text": f"good {number * number % 977}", "label": number % 7} for number in range(1000)]
+    path = Path(write_rows("a.csv.gz", rows))
+    content = bytearray(path.read_bytes())
+    content[200:202] = bytes(255 - byte for byte in content[200:202])
+    assert str(path) in fault_of(write(path, bytes(content)))
+
+
+@pytest.mark.parametrize("value", [["b", 1], 10**30])
+def test_a_field_of_mixed_kinds_names_its_row(write_rows: WriteRows, value: object) -> None:
+    first = [1] if isinstance(value, list) else 1
+    path = write_rows("a.jsonl", [{"text": "a", "label": first}, {"text": "b", "label": value}])
+    assert f"{path}, row 2" in fault_of(path)
+
+
+def test_a_quote_at_the_start_of_a_cell_does_not_swallow_the_next_rows(tmp_path: Path) -> None:
+    """TSV files are often written without quoting: three rows, or an error, and never one."""
+    path = write(tmp_path / "a.tsv", 'text\tlabel\n"good film\t1\nbad film\t0\n"ok film\t1\n')
+    try:
+        rows = read_file(path).rows
+    except UserError as error:
+        assert path in str(error)  # noqa: PT017
+    else:
+        assert len(rows) == 3
+
+
+def test_a_json_file_written_by_columns(tmp_path: Path) -> None:
+    """As pandas' `to_json` does by default: its two rows, or an error, and never one row of objects."""
+    content = '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}'
+    path = write(tmp_path / "a.json", content)
+    try:
+        rows = read_file(path).rows
+    except UserError as error:
+        assert path in str(error)  # noqa: PT017
+    else:
+        assert rows.to_list() == [{"text": "good", "label": "x"}, {"text": "bad", "label": "y"}]
+
+
 def test_a_row_with_too_many_cells_names_the_line(tmp_path: Path) -> None:
     assert "line 3" in fault_of(write(tmp_path / "a.csv", "text,label\na,1\nb,c,2\nd,3\n"))
 

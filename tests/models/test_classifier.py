@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -199,6 +200,13 @@ def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_change
     assert not model.training
 
 
+def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("big_bird", **SIZES, attention_type="original_full", sep_token_id=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    frozen = {name for name, parameter in load(tmp_path).named_parameters() if not parameter.requires_grad}
+    assert frozen == {"bert.pooler.weight", "bert.pooler.bias"}
+
+
 def test_every_parameter_of_the_tiny_model_is_trained(tiny_model: Path) -> None:
     assert all(parameter.requires_grad for parameter in load(tiny_model).parameters())
 
@@ -303,7 +311,21 @@ def test_no_tokenizer_at_all(broken: Path) -> None:
         load_tokenizer(ModelSettings(model_name_or_path=str(broken)))
 
 
-def test_loading_says_nothing(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load(tiny_model, FIVE)
+@pytest.mark.parametrize("family", ["bert", "roberta", "convbert"])
+def test_loading_says_nothing(family: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = AutoConfig.for_model(family, **FAMILIES.get(family, SIZES))
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    records: list[logging.LogRecord] = []
+    listener = logging.Handler()
+    listener.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")  # its own handler writes to a stream pytest does not see
+    type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
+    capfd.readouterr()
+    logger.addHandler(listener)
+    try:
+        load(tmp_path, FIVE)
+    finally:
+        logger.removeHandler(listener)
     said = capfd.readouterr()
     assert said.out + said.err == ""
+    assert [record.getMessage() for record in records] == []

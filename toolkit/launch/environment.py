@@ -53,25 +53,46 @@ def place_of(env: Mapping[str, str]) -> Place:
 
     Raises UserError when the launcher's variables are incomplete or are not numbers.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:
-        world = _number(env, "WORLD_SIZE")
-        # RANK without LOCAL_RANK: one process per host, as a Kubernetes job starts them
-        local = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or ("1" if world > 1 else str(world))
-        launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
-        if "CROSS_SIZE" in env:  # only DeepSpeed's own launcher sets it
-            launcher = "deepspeed"
-        elif any(name.startswith("ACCELERATE_") for name in env):
-            launcher = "accelerate"
-        local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
-        return Place(launcher, _number(env, "RANK"), world, local_rank, int(local))
-    for launcher, (rank, world_name, local_rank_name, local_world) in _NAMES.items():
-        if rank in env and world_name in env:
-            world_size = _number(env, world_name)
-            local = env.get(local_world, str(world_size))
-            size = int(re.match(r"\d+", local).group())  # type: ignore[union-attr]  # `2(x3)` in Slurm
-            return Place(launcher, _number(env, rank), world_size, _number(env, local_rank_name), size)
-    launcher = "accelerate" if any(name.startswith("ACCELERATE_") for name in env) else "python"
-    return Place(launcher, 0, 1, 0, 1)
+    if ("RANK" in env) != ("WORLD_SIZE" in env):
+        given, missing = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
+        raise UserError(f"{given} is set and {missing} is not: set both, or `unset {given}` to run one process")
+    if "RANK" in env:
+        return _place_by_torch(env)
+    for launcher, (rank, world, local_rank, local_world) in _NAMES.items():
+        if rank in env and world in env and local_rank in env:
+            size = _tasks_here(env, local_world) if local_world in env else _number(env, world)
+            return Place(launcher, _number(env, rank), _number(env, world), _number(env, local_rank), size)
+    return Place("accelerate" if _by_accelerate(env) else "python", 0, 1, 0, 1)
+
+
+def _place_by_torch(env: Mapping[str, str]) -> Place:
+    world = _number(env, "WORLD_SIZE")
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "environment"
+    if "CROSS_SIZE" in env:  # only DeepSpeed's own launcher sets it
+        launcher = "deepspeed"
+    elif _by_accelerate(env):
+        launcher = "accelerate"
+    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if env.get(name)), None)
+    # RANK without LOCAL_RANK: one process per host, as a Kubernetes job starts them
+    local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
+    local = _number(env, named) if named else (world if "LOCAL_RANK" in env else 1)
+    return Place(launcher, _number(env, "RANK"), world, local_rank, local)
+
+
+def _by_accelerate(env: Mapping[str, str]) -> bool:
+    return any(name.startswith("ACCELERATE_") for name in env)
+
+
+def _tasks_here(env: Mapping[str, str], name: str) -> int:
+    """Processes on this machine: a number, or Slurm's list over its machines, `2(x3),1`."""
+    counts: list[int] = []
+    for part in env[name].split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found:
+            raise UserError(f"the launcher's variable {name} is {env[name]!r}, not a number")
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = _number(env, "SLURM_NODEID") if len(counts) > 1 and "SLURM_NODEID" in env else 0
+    return counts[min(node, len(counts) - 1)]
 
 
 def settle(env: MutableMapping[str, str]) -> Place:
@@ -91,8 +112,10 @@ def settle(env: MutableMapping[str, str]) -> Place:
     if place.launcher == "environment":
         return place  # whoever set RANK by hand sets MASTER_ADDR and MASTER_PORT too
     if place.local_world_size == place.world_size:
+        given = "MASTER_ADDR" in env and "MASTER_PORT" in env and place.launcher != "deepspeed"
         env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env["MASTER_PORT"] = str(_agreed_port(place.rank, env.get("MASTER_PORT")))
+        if not given:  # DeepSpeed always names one, taken or not
+            env["MASTER_PORT"] = str(_agreed_port(place.rank, env.get("MASTER_PORT")))
     elif "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_machine(place, env)
     env.setdefault("MASTER_PORT", str(_port_of_job(env)))
@@ -100,7 +123,9 @@ def settle(env: MutableMapping[str, str]) -> Place:
 
 
 def free_port(wanted: int | None = None) -> int:
-    """`wanted` if it can be listened on, else one the system gives."""
+    """`wanted` if it can be listened on, else one the system gives. Raises UserError for no port at all."""
+    if wanted is not None and not 0 <= wanted <= 65535:
+        raise UserError(f"{wanted} is no TCP port: choose one from 1024 to 65535")
     for port in (wanted or 0, 0):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -118,7 +143,7 @@ def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) 
     name = f"toolkit-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"
     path = Path(tempfile.gettempdir()) / name
     if rank == 0:
-        port = free_port(int(wanted) if wanted else None)
+        port = free_port(_number({"MASTER_PORT": wanted}, "MASTER_PORT") if wanted else None)
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(str(port), encoding="ascii")
         draft.replace(path)
@@ -146,11 +171,10 @@ def _first_machine(place: Place, env: Mapping[str, str]) -> str:
 
 def first_host(nodes: str) -> str:
     """`gpu[03-05,9],login` -> `gpu03`: the first name of Slurm's compact list."""
-    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
-    if not found:
+    first = re.match(r"[^,\[]+(?:\[[^\]]*\]|[^,\[])*", nodes)
+    if not first:
         raise UserError(f"cannot read the list of machines {nodes!r}: set MASTER_ADDR")
-    stem, number, tail = found.groups()
-    return stem + (number or "") + (tail or "")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def _port_of_job(env: Mapping[str, str]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError
-from toolkit.launch.environment import place_of
+from toolkit.launch.environment import Place, place_of
 from toolkit.launch.relaunch import relaunch_if_asked
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
@@ -44,7 +44,10 @@ def _describe(error: Exception) -> str:
 
 
 def _leave(message: str, code: int) -> NoReturn:
-    place = place_of(os.environ)
+    try:
+        place = place_of(os.environ)
+    except UserError:  # the launcher's variables are the fault that is being reported
+        place = Place("python", 0, 1, 0, 1)
     where = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
     if place.world_size == 1 or _first_to_fail(place.rank):
         print(f"{where}{message}", file=sys.stderr, flush=True)

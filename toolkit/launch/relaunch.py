@@ -28,7 +28,8 @@ _OURS = ("config_file", "num_processes", "machine_rank", "main_process_ip", "mai
 _DEEPSPEED = ("deepspeed_config", "local_rank")
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP)_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
+    r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*|MPI_LOCAL.*"
+    r"|SLURM_(PROCID|LOCALID|STEPID)|TORCH_NCCL_ASYNC_ERROR_HANDLING)$"
 )
 
 
@@ -96,8 +97,12 @@ def plan(
     """
     path = find_beside(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    machines = int(config.get("num_machines") or 1)
+    machines = _whole("num_machines", config.get("num_machines") or 1, path)
     processes = _whole("num_processes", options.num_processes or config.get("num_processes") or machines, path)
+    if processes < 1:
+        raise UserError(f"{path}: num_processes is {processes}: at least one is needed")
+    if processes > 1 and config["distributed_type"] == "NO":
+        raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
         raise UserError(
             f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
@@ -105,7 +110,10 @@ def plan(
         )
     arguments = ["--config_file", str(path), "--num_processes", str(processes)]
     arguments += _meeting_point(options, config, path, machines, env)
-    deepspeed_file = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    section = config.get("deepspeed_config") or {}
+    if not isinstance(section, dict):
+        raise UserError(f"{path}: deepspeed_config holds lines of its own: `deepspeed_config_file: {section}` below it")
+    deepspeed_file = section.get("deepspeed_config_file")
     if options.deepspeed_config or deepspeed_file:
         wanted = str(options.deepspeed_config or deepspeed_file)
         arguments += ["--deepspeed_config_file", str(find_beside(wanted, script[0], "ds_configs"))]
@@ -125,6 +133,8 @@ def _meeting_point(
 ) -> list[str]:
     wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
     port = _whole("main_process_port", wanted, path)
+    if not 0 <= port <= 65535:
+        raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
     if machines == 1:
         return ["--main_process_port", str(free_port(port))]
     address = options.main_process_ip or config.get("main_process_ip")

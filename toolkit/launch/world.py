@@ -153,7 +153,7 @@ def _check_devices(place: Place) -> None:
     if not torch.cuda.is_available():
         return
     devices = torch.cuda.device_count()
-    if devices == 1 and place.local_rank > 0 and place.launcher in ("srun", "mpirun", "mpiexec"):
+    if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
         os.environ["LOCAL_RANK"] = "0"  # the scheduler shows each process its own single GPU
     elif place.local_world_size > devices:
         raise UserError(

@@ -94,7 +94,8 @@ def freeze_unused(model: torch.nn.Module) -> list[str]:
     for parameter in probe.parameters():
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
-        probe(input_ids=torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
+        ones = torch.ones(1, 8, dtype=torch.long)
+        probe(input_ids=ones, attention_mask=ones).logits.sum().backward()
     unused = [name for name, parameter in probe.named_parameters() if parameter.grad is None]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
