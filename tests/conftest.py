@@ -14,8 +14,10 @@ import pytest
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests
 # inherit it.
-_CACHE = Path(tempfile.mkdtemp(prefix="toolkit-tests-"))
+_OURS = "TOOLKIT_TESTS_FOLDER" not in os.environ  # otherwise a process started by tests, or a second import
+_CACHE = Path(os.environ["TOOLKIT_TESTS_FOLDER"] if not _OURS else tempfile.mkdtemp(prefix="toolkit-tests-"))
 os.environ.update(
+    TOOLKIT_TESTS_FOLDER=str(_CACHE),
     TOOLKIT_CACHE=str(_CACHE / "toolkit"),
     HF_DATASETS_CACHE=str(_CACHE / "datasets"),
     HF_HUB_OFFLINE="1",
@@ -31,7 +33,8 @@ _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差�
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(_CACHE, ignore_errors=True)
+    if _OURS:
+        shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from toolkit.errors import UserError, did_you_mean, listing
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MOST_CLASSES = 2000
+_FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _SEPARATORS = r"[|,;，；]"
 
 
@@ -173,8 +174,8 @@ def _at(table: Table, row: int) -> str:
 
 def _cells(table: Table, column: str, rows: np.ndarray) -> list[Any]:
     """The column's values at `rows`; a data set's own class numbers become their names."""
-    values = table.rows.with_format(None)[column]
-    chosen = [values[int(row)] for row in rows] if len(rows) < len(values) else list(values)
+    values = table.rows.with_format(None)[column][:]
+    chosen = [values[row] for row in rows.tolist()]
     feature = _class_feature(table, column)
     if feature is None:
         return chosen
@@ -254,15 +255,16 @@ def _number(value: Any, where: str) -> float:
 
 def _flags(table: Table, column: str, rows: np.ndarray) -> list[float]:
     """A 0/1 column at `rows`. Raises UserError naming the first row that holds something else."""
-    values = table.rows.with_format(None)[column]
-    for row in rows:
-        number = _to_float(values[int(row)])
-        if number not in (0.0, 1.0):
+    values = table.rows.with_format(None)[column][:]
+    flags = []
+    for row in rows.tolist():
+        flag = _FLAGS.get(str(values[row]).strip().lower())
+        if flag is None:
             raise UserError(
-                f"{_at(table, int(row))}: column {column!r} is {values[int(row)]!r}; several label columns must "
-                "each hold 0 or 1"
+                f"{_at(table, row)}: column {column!r} is {values[row]!r}; several label columns must each hold 0 or 1"
             )
-    return [float(values[int(row)]) for row in rows]
+        flags.append(flag)
+    return flags
 
 
 def _list_of(value: Any, where: str) -> list[Any]:

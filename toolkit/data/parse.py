@@ -7,11 +7,13 @@ and a text in the next, `null` nothing, and a column's meaning dependent on its 
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
 import lzma
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +65,7 @@ def _bytes_of(path: Path) -> bytes:
         return content
     try:
         return opener(content)
-    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise UserError(f"{path} is not a whole {path.suffix} file: {error}") from error
 
 
@@ -110,6 +112,10 @@ def _separated(path: Path, text: str, separator: str) -> pyarrow.Table:
     import pandas as pd
     import pyarrow
 
+    if separator == "\t" and _quotes_swallow(text):
+        raise UserError(
+            f"{path}: a double quote at the start of a cell takes in the tabs and lines behind it: close it, or double it"
+        )
     with warnings.catch_warnings():
         # every row longer than the header: pandas would drop its end
         warnings.simplefilter("error", pd.errors.ParserWarning)
@@ -127,6 +133,16 @@ def _separated(path: Path, text: str, separator: str) -> pyarrow.Table:
             hint = f"put texts that contain {separator!r} in quotes, and double quotes within them"
             raise UserError(f"{path}: {_line(error).split('error: ')[-1]}: {hint}") from error
     return pyarrow.Table.from_pandas(frame, preserve_index=False)
+
+
+def _quotes_swallow(text: str) -> bool:
+    """Whether every line has the header's cells as it stands, and quotes would join some of them."""
+    lines = [line for line in text.splitlines() if line]
+    cells = {line.count("\t") for line in lines}
+    try:
+        return len(cells) == 1 and sum(1 for _ in csv.reader(io.StringIO(text), delimiter="\t")) < len(lines)
+    except csv.Error:  # a cell of over 131072 characters: a long document, or everything behind an open quote
+        return '"' in text and len(cells) == 1
 
 
 def _json_lines(path: Path, text: str) -> list[Any]:
@@ -153,7 +169,10 @@ def _json(path: Path, text: str) -> list[Any]:
         raise UserError(f"{path}: not JSON ({error})") from error
     if isinstance(loaded, dict):
         lists = [value for value in loaded.values() if isinstance(value, list)]
-        loaded = lists[0] if len(lists) == 1 and len(loaded) == 1 else [loaded]
+        if len(lists) == len(loaded) == 1:
+            return lists[0]
+        if len(loaded) > 1 and (len(lists) == len(loaded) or all(isinstance(part, dict) for part in loaded.values())):
+            raise UserError(f"{path} is written by columns: write it by rows (pandas: to_json(orient='records'))")
     return loaded if isinstance(loaded, list) else [loaded]
 
 
@@ -173,18 +192,26 @@ def _column(path: Path, name: str, values: list[Any]) -> pyarrow.Array:
     try:
         return pyarrow.array(values)
     except (pyarrow.ArrowException, TypeError, OverflowError) as error:
-        first = next(value for value in values if value is not None)
-        odd = next(
-            (row for row, value in enumerate(values, 1) if value is not None and _kind(value) != _kind(first)), 0
-        )
+        odd = _first_odd(values)
         raise UserError(
-            f"{path}, row {odd}: field {name!r} is {str(values[odd - 1])[:40]!r}, and of another kind in row 1: make "
-            "them all alike (all numbers, or all in quotes)"
+            f"{path}, row {odd}: field {name!r} is {str(values[odd - 1])[:40]!r}, unlike the rows before "
+            "it: make them all alike (all numbers, or all in quotes)"
         ) from error
 
 
-def _kind(value: object) -> str:
-    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+def _first_odd(values: list[Any]) -> int:
+    """The first row, from 1, that cannot stand in one column with those before it."""
+    import pyarrow
+
+    good, bad = 0, len(values)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        try:
+            pyarrow.array(values[:middle])
+            good = middle
+        except (pyarrow.ArrowException, TypeError, OverflowError):
+            bad = middle
+    return bad
 
 
 def _line(error: BaseException) -> str:

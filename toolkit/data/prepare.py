@@ -107,7 +107,8 @@ def _made_once(digest: str, make: Callable[[Path], None], accelerator: Accelerat
         with FileLock(f"{folder}.lock"):
             if not (folder / "meta.json").is_file():
                 draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
-                shutil.rmtree(draft, ignore_errors=True)
+                for dead in folder.parent.glob(f"{folder.name}.{socket.gethostname()}.*.draft"):
+                    shutil.rmtree(dead, ignore_errors=True)  # of a build that was killed: the lock is ours
                 make(draft)
                 draft.replace(folder)
     if accelerator is not None:

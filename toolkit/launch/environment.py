@@ -139,9 +139,7 @@ def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) 
 
     The file is named after their common parent, so that two jobs never share one.
     """
-    parent = psutil.Process(os.getppid())
-    name = f"toolkit-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"
-    path = Path(tempfile.gettempdir()) / name
+    path = _port_file()
     if rank == 0:
         port = free_port(_number({"MASTER_PORT": wanted}, "MASTER_PORT") if wanted else None)
         draft = path.with_suffix(f".{os.getpid()}")
@@ -157,6 +155,18 @@ def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) 
         f"rank {rank} waited {patience_seconds:.0f} s for rank 0 to choose a port: rank 0 did not start, "
         "or does not share /tmp with it; set MASTER_ADDR and MASTER_PORT for all of them"
     )
+
+
+def _port_file() -> Path:
+    parent = psutil.Process(os.getppid())
+    name = f"toolkit-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"
+    return Path(tempfile.gettempdir()) / name
+
+
+def forget_port() -> None:
+    """Removes the file once every process has met: the next job of the same parent chooses anew."""
+    with contextlib.suppress(OSError, psutil.Error):
+        _port_file().unlink(missing_ok=True)
 
 
 def _first_machine(place: Place, env: Mapping[str, str]) -> str:

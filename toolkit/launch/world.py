@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, settle
+from toolkit.launch.environment import Place, forget_port, settle
 from toolkit.launch.relaunch import MARKER, find_beside, read_config
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     ones = torch.ones(1, device=accelerator.device)
     found = int(accelerator.reduce(ones, reduction="sum").item())
     asked, source = asked_for(place)
+    if place.rank == 0:
+        forget_port()
     if asked == found == accelerator.num_processes:
         return
     raise UserError(
