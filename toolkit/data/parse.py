@@ -114,7 +114,7 @@ def _separated(path: Path, text: str, separator: str) -> pyarrow.Table:
 
     if separator == "\t" and _quotes_swallow(text):
         raise UserError(
-            f"{path}: a double quote at the start of a cell takes in the tabs and lines behind it: close it, or double it"
+            f"{path}: a double quote at the start of a cell takes in what is behind it: close it, or double it"
         )
     with warnings.catch_warnings():
         # every row longer than the header: pandas would drop its end
