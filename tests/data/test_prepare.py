@@ -412,3 +412,10 @@ def test_two_processes_at_once_make_it_once(
     assert len(log.read_text().split()) == 2
     meta = json.loads((Path(found[0][0]) / "meta.json").read_text())
     assert meta["splits"] == ["train", "validation"]
+
+
+def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 3, "b": 3})
+    data = prepared(rows, validation_file=rows, test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}])
+    assert data.test is None
+    assert any("no labels" in note for note in data.notes)

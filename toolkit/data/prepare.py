@@ -166,6 +166,9 @@ def _make(
     kept = usable_texts(tables["train"], column, settings.drop_empty_text, [])[1]
     labels = find_labels(tables["train"], settings.label_column, problem_type, column, kept)
     chosen: dict[str, tuple[Table, list[str], np.ndarray, np.ndarray]] = {}
+    if "test" in tables and labels.all_missing(tables["test"]):
+        notes.append(f"{tables['test'].name} has no labels: it is left out (`toolkit predict` labels it)")
+        tables = {split: table for split, table in tables.items() if split != "test"}
     for split, table in tables.items():
         texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
         chosen[split] = (table, texts, kept, labels.encode(table, kept))

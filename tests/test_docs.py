@@ -1,0 +1,39 @@
+"""What README and docs name exists: files, settings, subcommands, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT
+from toolkit.cli import build_parser
+from toolkit.config import TaskSettings, sections_of
+
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# of launchers and of `toolkit predict`, not settings of a recipe
+OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
+          "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "help", "logdir", "rounds", "samples", "write",
+          "output", "overwrite", "allow", "ntasks-per-node"}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:recipes|accelerate_configs|ds_configs|docs|benchmarks|tests)/[\w./-]+\w\.\w+", text))
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    missing = [name for name in named if not (ROOT / name).exists()]
+    missing += [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_subcommands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    known = {name for section in sections_of(TaskSettings).values() for name in section.__dataclass_fields__}
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+    assert not named - known - OTHERS
+    commands = set(re.findall(r"^toolkit (\w+)|`toolkit (\w+)", text, re.MULTILINE))
+    subcommands = next(action for action in build_parser()._actions if action.dest == "command").choices or {}
+    assert {one or other for one, other in commands} <= set(subcommands)
