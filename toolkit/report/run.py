@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from accelerate import Accelerator
 
@@ -104,7 +107,7 @@ class Run:
             print(line, file=sys.stderr, flush=True)
 
     def _summary(self, last: Evaluation) -> list[str]:
-        folder = self.folder.path
+        folder, script = self.folder.path, sys.argv[0]
         shown = "  ".join(f"{name} {value:.4f}" for name, value in last.numbers.items() if isinstance(value, float))
         return [
             "",
@@ -115,7 +118,16 @@ class Run:
             f"  {folder}/predictions.jsonl every {last.split} sample with its probabilities",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             "next:",
-            f"  toolkit predict {folder}/model YOUR_FILE.csv",
-            "  python recipes/cls.py --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
-            "  accelerate launch recipes/cls.py --config_file accelerate_configs/zero2.yaml",
+            f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv",
+            f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
+            f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
         ]
+
+
+def typed(command: str) -> str:
+    """A command as it must be typed here: with its folder where the environment is not activated."""
+    ours = Path(sys.executable).parent / command
+    on_path = shutil.which(command)
+    if on_path and Path(on_path).resolve() == ours.resolve():
+        return command
+    return os.path.relpath(ours) if ours.exists() else command
