@@ -162,7 +162,6 @@ def test_help_imports_no_torch() -> None:
     assert "predict" in finished.out
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.runs import WAYS, lines_of, losses_of, recipe
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe
 
 STEPS = 20
 # clipping bites, the schedule warms up and decays, and the two sizes divide neither each other nor the data
@@ -62,3 +63,36 @@ def test_strategies_agree(
 ) -> None:
     run = train(tmp_path / "run", WAYS[way], ACCUMULATION[accumulation], tiny_model, reviews)
     assert_same(run, single[accumulation])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", MORE_WAYS)
+def test_more_strategies_agree(
+    way: str, single: dict[str, Path], tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    run = train(tmp_path / "run", MORE_WAYS[way], ACCUMULATION["many micro-batches"], tiny_model, reviews)
+    assert_same(run, single["many micro-batches"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2"])
+def test_recomputed_activations_change_nothing(
+    way: str, single: dict[str, Path], tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    way_and_switch = [*WAYS[way], "--gradient_checkpointing"]
+    run = train(tmp_path / "run", way_and_switch, ACCUMULATION["many micro-batches"], tiny_model, reviews)
+    assert_same(run, single["many micro-batches"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_strategy_that_needs_a_gpu_says_what_it_is_without_one(
+    tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--output_dir", tmp_path / "run"]
+    finished = recipe(*MORE_WAYS["fsdp2 x2"], *map(str, settings), "--max_steps", "1", "--report_to", "none")
+    assert finished.code == 0, finished.err[-3000:]
+    if not torch.cuda.is_available():
+        assert "no GPU here: FSDP needs one, so this runs as plain data parallel" in finished.err
