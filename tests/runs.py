@@ -49,14 +49,7 @@ class Finished:
 
 def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
     """Runs a command from the repository's root; ends it and its children when it takes too long."""
-    clean = {name: value for name, value in os.environ.items() if name not in # Slower ones, and one that is plain data parallel here and must say so.
-MORE_WAYS = {
-    "zero2 offload x2": ["--config_file", "accelerate_configs/zero2_offload.yaml"],
-    "zero3 offload x2": ["--config_file", "accelerate_configs/zero3_offload.yaml"],
-    "zero3 x3": ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"],
-    "fsdp2 x2": ["--config_file", "accelerate_configs/fsdp2.yaml"],
-}
-_LAUNCHER_VARIABLES}
+    clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
     everything = {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
     process = subprocess.Popen(
