@@ -118,7 +118,7 @@ def _source(name: str, known: dict[str, Source]) -> Source | None:
 def _rotten_tomatoes(path: Path) -> list[tuple[str, str]]:
     """8530 English sentences about films, `neg` and `pos` (Pang and Lee, 2005)."""
     rows = read_file(str(path)).rows
-    wanted = rows.filter(lambda source: source == "rotten_tomatoes", input_columns="source")
+    wanted = rows.select([row for row, source in enumerate(rows["source"]) if source == "rotten_tomatoes"])
     return [(text, ("neg", "pos")[int(label)]) for text, label in zip(wanted["text"], wanted["label"], strict=True)]
 
 

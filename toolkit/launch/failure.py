@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import logging
 import os
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError
@@ -29,7 +31,7 @@ def run(main: Callable[[], None], module: str | None = None) -> None:
         if options.deepspeed_config:
             os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
         main()
-        _close_group()
+        _leave_group()
     except KeyboardInterrupt:
         _leave("interrupted", 130)
     except UserError as error:
@@ -91,17 +93,21 @@ def _store() -> Any:
     return distributed.distributed_c10d._get_default_store()
 
 
-def _close_group() -> None:
-    """Ends the process group and the process.
+def _leave_group() -> None:
+    """Ends a process of a group whose work is done, once all the others are done too.
 
-    Some of DeepSpeed's groups outlive `destroy_process_group`; the interpreter then takes down their
-    threads in an order that can abort a process whose work is done. Its exit handlers are run here.
+    Nothing is taken down: the groups' threads, DeepSpeed's and gloo's, are torn down by the interpreter
+    in an order that now and then aborts a process (`terminate called without an active exception`), and
+    the launcher would report a failure of a run that succeeded.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    store = _store()
+    if store is None:
         return
-    distributed.destroy_process_group()
-    atexit._run_exitfuncs()
+    ranks = range(place_of(os.environ).world_size)
+    with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
+        store.set(f"toolkit/done/{place_of(os.environ).rank}", "yes")
+        store.wait([f"toolkit/done/{rank}" for rank in ranks], timedelta(seconds=SILENCE_SECONDS))
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
