@@ -363,6 +363,8 @@ class CountingTokenizer:
 
     model_max_length = 64
 
+    unk_token_id = None
+
     def __init__(self, log: Path) -> None:
         self.log = log
 
@@ -419,3 +421,11 @@ def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[...
     data = prepared(rows, validation_file=rows, test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}])
     assert data.test is None
     assert any("no labels" in note for note in data.notes)
+
+
+def test_texts_the_model_cannot_read_are_an_error(prepared: Callable[..., TaskData]) -> None:
+    foreign = [{"text": "ありがとう ございます " * 4, "label": label} for label in ("a", "b") for _ in range(5)]
+    with pytest.raises(UserError, match=r"% of the tokens are unknown.*--model_name_or_path"):
+        prepared(foreign, validation_file=foreign)
+    some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film", "label": "a"}]
+    assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)

@@ -93,8 +93,12 @@ def _gathered(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[tor
 
 
 def _sync(folder: Path) -> None:
+    """Readable as any other file, and on the disk."""
+    mask = os.umask(0)
+    os.umask(mask)
     for path in folder.rglob("*"):
         if path.is_file():
+            path.chmod(0o666 & ~mask)  # safetensors leaves its files to their owner alone
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 

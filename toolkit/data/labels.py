@@ -119,7 +119,9 @@ def find_labels(
     column = find_column(table, label_column, USUAL, "label_column")
     if column is None:
         others = [name for name in table.rows.column_names if name != text_column]
-        raise UserError(f"{table.name}: which column is the label? Name one of {listing(others)} with --label_column")
+        several = f" (or several that hold 0 or 1: --label_column {','.join(others[:3])})" if len(others) > 1 else ""
+        named = f"Name one of {listing(others)} with --label_column" if others else "There is no other than the text"
+        raise UserError(f"{table.name}: which column is the label? {named}{several}")
     cells = _cells(table, column, rows)
     problem = problem_type or _guess(cells)
     _refuse_empty(table, column, rows, cells, problem)

@@ -91,6 +91,8 @@ def _decoded(path: Path, content: bytes, encoding: str) -> str:
 
 def _bad_encoding(path: Path, content: bytes, encoding: str, error: UnicodeError) -> str:
     """Names the line that does not decode, and an encoding in which all of them do."""
+    if content[:4] == b"PK\x03\x04":
+        return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
     start = getattr(error, "start", 0)
     line = content.count(b"\n", 0, start) + 1
     marked = content[:2] in (b"\xff\xfe", b"\xfe\xff")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _LAYOUT = 1  # raise when what a prepared folder holds changes
+MENTION_UNKNOWN, MOST_UNKNOWN = 0.02, 0.5  # parts of all tokens
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "文本", "内容", "评论", "正文")
 
 
@@ -177,6 +178,7 @@ def _make(
     _note_overlap(chosen, notes)
     for split, (_, texts, kept, encoded) in chosen.items():
         arrays, cut = tokens.encode(tokenizer, texts, max_length, progress=f"tokens of {split}")
+        _check_known(tokens.unknown_share(tokenizer, arrays["input_ids"]), split, notes)
         if cut:
             share = 100 * cut / len(texts)
             notes.append(f"{split}: {share:.1f} % of the texts are cut at {max_length} tokens (--max_length)")
@@ -184,6 +186,15 @@ def _make(
         tokens.save_split(draft / split, everything, None if split == "train" else texts)
     meta = {"labels": asdict(labels), "max_length": max_length, "notes": notes, "splits": list(chosen)}
     (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
+
+
+def _check_known(unknown: float, split: str, notes: list[str]) -> None:
+    """Texts in a language the model cannot read would train, to nothing. Raises UserError then."""
+    said = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
+    if unknown > MOST_UNKNOWN:
+        raise UserError(f"{said}: choose a --model_name_or_path that reads the language of these texts")
+    if unknown > MENTION_UNKNOWN:
+        notes.append(f"{said}: does it read the language of these texts?")
 
 
 def text_column(table: Table, wanted: str | None) -> str:

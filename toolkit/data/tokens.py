@@ -115,6 +115,13 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 
 
+def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
+    """The part of the tokens that the tokenizer has no word for, from 0 to 1."""
+    if tokenizer.unk_token_id is None or not len(input_ids):
+        return 0.0
+    return float((input_ids == tokenizer.unk_token_id).mean())
+
+
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer can make tokens the model has no row for."""
     rows = getattr(config, "vocab_size", None)

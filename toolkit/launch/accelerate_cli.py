@@ -31,8 +31,12 @@ def main() -> None:
         _leave(failure.exitcode, f"rank {rank}")
     except subprocess.CalledProcessError as error:
         _leave(error.returncode, "the process")
-    except (SignalException, KeyboardInterrupt):
+    except KeyboardInterrupt:
         sys.exit(130)
+    except SignalException as error:
+        if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
+            print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        sys.exit(128 + error.sigval)
     except (ValueError, ConnectionError, AssertionError, FileNotFoundError) as error:
         sys.exit(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
 

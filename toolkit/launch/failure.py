@@ -19,6 +19,8 @@ from toolkit.launch.relaunch import relaunch_if_asked
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
 SILENCE_SECONDS = 10.0
+INTERRUPTED = 130
+_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
 
 def run(main: Callable[[], None], module: str | None = None) -> None:
@@ -33,7 +35,7 @@ def run(main: Callable[[], None], module: str | None = None) -> None:
         main()
         _leave_group()
     except KeyboardInterrupt:
-        _leave("interrupted", 130)
+        _leave("interrupted", INTERRUPTED)
     except UserError as error:
         _leave(f"error: {error}", 1)
     except Exception as error:
@@ -41,7 +43,10 @@ def run(main: Callable[[], None], module: str | None = None) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; what other libraries say in one line is kept as the last line."""
+    """A traceback for our own faults; one line where another process has gone."""
+    first = str(error).strip().split("\n")[0]
+    if any(words in first.lower() for words in _LOST_CONTACT):
+        return f"error: lost contact with another process, which has ended or been ended ({first[:200]})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
@@ -51,7 +56,9 @@ def _leave(message: str, code: int) -> NoReturn:
     except UserError:  # the launcher's variables are the fault that is being reported
         place = Place("python", 0, 1, 0, 1)
     where = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-    if place.world_size == 1 or _first_to_fail(place.rank):
+    # Ctrl-C reaches every process of a terminal: none has to wait to hear of it
+    speaks = place.rank == 0 if code == INTERRUPTED else place.world_size == 1 or _first_to_fail(place.rank)
+    if speaks:
         print(f"{where}{message}", file=sys.stderr, flush=True)
     # No cleanup of a broken group: the exit code must reach the launcher at once.
     sys.stdout.flush()

@@ -181,13 +181,16 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def find_beside(name: str, script: str, folder: str) -> Path:
     """A file as named from here, or from the repository the script lies in. Raises UserError."""
-    root = Path(script).resolve().parent.parent
-    for candidate in (Path(name), root / name):
-        if candidate.is_file():
-            return candidate.resolve() if not Path(name).is_file() else candidate
-    near = [Path.cwd() / folder, root / folder]
+    # the repository of the script, or of this package where `python -m toolkit` was typed
+    roots = [Path(script).resolve().parent.parent, Path(__file__).resolve().parents[2]]
+    if Path(name).is_file():
+        return Path(name)
+    for root in roots:
+        if (root / name).is_file():
+            return (root / name).resolve()
+    near = [Path.cwd() / folder, *(root / folder for root in roots)]
     known = sorted({file.name for place in near if place.is_dir() for file in place.iterdir()})
-    listed = f"; {folder}/ holds {', '.join(known)}" if known else ""
+    listed = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
     raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{listed}")
 
 

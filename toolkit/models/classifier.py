@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,23 @@ def _undivided() -> Iterator[None]:
         transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
+def _refuse_wrong_folder(name: str) -> None:
+    """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
+    hub is asked for a model of that name."""
+    path = Path(name)
+    if (path / "model" / "config.json").is_file() and not (path / "config.json").is_file():
+        raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
+    in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
+    if len(path.parts) > 1 and not path.exists() and in_a_run and not name.startswith(demo.PREFIX):
+        near = did_you_mean(path.name, [other.name for other in path.parent.iterdir()])
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
+
+
 @contextlib.contextmanager
 def _explained(name: str, attention: str | None = None) -> Iterator[None]:
     """Whatever a library says of a model that was named is the fault of the name, in one line."""
+    _refuse_wrong_folder(name)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network
     try:
         yield
     except UserError:

@@ -59,8 +59,7 @@ class Run:
             per_step += f" ({schedule.accumulation} micro-batches on each process)"
         lines = [
             f"run folder: {self.folder.path}",
-            f"{accelerator.num_processes} process(es), {accelerator.distributed_type.value.lower()}, "
-            f"{accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
+            f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             ", ".join(f"{split}: {count} samples" for split, count in sizes.items())
             + f"; {len(self.data.labels.names)} outputs: {', '.join(self.data.labels.names[:8])}"
             + ("..." if len(self.data.labels.names) > 8 else ""),
@@ -122,6 +121,12 @@ class Run:
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
             f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
         ]
+
+
+def _world(accelerator: Accelerator) -> str:
+    """`one process`, or `2 processes (deepspeed)`."""
+    count, kind = accelerator.num_processes, accelerator.distributed_type.value.lower()
+    return "one process" if kind == "no" else f"{count} process{'es' * (count > 1)} ({kind})"
 
 
 def typed(command: str) -> str:
