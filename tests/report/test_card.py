@@ -50,7 +50,7 @@ def card(
     (model / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
     (run / "config.json").write_text(json.dumps({
         "data": {"total_steps": 40, "steps_per_epoch": 240, "max_length": 128},
-        "world": {"mixed_precision": "bf16", "num_processes": 2, "device": "H200"},
+        "world": {"mixed_precision": "bf16", "num_processes": 2, "device": "A100"},
         "versions": {"toolkit": "0.1.0", "torch": "2.13.0", "peft": None},
         "started": "2026-11-20T07:13:30+00:00",
     }))  # fmt: skip

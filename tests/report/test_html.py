@@ -98,7 +98,7 @@ def make_run(
                  "problem_type": labels.problem_type, "max_length": 128, "digest": "none", "total_steps": steps,
                  "steps_per_epoch": 240},
         "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
-                  "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "H200", "host": "node-0"},
+                  "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "A100", "host": "node-0"},
         "launch": {"config_file": "accelerate_configs/zero2.yaml", "command": "recipes/cls.py --seed 1"},
         "versions": {"toolkit": "0.1.0", "python": "3.11.7", "peft": None},
         "started": "2026-11-20T07:13:30+00:00",
