@@ -46,6 +46,9 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
 
     Only the main process reads the folder, one tensor at a time: other machines need not have it.
     """
+    if accelerator.distributed_type == DistributedType.FSDP:
+        load_into_shards(model, folder, accelerator.is_main_process)
+        return
     module = accelerator.unwrap_model(model)
     parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
@@ -58,6 +61,19 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
                 if accelerator.num_processes > 1 and not _divided(accelerator):
                     torch.distributed.broadcast(target, src=0)
     accelerator.wait_for_everyone()
+
+
+def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
+    """Copies a saved folder's weights into parameters that PyTorch divides; one process reads them."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    state: dict[str, Any] = {}
+    if reads:
+        with contextlib.ExitStack() as stack:
+            state = {name: file.get_tensor(name) for name, file in _tensors(folder, stack).items()}
+    set_model_state_dict(
+        model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    )
 
 
 def _tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
