@@ -19,6 +19,8 @@ from toolkit.launch.relaunch import relaunch_if_asked
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
 SILENCE_SECONDS = 10.0
+# How long a process that is done waits for the others: rank 0 still draws the report.
+LAST_WAIT_SECONDS = 600.0
 INTERRUPTED = 130
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
@@ -113,7 +115,7 @@ def _leave_group() -> None:
     ranks = range(place_of(os.environ).world_size)
     with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
         store.set(f"toolkit/done/{place_of(os.environ).rank}", "yes")
-        store.wait([f"toolkit/done/{rank}" for rank in ranks], timedelta(seconds=SILENCE_SECONDS))
+        store.wait([f"toolkit/done/{rank}" for rank in ranks], timedelta(seconds=LAST_WAIT_SECONDS))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -93,7 +93,9 @@ class Run:
     def finish(self, last: Evaluation) -> None:
         """Writes the model card and report.html, and says where everything is."""
         self.progress.close()
-        self.accelerator.end_training()
+        # not accelerator.end_training(), which also takes the process group down: see launch.failure
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         if not self.folder.writes:
             return
         from toolkit.report.card import write_card  # matplotlib and jinja2, on one process
