@@ -1,0 +1,136 @@
+"""What a checkpoint holds: named tensors whose elements lie in byte ranges of files. Imports no torch.
+
+Everything that reads a checkpoint (resume, convert, inspect) works on a `Source`, whoever wrote the
+files. A tensor is a chain of spans, and never has to be held whole: a reader takes the slice it needs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from toolkit.errors import UserError
+
+# Bytes of one element, by the names safetensors uses.
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of bytes that is written, and checked, as one: a member of a zip file, a tensor of a
+    safetensors file."""
+
+    file: Path
+    name: str
+    """Within the file, for messages."""
+    offset: int
+    """Of its first byte in the file."""
+    size: int
+    """Bytes."""
+    crc32: int | None = None
+    """Of all its bytes, where the file holds one."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive elements of a tensor inside one member."""
+
+    member: Member
+    start: int
+    """Bytes from the member's beginning."""
+    count: int
+    """Elements."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor: its spans, in row-major order, hold each element exactly once."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+    spans: tuple[Span, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+    def pieces(self, start: int = 0, count: int | None = None) -> Iterator[tuple[Member, int, int]]:
+        """(member, byte offset in the *file*, bytes) that hold elements [start, start + count), in order."""
+        item = ITEM_BYTES[self.dtype]
+        left = self.count - start if count is None else count
+        for span in self.spans:
+            if left <= 0:
+                return
+            if start >= span.count:
+                start -= span.count
+                continue
+            taken = min(span.count - start, left)
+            yield span.member, span.member.offset + span.start + start * item, taken * item
+            start, left = 0, left - taken
+
+    def read(self, start: int = 0, count: int | None = None) -> bytearray:
+        """The bytes of elements [start, start + count), as stored. Raises UserError on a short file."""
+        count = self.count - start if count is None else count
+        content = bytearray(count * ITEM_BYTES[self.dtype])
+        view, done = memoryview(content), 0
+        for member, offset, size in self.pieces(start, count):
+            read_into(member.file, offset, view[done : done + size])
+            done += size
+        return content
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened checkpoint. Opening has read the structure of every file and none of the data."""
+
+    path: Path
+    """As the user named it, for messages."""
+    strategy: str
+    """`single`, `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or `model` for weights without an optimizer."""
+    world: int
+    """Processes that wrote it."""
+    step: int | None
+    """Optimizer steps taken, where the files say."""
+    weights: Mapping[str, Stored]
+    """By parameter name: the fp32 masters of trained parameters, frozen ones as stored."""
+    buffers: Mapping[str, Stored] = field(default_factory=dict)
+    """Persistent buffers."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Another name of a parameter -> the name in `weights`."""
+    frozen: frozenset[str] = frozenset()
+    """Names in `weights` that no optimizer owns."""
+    excluded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Frozen parameters (with shapes) that the checkpoint leaves out, where it names them."""
+    moments: Mapping[str, Mapping[str, Stored]] = field(default_factory=dict)
+    """Parameter name -> {`exp_avg`: ..., `exp_avg_sq`: ...}; empty where there is no optimizer state."""
+    adam_steps: Mapping[str, float] = field(default_factory=dict)
+    """Parameter name -> Adam's own count of steps."""
+    engine_dtype: str = "F32"
+    """What the model computed in: F32, BF16 or F16."""
+    model_folder: Path | None = None
+    """Holds config.json, the tokenizer, and adapter_config.json under LoRA, where the run has them."""
+    details: Mapping[str, object] = field(default_factory=dict)
+    """For `--inspect`: ds_version, groups, partition counts, ..."""
+
+
+def read_into(file: Path, offset: int, view: memoryview) -> None:
+    """Fills `view` from `offset` on. Raises UserError where the file ends first."""
+    with file.open("rb", buffering=0) as opened:
+        done = 0
+        while done < len(view):
+            count = os.preadv(opened.fileno(), [view[done:]], offset + done)
+            if count == 0:
+                raise UserError(f"{file} ends at byte {offset + done} and should hold {offset + len(view)}: truncated")
+            done += count
