@@ -165,6 +165,7 @@ def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 
 
 def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
+    from toolkit.evaluation import Best
     from toolkit.models.loss import sample_losses
     from toolkit.report.run import Run
     from toolkit.training.loop import Loop, make_schedule
@@ -178,6 +179,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(job.model, optimizer)
     run = Run(accelerator, job.settings, data, schedule, recipe="benchmark")
     loop = Loop(accelerator, model, optimizer, scheduler, data.train, job.tokenizer, training, schedule)
+    run.start(loop, Best(None, labels.problem_type))
     losses = []
     warm_up(model, bf16=True)
     clock.start()
@@ -187,6 +189,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
             step.backward(sample_losses(logits, batch.labels, labels.problem_type))
         metrics = step.update()
         run.step(metrics)
+        run.record(metrics)
         losses.append(metrics.loss)
     clock.stop()
     return {"loss": statistics.fmean(losses), "steps": len(losses)}

@@ -33,7 +33,7 @@ def main() -> None:
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
     labels = data.labels
-    best = Best(training.metric_for_best_model, labels.problem_type)
+    best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
     schedule = make_schedule(training, len(data.train), accelerator.num_processes)
 
     # Model and optimizer: the same weights in every process, then divided as the launch asks
@@ -44,29 +44,36 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
 
     # Train: each step is one global batch, however many processes share it
-    run = Run(accelerator, settings, data, schedule, recipe="cls")
+    run = Run(accelerator, settings, data, schedule, recipe="cls", model=model)
     loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
+    checkpoints = run.start(loop, best)  # at the newest checkpoint of this run, where there is one
+    evaluation = None
     for step in loop.steps():
+        if best.gives_up:
+            run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
+            break
         for batch in step.micro_batches():
             logits = model(**batch.inputs).logits  # (B, C)
             losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
             step.backward(losses)  # (B,)
-        run.step(step.update())
+        metrics = step.update()
+        run.step(metrics)
 
         if schedule.evaluates_after(step.number):
             evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
             improved = best.improved(evaluation, step.number)
             if improved:
-                save_model(accelerator, model, tokenizer, run.model_folder)
+                save_model(accelerator, model, tokenizer, run.model_folder, step.number)
             run.evaluation(evaluation, step.number, improved)
-            if best.waited >= (training.early_stopping_patience or float("inf")):
-                run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
-                break
+        run.record(metrics, checkpoints.after(step, metrics))
+        if step.stopping:
+            run.stop(loop)
+            return
 
     # The last evaluation is of the saved model, on the test rows where there are any
-    if best.step != step.number:
+    if best.step != loop.done:
         load_weights(accelerator, model, run.model_folder)
-    if best.step != step.number or data.test:
+    if best.step != loop.done or data.test or evaluation is None:
         evaluation = evaluate(accelerator, model, data.test or data.validation, tokenizer, labels, training)
         run.evaluation(evaluation, best.step, improved=False)
     run.finish(evaluation)

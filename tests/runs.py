@@ -47,15 +47,19 @@ class Finished:
         return [line for line in self.err.splitlines() if "error:" in line]
 
 
-def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
-    """Runs a command from the repository's root; ends it and its children when it takes too long."""
+def environment() -> dict[str, str]:
+    """For a new process: this one's, without what a launcher left in it."""
     clean = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
     path = f"{Path(sys.executable).parent}{os.pathsep}{clean.get('PATH', '')}"
-    everything = {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+    return {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
+    """Runs a command from the repository's root; ends it and its children when it takes too long."""
     process = subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
-        env=everything,
+        env={**environment(), **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from toolkit import __version__, launch
+from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
 
 _LAUNCH_HELP = (
@@ -23,7 +24,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="toolkit", description="Fine-tune encoders: data, prediction, reports.", allow_abbrev=False)
+    parser = _Parser(
+        prog="toolkit", description="Fine-tune encoders: data, prediction, checkpoints, reports.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_predict(commands)
@@ -34,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="toolkit prepare [SETTINGS.yaml] [--name value ...]",
         add_help=False,
     )
+    convert.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html again")
     report.add_argument("run", help="a run's folder")
     return parser
@@ -75,6 +79,8 @@ def _run() -> None:
         from toolkit.evaluation.predict_file import predict_file
 
         predict_file(options)
+    elif options.command == "convert":
+        convert.run(options)
     else:
         from toolkit.report.html import write_report_of_folder
 
@@ -82,7 +88,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("predict", "prepare", "report")
+    known = ("predict", "prepare", "convert", "report")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 

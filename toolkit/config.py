@@ -43,11 +43,19 @@ class ModelSettings:
     problem_type: ProblemType | None = None
     """What the labels mean; found from the label column when not given."""
     dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Overrides every dropout probability of the model."""
+    """Overrides every dropout probability of the model, and LoRA's."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`."""
+    lora_r: int | None = Field(default=None, ge=1)
+    """The rank of LoRA, 8 or 16 usually: only small added matrices and the head are trained. Off when not given."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """What LoRA adds is scaled by lora_alpha / lora_r; twice the rank when not given."""
+    lora_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Of the input of LoRA's matrices; 0 when not given, and what `dropout` says where that is given."""
+    lora_target_modules: str | None = None
+    """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -118,6 +126,14 @@ class TrainingSettings:
     """What the accelerate config says, or `no`, when not given."""
     eval_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; once an epoch when not given."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between checkpoints; only when the run is told to stop, when not given."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """The newest checkpoints are kept, so many, and the best one."""
+    checkpoint_in_background: bool = False
+    """Copy the state in memory and write it while training goes on: three more copies of the weights."""
+    resume: Literal["auto", "no"] | str = "auto"
+    """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
     """Any number of eval.jsonl; macro F1, micro F1 (multi-label) or the loss (regression) when not given."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
@@ -227,6 +243,9 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
             faults.add(f"--{needs} is given without --train_file: name the file to train on")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
+    for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
+        if given.get(needs) is not None and given.get("lora_r") is None:
+            faults.add(f"--{needs} is given without --lora_r, which turns LoRA on: give it (8 is usual)")
 
 
 def sections_of(settings_class: type) -> dict[str, type]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +17,64 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import safe_open
 
+from toolkit.checkpoint import adapter
 
-def save_model(accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path) -> None:
+_STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
+
+
+def save_model(
+    accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, step: int | None = None
+) -> None:
     """Writes config, weights and tokenizer; all processes must call it, the main one writes.
 
-    The folder is made beside its name and put in place whole: a reader finds the old one or the new
-    one, never a half.
+    Each folder is made beside its name and put in place whole: a reader finds the old one or the new
+    one, never a half. With LoRA the model is the merged one, which needs no peft, and the adapter alone
+    stands beside it in adapter/. `step`, the optimizer steps taken, is kept in it: see `step_of`.
     """
     state = accelerator.get_state_dict(model)  # a collective where the parameters are divided
     if accelerator.is_main_process:
-        draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(draft, ignore_errors=True)
         unwrapped = accelerator.unwrap_model(model)
-        with quiet_transformers():
-            whole = {name: tensor.contiguous() for name, tensor in state.items()}
-            unwrapped.save_pretrained(draft, state_dict=whole)
-        tokenizer.save_pretrained(draft)
-        _sync(draft)
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.replace(old)
-        draft.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
+        lora = adapter.config_of(unwrapped)
+        plain = unwrapped.get_base_model() if lora else unwrapped
+        merged = adapter.merge(state, lora.lora_alpha / lora.r) if lora else state
+        with _in_place_of(folder) as draft, quiet_transformers():
+            plain.save_pretrained(draft, state_dict={name: tensor.contiguous() for name, tensor in merged.items()})
+            tokenizer.save_pretrained(draft)
+            if step is not None:
+                (draft / _STATE).write_text(json.dumps({"global_step": step}), encoding="utf-8")
+        if lora:  # after the model, whose step tells a resumed run whether both are of one step
+            with _in_place_of(folder.with_name(adapter.FOLDER)) as draft:
+                adapter.write(unwrapped, state, draft)
     accelerator.wait_for_everyone()
+
+
+def step_of(folder: Path) -> int | None:
+    """The optimizer step whose weights a model folder holds, where it says so."""
+    try:
+        return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _in_place_of(folder: Path) -> Iterator[Path]:
+    """A path to make a folder at; afterwards it has the folder's name, and the folder of before is gone."""
+    draft, old = folder.with_name(f".{folder.name}.{os.getpid()}"), folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(draft, ignore_errors=True)
+    yield draft
+    _sync(draft)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.replace(old)
+    draft.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
     """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
 
-    Only the main process reads the folder, one tensor at a time: other machines need not have it.
+    Only the main process reads the folder, one tensor at a time: other machines need not have it. With
+    LoRA it reads the adapter beside that folder.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         load_into_shards(model, folder, accelerator.is_main_process)
@@ -52,12 +82,12 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     module = accelerator.unwrap_model(model)
     parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
-        read = _tensors(folder, stack) if accelerator.is_main_process else {}
+        read = _tensors(module, folder, stack) if accelerator.is_main_process else {}
         names = _agree(accelerator, [name for name in parameters if name in read])
         for name in names:
             with _gathered(accelerator, parameters[name]) as target, torch.no_grad():
                 if accelerator.is_main_process:
-                    target.copy_(read[name].get_tensor(name))
+                    target.copy_(read[name]())
                 if accelerator.num_processes > 1 and not _divided(accelerator):
                     torch.distributed.broadcast(target, src=0)
     accelerator.wait_for_everyone()
@@ -70,18 +100,19 @@ def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
     state: dict[str, Any] = {}
     if reads:
         with contextlib.ExitStack() as stack:
-            state = {name: file.get_tensor(name) for name, file in _tensors(folder, stack).items()}
+            state = {name: tensor() for name, tensor in _tensors(model, folder, stack).items()}
     set_model_state_dict(
         model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     )
 
 
-def _tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open file that holds it."""
-    found: dict[str, Any] = {}
+def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
+    """A tensor's name in the model -> what reads it from the folder."""
+    found: dict[str, Callable[[], Any]] = {}
+    folder, names = adapter.source(model, folder)
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
-        found.update(dict.fromkeys(file.keys(), file))
+        found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
     return found
 
 

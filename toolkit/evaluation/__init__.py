@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +49,16 @@ def evaluate(
 class Best:
     """The best evaluation so far, and how long ago it was."""
 
-    def __init__(self, metric: str | None, problem_type: ProblemType) -> None:
-        """Raises UserError for a metric that eval.jsonl does not hold."""
+    def __init__(self, metric: str | None, problem_type: ProblemType, patience: int | None = None) -> None:
+        """`patience`: evaluations without a better one after which training stops. Raises UserError for a
+        metric that eval.jsonl does not hold."""
+        self.patience = patience or math.inf
         self.metric, greater_is_better = best_metric(metric, problem_type)
         self.sign = 1.0 if greater_is_better else -1.0
+        self.forget()
+
+    def forget(self) -> None:
+        """As before the first evaluation."""
         self.value = -math.inf
         self.step = 0
         self.waited = 0
@@ -65,3 +72,18 @@ class Best:
             return True
         self.waited += 1
         return False
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether there has been no better evaluation for so long that training stops."""
+        return self.waited >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON."""
+        value = None if math.isinf(self.value) else self.value
+        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.waited}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's state; anew where that was of another metric."""
+        if state["metric"] == self.metric and state["value"] is not None:
+            self.value, self.step, self.waited = state["value"], state["step"], state["waited"]

@@ -5,16 +5,27 @@ Run as `python -m toolkit.launch.accelerate_cli ARGUMENTS`, ARGUMENTS as of `acc
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
 
+import psutil
 import torch
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from toolkit.launch.signals import STOPPED_FILE
+
+# How long processes that were told to stop have for their checkpoint.
+_SHUTDOWN_SECONDS = "600"
 
 
 def main() -> None:
@@ -24,6 +35,16 @@ def main() -> None:
     # its account of which process it stops next says nothing that the failed process has not said
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    with tempfile.TemporaryDirectory() as folder:
+        stopped = Path(folder) / "stopped"
+        os.environ[STOPPED_FILE] = str(stopped)
+        _launch(arguments, stopped)
+
+
+def _launch(arguments: argparse.Namespace, stopped: Path) -> None:
+    if hasattr(signal, "SIGUSR1"):  # a scheduler's warning; it would end this process and leave the others
+        signal.signal(signal.SIGUSR1, _pass_on)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -34,11 +55,19 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SignalException as error:
+        if stopped.exists():  # they saved a checkpoint and said so
+            sys.exit(0)
         if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
             print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)
     except (ValueError, ConnectionError, AssertionError, FileNotFoundError) as error:
         sys.exit(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
+
+
+def _pass_on(number: int, _: FrameType | None) -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            child.send_signal(number)
 
 
 def _leave(exit_code: int, who: str) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, set_seed
+from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from toolkit.checkpoint.model_folder import quiet_transformers
@@ -19,6 +20,7 @@ from toolkit.data import demo
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.models.first_token import read_first_token_only
+from toolkit.models.lora import add_lora
 
 
 def load_tokenizer(settings: ModelSettings) -> Any:
@@ -40,9 +42,9 @@ def load_config(settings: ModelSettings) -> Any:
 
 
 def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
-    """The pretrained encoder with a head for these labels, in float32 on the CPU.
+    """The pretrained encoder with a head for these labels, in float32 on the CPU; with `lora_r`, a PeftModel.
 
-    The new head's weights depend on the seed only: every process makes the same ones, whatever the
+    The weights of a new head and of LoRA depend on the seed only: every process makes the same ones, whatever the
     strategy, because nothing is divided among processes before `accelerator.prepare`.
     Raises UserError when the model cannot be loaded or an option does not fit it.
     """
@@ -63,19 +65,23 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
-    _refuse_random_encoder(name, model, loading)
+    fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
+    _refuse_random_encoder(name, model, fresh)
     if settings.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     freeze_unused(model)
     read_first_token_only(model)
+    if settings.lora_r:
+        with _undivided():
+            model = add_lora(model, settings, fresh)
+        freeze_unused(model)
     return model
 
 
-def _refuse_random_encoder(name: str, model: Any, loading: dict[str, Any]) -> None:
+def _refuse_random_encoder(name: str, model: Any, fresh: list[str]) -> None:
     """A head (and a pooler) may be new; an encoder that is would train as if it were pretrained."""
-    fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     prefix = f"{model.base_model_prefix}."
     lost = sorted(key for key in fresh if key.startswith(prefix) and "pooler" not in key)
     if lost:

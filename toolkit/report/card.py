@@ -187,7 +187,9 @@ def _story(run_folder: Path, settings: TaskSettings) -> dict[str, Any]:
     config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
     return {
         "saved_step": last_step(run_folder / "eval.jsonl"),
-        "hyperparameters": _hyperparameters(settings, config, last_step(run_folder / "metrics.jsonl")),
+        "hyperparameters": _hyperparameters(
+            settings, config, last_step(run_folder / "metrics.jsonl"), _lora(run_folder, settings)
+        ),
         "versions": {name: version for name, version in config["versions"].items() if version},
         "started": config["started"][:10],
     }
@@ -204,7 +206,17 @@ def _notes(settings: TaskSettings, data: TaskData) -> list[str]:
     return notes
 
 
-def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int) -> dict[str, Any]:
+def _lora(run_folder: Path, settings: TaskSettings) -> str | None:
+    """`r=8, alpha=16, dropout 0, on query, value; merged into the weights here`."""
+    if not settings.model.lora_r:
+        return None
+    own = json.loads((run_folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    layers = ", ".join(sorted(own["target_modules"]))
+    numbers = f"r={own['r']}, alpha={own['lora_alpha']}, dropout {own['lora_dropout']:g}"
+    return f"{numbers}, on {layers}; merged into the weights here"
+
+
+def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int, lora: str | None) -> dict[str, Any]:
     training, world = settings.training, config["world"]
     warmup = f"{training.warmup_steps or 0} steps"
     if training.warmup_ratio is not None:
@@ -220,6 +232,7 @@ def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int)
         "max_grad_norm": training.max_grad_norm,
         "label_smoothing_factor": training.label_smoothing_factor or None,
         "dropout": settings.model.dropout,
+        "LoRA": lora,
         "max_length": config["data"]["max_length"],
         "mixed_precision": world["mixed_precision"],
         "seed": training.seed,

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -20,12 +21,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit import __version__, launch
-from toolkit.config import flat
+from toolkit.config import TrainingSettings, flat
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.answers import prediction_lines
+from toolkit.training.checkpoints import Saved
 from toolkit.training.loop import StepMetrics
+from toolkit.training.origin import Origin, choose_origin
 
 _MARKS = (
     "config.json",
@@ -42,19 +45,32 @@ _PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pe
 class RunFolder:
     """Opens the folder of a new run and appends to its files."""
 
-    def __init__(self, accelerator: Accelerator, output_dir: str | None, recipe: str, overwrite: bool) -> None:
-        """All processes call this. Raises UserError where the folder already holds a run."""
-        answer = [_open_folder(output_dir, recipe, overwrite) if accelerator.is_main_process else None]
-        path, fault = broadcast_object_list(answer)[0]
+    def __init__(
+        self, accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
+    ) -> None:
+        """All processes call this. `facts` are what a checkpoint must have in common with this run.
+
+        Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
+        """
+        answer: list[Any] = [None]
+        if accelerator.is_main_process:
+            try:
+                answer = [(*_open_folder(settings, recipe, facts), "")]
+            except UserError as error:
+                answer = [(None, None, str(error))]
+        path, origin, fault = broadcast_object_list(answer)[0]
         if fault:
             raise UserError(fault)
-        self.path = Path(path)
+        self.path: Path = path
+        self.origin: Origin = origin
+        """The checkpoints from which the run may go on."""
         self.writes = accelerator.is_main_process
 
-    def write_config(self, settings: Any, accelerator: Accelerator, data: dict[str, Any]) -> None:
+    def write_config(self, settings: Any, accelerator: Accelerator, data: dict[str, Any], more: dict[str, Any]) -> None:
         if not self.writes:
             return
         plugin = accelerator.state.deepspeed_plugin
+        now = datetime.now(UTC).isoformat(timespec="seconds")
         config = {
             "settings": flat(settings),
             "data": data,
@@ -67,13 +83,29 @@ class RunFolder:
                 "host": platform.node(),
             },
             "launch": launch.how_launched(),
-            "versions": _versions(),
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "started": now,
+            **more,
         }
         write_json(self.path / "config.json", config)
 
-    def append_metrics(self, metrics: StepMetrics) -> None:
-        self._append("metrics.jsonl", asdict(metrics))
+    def go_on_from(self, step: int, metrics: dict[str, Any] | None, evaluations: int) -> None:
+        """metrics.jsonl and eval.jsonl as they were at a checkpoint: what came after it is done again."""
+        if not self.writes:
+            return
+        lines = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
+        if lines and metrics is not None and lines[-1]["step"] == step - 1:
+            lines.append(metrics)  # it was killed between the checkpoint and the line
+        evaluated = list(read_lines(self.path / "eval.jsonl"))[:evaluations]
+        for name, kept in (("metrics.jsonl", lines), ("eval.jsonl", evaluated)):
+            if kept:
+                write_whole(self.path / name, (dumps(line) + "\n" for line in kept))
+            else:
+                (self.path / name).unlink(missing_ok=True)
+
+    def append_metrics(self, metrics: StepMetrics, saved: Saved | None = None) -> None:
+        cost = {"checkpoint_seconds": round(saved.seconds, 3), "checkpoint_bytes": saved.size} if saved else {}
+        self._append("metrics.jsonl", {**asdict(metrics), **cost})
 
     def append_evaluation(self, evaluation: Evaluation, step: int) -> None:
         self._append("eval.jsonl", {"step": step, "split": evaluation.split, **evaluation.numbers})
@@ -134,27 +166,60 @@ def last_step(path: Path) -> int:
     return max((line["step"] for line in collections.deque(read_lines(path), maxlen=1)), default=0)
 
 
-def _open_folder(output_dir: str | None, recipe: str, overwrite: bool) -> tuple[str, str]:
-    """(folder, fault): an empty fault means that the folder is there and ours."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+def _open_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> tuple[Path, Origin]:
+    """The run's folder, made or found, and where the run starts. Raises UserError."""
+    output_dir, stamp = settings.output_dir, time.strftime("%Y%m%d-%H%M%S")
     path = Path(output_dir) if output_dir else _unused(Path("runs") / f"{recipe}-{stamp}")
     if path.exists() and not path.is_dir():
-        return str(path), f"--output_dir {path} is a file"
+        raise UserError(f"--output_dir {path} is a file")
     held = [mark for mark in _MARKS if (path / mark).exists()]
-    if held and not overwrite:
-        return str(path), (
-            f"--output_dir {path} already holds a run ({', '.join(held)}): choose another, or pass "
-            "--overwrite_output_dir to move that run aside"
+    moved = bool(held) and settings.overwrite_output_dir
+    # a checkpoint inside a folder that is moved aside is found where it was
+    resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
+    origin = choose_origin(resume, path / "checkpoints", facts)
+    if held and not moved and not _goes_on(path, settings, origin, facts):
+        raise UserError(
+            f"--output_dir {path} already holds a run ({', '.join(held)}) "
+            + ("and --resume does not name one of its checkpoints" if origin.candidates else "without a checkpoint")
+            + ": choose another, or pass --overwrite_output_dir to move that run aside"
         )
     try:
-        if held:
-            path.rename(_unused(path.with_name(f"{path.name}.old-{stamp}")))
+        if moved:
+            aside = _unused(path.with_name(f"{path.name}.old-{stamp}"))
+            path.rename(aside)
+            origin = origin.within(path, aside)
         path.mkdir(parents=True, exist_ok=True)
         (path / ".writable").touch()
         (path / ".writable").unlink()
+        if held and not moved:
+            _tidy(path)
     except OSError as error:
-        return str(path), f"--output_dir {path} cannot be written: {error.strerror}"
-    return str(path), ""
+        raise UserError(f"--output_dir {path} cannot be written: {error.strerror}") from error
+    return path, origin
+
+
+def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
+    """Whether the run in this folder is the one to go on with: from a checkpoint of its own, or from the
+    beginning where it was ended before its first one was complete."""
+    if origin.candidates:
+        return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
+    if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
+        return False
+    try:
+        before = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
+
+
+def _tidy(path: Path) -> None:
+    """A killed process leaves drafts behind, and perhaps the model's folder under its old name."""
+    for name in ("model", "adapter"):
+        if not (path / name).exists() and (path / f".{name}.old").is_dir():
+            (path / f".{name}.old").rename(path / name)
+    for draft in path.glob(".*"):
+        if draft.suffix[1:].isdigit() or draft.suffix == ".old":
+            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
 def _unused(path: Path) -> Path:
@@ -164,7 +229,7 @@ def _unused(path: Path) -> Path:
     return candidate
 
 
-def _versions() -> dict[str, str | None]:
+def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {"toolkit": __version__, "python": sys.version.split()[0]}
     for name in _PACKAGES:
         try:

@@ -17,11 +17,13 @@ _LOG_EVERY_SECONDS = 10.0
 class Progress:
     """Loss, speed and time left."""
 
-    def __init__(self, accelerator: Accelerator, total_steps: int) -> None:
+    def __init__(self, accelerator: Accelerator, total_steps: int, done: int = 0) -> None:
         self.on = accelerator.is_main_process
-        self.total = total_steps
+        self.total, self.before = total_steps, done
         self.started = self.said = time.monotonic()
-        self.bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, disable=None if self.on else True)
+        self.bar = tqdm(
+            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if self.on else True
+        )
 
     def step(self, metrics: StepMetrics) -> None:
         if not self.on:
@@ -29,10 +31,10 @@ class Progress:
         self.bar.update(1)
         self.bar.set_postfix_str(f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s", refresh=False)
         now = time.monotonic()
-        first_or_last = metrics.step in (1, self.total)
+        first_or_last = metrics.step in (self.before + 1, self.total)
         if self.bar.disable and (now - self.said > _LOG_EVERY_SECONDS or first_or_last):
             self.said = now
-            left = (now - self.started) / metrics.step * (self.total - metrics.step)
+            left = (now - self.started) / (metrics.step - self.before) * (self.total - metrics.step)
             self.say(
                 f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  loss {metrics.loss:.4f}  "
                 f"{metrics.samples_per_second:.0f} samples/s  {tqdm.format_interval(left)} left"

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from toolkit.config import TaskSettings, flat
 from toolkit.data import demo
 from toolkit.data.prepare import TaskData
-from toolkit.evaluation import Evaluation
-from toolkit.report.files import RunFolder
+from toolkit.evaluation import Best, Evaluation
+from toolkit.launch.signals import tell_launcher
+from toolkit.models import lora
+from toolkit.report.files import RunFolder, versions
 from toolkit.report.progress import Progress
 from toolkit.report.trackers import start_trackers, tracker_names
-from toolkit.training.loop import Schedule, StepMetrics
+from toolkit.training.checkpoints import Checkpoints, Saved
+from toolkit.training.loop import Loop, Schedule, StepMetrics
 
 
 class Run:
@@ -31,25 +37,45 @@ class Run:
         data: TaskData,
         schedule: Schedule,
         recipe: str,
+        model: torch.nn.Module | None = None,
     ) -> None:
-        """Raises UserError where the folder already holds a run or a tracker is missing."""
-        training = settings.training
-        trackers = tracker_names(training.report_to)
+        """Raises UserError where the folder already holds a run or a tracker is missing.
+
+        `model` is for what is said of its trained parameters.
+        """
         self.accelerator, self.settings, self.data = accelerator, settings, data
-        self.folder = RunFolder(accelerator, training.output_dir, recipe, training.overwrite_output_dir)
+        self.schedule, self.recipe, self.model = schedule, recipe, model
+        self.trackers = tracker_names(settings.training.report_to)
+        self.facts = {"settings": flat(settings), "versions": versions(), "identity": _identity(settings, data, recipe)}
+        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
         self.model_folder = self.folder.path / "model"
         self.started = time.monotonic()
+
+    def start(self, loop: Loop, best: Best, model: torch.nn.Module | None = None) -> Checkpoints:
+        """Opens the files, after the state of an earlier start of the run has been taken up where there is
+        one; says what is going to happen. Raises UserError when its checkpoints are damaged or do not fit."""
+        settings, schedule, folder = self.settings, self.schedule, self.folder
+        self.checkpoints = Checkpoints(loop, best, folder.path, folder.origin, self.facts)
+        resumed = self.checkpoints.resume()
+        folder.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
+        data = self.data
         sizes = {split.name: len(split) for split in (data.train, data.validation, data.test) if split}
-        self.folder.write_config(
+        folder.write_config(
             settings,
-            accelerator,
+            self.accelerator,
             {"samples": sizes, "labels": list(data.labels.names), "problem_type": data.labels.problem_type,
              "max_length": data.max_length, "digest": data.digest, "notes": data.notes, **asdict(schedule)},
+            {"identity": self.facts["identity"], "resumed_from": str(resumed.folder) if resumed else None},
         )  # fmt: skip
-        start_trackers(accelerator, trackers, "tensorboard" if trackers == ["tensorboard"] else recipe,
-                       self.folder.path, flat(settings))  # fmt: skip
-        self.progress = Progress(accelerator, schedule.total_steps)
+        project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
+        start_trackers(self.accelerator, self.trackers, project, folder.path, flat(settings), loop.done)
+        self.progress = Progress(self.accelerator, schedule.total_steps, loop.done)
         self._introduce(schedule, sizes)
+        if self.model is not None and settings.model.lora_r:
+            self.say(lora.describe(self.model, settings.model))
+        for line in resumed.lines if resumed else []:
+            self.say(line)
+        return self.checkpoints
 
     def _introduce(self, schedule: Schedule, sizes: dict[str, int]) -> None:
         accelerator, training = self.accelerator, self.settings.training
@@ -74,10 +100,14 @@ class Run:
         self.progress.say(line)
 
     def step(self, metrics: StepMetrics) -> None:
-        self.folder.append_metrics(metrics)
+        """Shows a step that is done."""
         numbers = {name: value for name, value in asdict(metrics).items() if name != "step"}
         self.accelerator.log({f"train/{name}": value for name, value in numbers.items()}, step=metrics.step)
         self.progress.step(metrics)
+
+    def record(self, metrics: StepMetrics, saved: Saved | None = None) -> None:
+        """Writes the step's line, with what its checkpoint cost: the last thing that happens in a step."""
+        self.folder.append_metrics(metrics, saved)
 
     def evaluation(self, evaluation: Evaluation, step: int, improved: bool) -> None:
         self.folder.append_evaluation(evaluation, step)
@@ -90,12 +120,28 @@ class Run:
         self.accelerator.log(numbers, step=step)
         self.progress.evaluation(evaluation, step, improved)
 
-    def finish(self, last: Evaluation) -> None:
-        """Writes the model card and report.html, and says where everything is."""
+    def stop(self, loop: Loop) -> None:
+        """Ends a run that was told to stop, and says how it goes on."""
+        self._close()
+        tell_launcher()
+        again = "the same command" + (
+            "" if self.settings.training.output_dir else f" with --output_dir {self.folder.path}"
+        )
+        self.say(
+            f"stopped by {signal.Signals(loop.told).name} after step {loop.done} of {self.schedule.total_steps}, with "
+            f"a checkpoint in {self.folder.path / 'checkpoints' / 'last'}: {again} goes on from there"
+        )
+
+    def _close(self) -> None:
+        self.checkpoints.wait()
         self.progress.close()
         # not accelerator.end_training(), which also takes the process group down: see launch.failure
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+    def finish(self, last: Evaluation) -> None:
+        """Writes the model card and report.html, and says where everything is."""
+        self._close()
         if not self.folder.writes:
             return
         from toolkit.report.card import write_card  # matplotlib and jinja2, on one process
@@ -123,6 +169,23 @@ class Run:
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
             f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
         ]
+
+
+def _identity(settings: TaskSettings, data: TaskData, recipe: str) -> dict[str, Any]:
+    """What a checkpoint and the run that goes on from it must have in common; JSON."""
+    model, training = settings.model, settings.training
+    return {
+        "recipe": recipe,
+        "model": str(model.model_name_or_path),
+        "labels": list(data.labels.names),
+        "problem_type": data.labels.problem_type,
+        "data": data.digest,
+        "max_length": data.max_length,
+        "global_batch_size": training.global_batch_size,
+        "group_by_length": training.group_by_length,
+        "seed": training.seed,
+        **{name: getattr(model, name) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
+    }
 
 
 def _world(accelerator: Accelerator) -> str:

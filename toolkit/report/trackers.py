@@ -27,13 +27,14 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(
-    accelerator: Accelerator, names: list[str], project: str, folder: Path, settings: dict[str, Any]
+    accelerator: Accelerator, names: list[str], project: str, folder: Path, settings: dict[str, Any], step: int = 0
 ) -> None:
-    """Opens the trackers; TensorBoard writes to `folder`/`project`."""
+    """Opens the trackers; TensorBoard writes to `folder`/`project`, and hides what lies after `step`."""
     accelerator.log_with = filter_trackers(names, folder)
     accelerator.project_configuration.logging_dir = str(folder)
     shown = {
         name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()
     }
     # TensorBoard would put the settings into a second, nameless run; config.json holds them
-    accelerator.init_trackers(project, config=None if names == ["tensorboard"] else shown)
+    accelerator.init_trackers(project, config=None if names == ["tensorboard"] else shown,
+                              init_kwargs={"tensorboard": {"purge_step": step + 1}} if step else {})  # fmt: skip

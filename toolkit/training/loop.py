@@ -12,7 +12,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, Collator, epoch_order, rounds_of, shares
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.launch.signals import StopSignals
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Step:
     tokens: int
     """Real tokens of the global batch."""
     started: float = field(default_factory=time.perf_counter)
+    stopping: bool = False
+    """After the update, in every process: whether any of them was told to stop (SIGTERM, SIGUSR1, Ctrl-C)."""
     _batch: Batch | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
@@ -132,7 +135,8 @@ class Step:
         loop.optimizer.zero_grad()
         if not accelerator.optimizer_step_was_skipped:
             loop.scheduler.step()
-        loss_sum, peak = self._over_processes()
+        loss_sum, peak, told = self._over_processes()
+        loop.done, self.stopping, loop.told = self.number, bool(told), told
         grad_norm = float(norm) if norm is not None else math.nan
         seconds = time.perf_counter() - self.started
         metrics = StepMetrics(
@@ -150,16 +154,17 @@ class Step:
         self._refuse_non_finite(metrics)
         return metrics
 
-    def _over_processes(self) -> tuple[float, int]:
-        """(sum of the global batch's losses, largest memory of any process): one small collective."""
+    def _over_processes(self) -> tuple[float, int, int]:
+        """(sum of the global batch's losses, largest memory of any process, number of a signal that told any
+        of them to stop): one small collective, so that all of them decide alike."""
         device = self.loop.accelerator.device
         # MPS knows no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        mine = torch.stack([local, torch.tensor(float(peak_memory_bytes(device)), dtype=dtype, device=device)])
-        gathered = self.loop.accelerator.gather(mine[None])  # (processes, 2)
-        loss_sum, peak = gathered[:, 0].sum().item(), gathered[:, 1].max().item()
-        return loss_sum, int(peak)
+        others = torch.tensor([peak_memory_bytes(device), self.loop.signals.asked], dtype=dtype, device=device)
+        gathered = self.loop.accelerator.gather(torch.cat([local[None], others])[None])  # (processes, 3)
+        loss_sum, peak, told = gathered[:, 0].sum().item(), gathered[:, 1].max().item(), gathered[:, 2].max().item()
+        return loss_sum, int(peak), int(told)
 
     def _refuse_non_finite(self, metrics: StepMetrics) -> None:
         scaled = self.loop.accelerator.mixed_precision == "fp16"  # there an infinite gradient only skips a step
@@ -200,20 +205,32 @@ class Loop:
     def __post_init__(self) -> None:
         self.lengths = self.train.lengths
         self.collate = Collator(self.train, self.tokenizer, self.accelerator.device)
+        self.done = 0
+        """Optimizer steps taken."""
+        self.told = 0
+        """The signal that told a process to stop."""
+        self.signals = StopSignals(self.accelerator.is_main_process)
+        self.randomness: Callable[[], None] = self._fresh_randomness
+
+    def _fresh_randomness(self) -> None:
+        """The weights are made; from here on each process has its own dropout."""
+        set_seed(self.settings.seed, device_specific=True)
 
     def steps(self) -> Iterator[Step]:
-        # the weights are made; from here on each process has its own dropout
-        set_seed(self.settings.seed, device_specific=True)
-        number, total = 0, self.schedule.total_steps
-        for epoch in range(-(-total // self.schedule.steps_per_epoch)):
-            order = epoch_order(
-                self.lengths,
-                self.settings.global_batch_size,
-                self.settings.seed,
-                epoch,
-                self.settings.group_by_length,
-            )
-            for indices in order[: total - number]:
-                number += 1
-                self.model.train()
-                yield Step(self, number, indices, tokens=int(self.lengths[indices].sum()))
+        """The steps after those that are `done`, in the global order of samples, which depends on the seed
+        and the epoch only. While it runs, a signal to stop is kept until the step is done."""
+        self.randomness()
+        per_epoch = self.schedule.steps_per_epoch
+        with self.signals:
+            for epoch in range(self.done // per_epoch, -(-self.schedule.total_steps // per_epoch)):
+                order = epoch_order(
+                    self.lengths,
+                    self.settings.global_batch_size,
+                    self.settings.seed,
+                    epoch,
+                    self.settings.group_by_length,
+                )
+                for number, indices in enumerate(order, epoch * per_epoch + 1):
+                    if self.done < number <= self.schedule.total_steps:
+                        self.model.train()
+                        yield Step(self, number, indices, tokens=int(self.lengths[indices].sum()))

@@ -4,6 +4,7 @@ config brought in line with the settings."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -79,3 +80,48 @@ def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedul
     config.update(meant)
     if plugin.zero_stage == 3:  # otherwise the final weights could not be gathered
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def set_schedule(scheduler: Any, steps: int) -> None:
+    """`transformers`' schedules are functions of the step alone."""
+    scheduler.last_epoch = steps
+    scheduler._step_count = steps + 1
+    rates = [function(steps) * base for function, base in zip(scheduler.lr_lambdas, scheduler.base_lrs, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    scheduler._last_lr = rates
+
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | None:
+    """Of fp16's loss scale; None where none is used."""
+    scaler = _deepspeed_scaler(optimizer)
+    if scaler is not None:
+        return {name: getattr(scaler, name) for name in _SCALER_FIELDS if hasattr(scaler, name)}
+    if accelerator.scaler is None:
+        return None
+    state = accelerator.scaler.state_dict()
+    return {"cur_scale": state["scale"], "torch": state} if state else None
+
+
+def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any] | None) -> None:
+    """Under another strategy the scale alone is taken over: it finds the rest within a few steps."""
+    scaler = _deepspeed_scaler(optimizer)
+    if state is None or not math.isfinite(state["cur_scale"]):
+        return
+    if scaler is not None:
+        for name in _SCALER_FIELDS:
+            if name in state and hasattr(scaler, name):
+                setattr(scaler, name, state[name])
+    elif accelerator.scaler is not None:
+        accelerator.scaler.load_state_dict(
+            state.get("torch") or {**accelerator.scaler.state_dict(), "scale": state["cur_scale"]}
+        )
+
+
+def _deepspeed_scaler(optimizer: Any) -> Any:
+    """Only where it changes: in fp32 and bf16 it is the number 1."""
+    scaler = getattr(getattr(optimizer, "optimizer", None), "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None

@@ -1,0 +1,72 @@
+"""Real checkpoints, made once per session by a few processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.deepspeed_worker import KINDS, Kind
+from tests.runs import start
+
+# kinds by number of processes
+WORLDS: Mapping[int, tuple[str, ...]] = {
+    1: ("zero0", "zero1-bf16", "zero2-groups", "zero3-frozen"),
+    2: tuple(KINDS),
+    3: ("zero1-fp32", "zero2-bf16", "zero3-bf16", "zero1-groups", "zero3-groups", "zero1-frozen", "zero2-frozen",
+        "zero3-frozen", "zero1-bf16-optimizer", "zero2-aligned", "zero2-elastic", "zero3-subgroups"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Made:
+    """A checkpoint of DeepSpeed's save_checkpoint after two optimizer steps, and the truth about it."""
+
+    folder: Path
+    """As given to save_checkpoint: holds `latest` and the tag's folder. Tests must not write into it."""
+    reference: Path
+    """A safetensors file of what was in memory: `weight.NAME` (the fp32 masters, frozen ones in the engine's
+    dtype; tied ones once), `buffer.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
+    kind: Kind
+    world: int
+
+    @property
+    def tag(self) -> Path:
+        return self.folder / "global_step2"
+
+    @property
+    def later(self) -> Path:
+        """The root of the same run's save one step later, for kinds with `later`."""
+        return self.folder.with_name(f"{self.folder.name}-later")
+
+
+def names() -> list[str]:
+    """`zero2-bf16 x2`, ... of all that `deepspeed_checkpoints` makes."""
+    return [f"{name} x{world}" for world, kinds in WORLDS.items() for name in kinds]
+
+
+@pytest.fixture(scope="session")
+def deepspeed_checkpoints(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    """Real checkpoints by `KIND xWORLD` (see `names`). About half a minute, once."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda world: _make(root, world, tiny_model), (3, 2, 1)))
+    return {
+        f"{name} x{world}": Made(root / f"x{world}" / name, root / f"x{world}" / f"{name}.safetensors", kind, world)
+        for world, kinds in WORLDS.items()
+        for name, kind in ((name, KINDS[name]) for name in kinds)
+    }
+
+
+def _make(root: Path, world: int, model: Path) -> None:
+    folder = root / f"x{world}"
+    folder.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), "-m",
+               "tests.checkpoint.deepspeed_worker", model, folder, *WORLDS[world]]  # fmt: skip
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
+    finished = start([str(word) for word in command], env=environment)
+    assert finished.code == 0, finished.err[-5000:]

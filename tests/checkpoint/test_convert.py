@@ -1,0 +1,221 @@
+"""`toolkit convert` of real checkpoints of every kind is what was in memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.conftest import Made, names
+from tests.checkpoint.handmade import read_folder, same_bits
+from tests.checkpoint.test_open_deepspeed import read_reference
+from toolkit.checkpoint.convert.run import Options, described, plan, write
+from toolkit.errors import UserError
+
+pytestmark = pytest.mark.multiprocess
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def convert(checkpoint: Path, out: Path, **options: object) -> list[str]:
+    return write(plan(Options(checkpoint, out, **options)))  # type: ignore[arg-type]
+
+
+def expected_of(made: Made, dtype: str = "fp32") -> dict[str, torch.Tensor]:
+    """Parameters and buffers, by name; floating ones in `dtype`."""
+    found = {}
+    for key, tensor in read_reference(made).items():
+        kind, _, name = key.partition(".")
+        if kind in ("weight", "buffer"):
+            found[name] = tensor.to(TORCH[dtype]) if tensor.is_floating_point() else tensor
+    return found
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(wanted)
+    assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
+
+
+def is_plain(name: str) -> bool:
+    return "lora" not in name and "excluded" not in name
+
+
+@pytest.mark.parametrize("name", filter(is_plain, names()))
+def test_every_kind_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    made = deepspeed_checkpoints[name]
+    said = convert(made.folder, tmp_path / "out", verify=True)
+    assert_same(read_folder(tmp_path / "out"), expected_of(made))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert "weights only" in said[0]
+    assert "--config_from" in said[0]
+    assert "bit for bit" in said[1]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["zero2-fp32 x2", "zero3-subgroups x2", "zero1-frozen x2", "zero3-frozen x2"])
+def test_other_dtypes_are_torchs_casts(
+    name: str, dtype: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    made = deepspeed_checkpoints[name]
+    convert(made.folder, tmp_path / "out", dtype=dtype, verify=True)
+    assert_same(read_folder(tmp_path / "out"), expected_of(made, dtype))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in names() if name[:5] in ("zero1", "zero2", "zero3") and is_plain(name)]
+)
+def test_it_is_what_zero_to_fp32_makes(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    made = deepspeed_checkpoints[name]
+    try:
+        theirs = get_fp32_state_dict_from_zero_checkpoint(str(made.folder))
+    except Exception as error:
+        pytest.skip(f"zero_to_fp32.py fails itself: {error!r:.100}")
+    convert(made.folder, tmp_path / "out")
+    ours = read_folder(tmp_path / "out")
+    names_of_theirs = {"head.weight": "embed.weight"}  # tied ones are there twice
+    for key, tensor in theirs.items():
+        if key in ours or key in names_of_theirs:
+            assert same_bits(tensor.float(), ours[names_of_theirs.get(key, key)].float()), key
+    absent = set(ours) - set(theirs)
+    assert absent <= {"first.weight", "first.bias", "nothing"}  # base weights that it drops at stage 1
+    assert not absent or "frozen" in name or absent == {"nothing"}
+
+
+def bert_config(model: Path, folder: Path, labels: int = 3) -> Path:
+    """A folder with the config of the checkpoints' BERT and its tokenizer."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    kinds = {str(number): f"label {number}" for number in range(labels)}
+    config |= {"architectures": ["BertForSequenceClassification"], "id2label": kinds,
+               "label2id": {label: int(number) for number, label in kinds.items()}}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("most", ["5GB", "20KB"])
+@pytest.mark.parametrize("name", ["zero1-bert x2", "zero2-bert x2", "zero3-bert x2"])
+def test_from_pretrained_loads_it(
+    name: str, most: str, deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from toolkit.checkpoint.convert.shards import parse_size
+
+    made = deepspeed_checkpoints[name]
+    config = bert_config(tiny_model, tmp_path / "config")
+    out = tmp_path / "out"
+    said = convert(made.folder, out, config_from=config, max_shard_bytes=parse_size(most), verify=True)
+    assert any("those of BertForSequenceClassification" in line for line in said), said
+    model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    state, wanted = model.state_dict(), expected_of(made)
+    assert all(same_bits(state[key], wanted[key]) for key in wanted)
+    assert model.config.id2label[2] == "label 2"
+    assert AutoTokenizer.from_pretrained(out)("good film")["input_ids"]
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert (out / "model.safetensors.index.json").is_file() == (len(shards) > 1) == (most == "20KB")
+
+
+def test_the_configs_dtype_is_the_weights(
+    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    made = deepspeed_checkpoints["zero3-bert x2"]
+    convert(made.folder, tmp_path / "out", config_from=bert_config(tiny_model, tmp_path / "config"), dtype="bf16")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert_same(dict(model.state_dict()), expected_of(made, "bf16"))
+
+
+@pytest.mark.parametrize("name", [name for name in names() if "excluded" in name])
+def test_frozen_parameters_come_from_the_base_model(
+    name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path
+) -> None:
+    made = deepspeed_checkpoints[name]
+    whole = {key.partition(".")[2]: tensor for key, tensor in load_file(made.reference).items()
+             if key.startswith("weight.")}  # fmt: skip
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({f"model.{key}": tensor for key, tensor in whole.items()}, base / "model.safetensors")
+    convert(made.folder, tmp_path / "out", base_model=base)
+    found = read_folder(tmp_path / "out")
+    assert all(same_bits(found[key], whole[key].float()) for key in whole if key != "nothing")
+
+
+def test_a_config_of_another_model_is_refused(
+    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    made = deepspeed_checkpoints["zero2-bert x2"]
+    config = bert_config(tiny_model, tmp_path / "config", labels=5)
+    content = json.loads((config / "config.json").read_text())
+    content |= {"num_hidden_layers": 3, "vocab_size": 500}
+    (config / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError) as caught:
+        convert(made.folder, tmp_path / "out", config_from=config)
+    for part in ("num_hidden_layers = 3", "lacks 2", "vocab_size = 500", "5 labels", "config.json", str(made.folder)):
+        assert part in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_builds_the_model_of_the_config(
+    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    """What no rule of ours sees: another width inside the layers."""
+    config = bert_config(tiny_model, tmp_path / "config")
+    content = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**content, "intermediate_size": 4}))
+    with pytest.raises(UserError, match=r"BertForSequenceClassification.*in another shape bert.encoder.layer.0"):
+        convert(deepspeed_checkpoints["zero2-bert x2"].folder, tmp_path / "out", config_from=config, verify=True)
+    assert not (tmp_path / "out").exists()
+
+
+def data_members(checkpoint: Path) -> list[object]:
+    planned = plan(Options(checkpoint, checkpoint.with_name("none")))
+    spans = [span for output in planned.selection.outputs for span in output.stored.spans]
+    return list(dict.fromkeys(span.member for span in spans if span.member.size))
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1-bf16 x2", "zero2-groups x2", "zero3-frozen x2", "zero3-subgroups x2", "zero0 x1"]
+)
+def test_a_flipped_bit_is_found_and_named(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    copy = shutil.copytree(deepspeed_checkpoints[name].folder, tmp_path / "saved")
+    members = data_members(copy)
+    assert len(members) > 1
+    for member in members:
+        for place in {0, member.size // 2, member.size - 1}:
+            flip(member.file, member.offset + place)
+            with pytest.raises(UserError, match="damaged") as caught:
+                convert(copy, tmp_path / "out")
+            assert str(member.file) in str(caught.value)
+            assert member.name in str(caught.value)
+            flip(member.file, member.offset + place)
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    convert(copy, tmp_path / "out")
+
+
+def flip(file: Path, place: int) -> None:
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)[0]
+        opened.seek(place)
+        opened.write(bytes([byte ^ 0x10]))
+
+
+def test_a_dry_run_says_and_writes_nothing(
+    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    config = bert_config(tiny_model, tmp_path / "config")
+    planned = plan(Options(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
+    text = "\n".join(described(planned))
+    assert all(name in text for name in ("model.safetensors", "config.json", "vocab.txt"))
+    assert not (tmp_path / "out").exists()
+    write(planned)
+    size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert abs(size - planned.size) < 8192

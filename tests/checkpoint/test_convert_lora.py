@@ -1,0 +1,174 @@
+"""LoRA: the merged model is peft's own, and the adapter folder loads in peft."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoint.conftest import Made
+from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.test_convert import bert_config, convert
+from toolkit.checkpoint.convert.lora import AdapterConfig
+from toolkit.errors import UserError
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.multiprocess
+
+
+def make_peft(model: Path, **options: Any) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3)
+    options = {"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 5, "target_modules": ["query", "value"], **options}
+    return peft.get_peft_model(base, peft.LoraConfig(init_lora_weights=False, **options))
+
+
+def saved(model: Any, folder: Path, base: Path, without_base: bool = False) -> Path:
+    """A run's checkpoint of a live peft model, as docs/checkpoints.md has it."""
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    excluded = {name: list(tensors.pop(name).shape) for name in frozen} if without_base else {}
+    write_run(folder, tensors, frozen=[] if without_base else frozen, excluded=excluded)
+    model.peft_config["default"].save_pretrained(folder / "model")
+    shutil.copytree(bert_config(base, folder / "config"), folder / "model", dirs_exist_ok=True)
+    return folder
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"query": 5}, "alpha_pattern": {"layer.0.attention.self.value": 11}},
+    "embedding": {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["pooler"]},
+    "biases": {"bias": "lora_only"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("without_base", [False, True])
+def test_merged_is_pefts_merge(variant: str, without_base: bool, tiny_model: Path, tmp_path: Path) -> None:
+    live = make_peft(tiny_model, **VARIANTS[variant])
+    run = saved(live, tmp_path / "run", tiny_model, without_base)
+    if without_base and variant != "biases":
+        with pytest.raises(UserError, match="--base_model"):
+            convert(run, tmp_path / "out", merge_lora=True)
+    base = tmp_path / "base"
+    live_base = make_peft(tiny_model).unload()
+    live_base.save_pretrained(base)
+    if variant == "embedding" and without_base:
+        pass  # the pooler is trained whole, and in the checkpoint
+    said = convert(run, tmp_path / "out", merge_lora=True, base_model=base, verify=True)
+    wanted = live.merge_and_unload().state_dict()
+    found = read_folder(tmp_path / "out")
+    assert set(found) == set(wanted)
+    assert all(torch.allclose(found[name], wanted[name], rtol=1e-6, atol=1e-6) for name in wanted)
+    assert any("merged ones agree to rounding" in line for line in said)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert any("BertForSequenceClassification" in line for line in said)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_path: Path) -> None:
+    live = make_peft(tiny_model, **VARIANTS[variant])
+    run = saved(live, tmp_path / "run", tiny_model)
+    convert(run, tmp_path / "out", verify=True)
+    live.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert set(ours) == set(theirs)
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+    again = peft.PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
+    state, wanted = again.state_dict(), live.state_dict()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted if "lora_" in name or "modules_to" in name)
+
+
+@pytest.mark.parametrize("name", ["zero1-lora x2", "zero2-lora x2", "zero3-lora x2"])
+def test_from_deepspeeds_own_files(
+    name: str, deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
+) -> None:
+    made = deepspeed_checkpoints[name]
+    from tests.checkpoint.deepspeed_worker import with_adapter
+
+    live = with_adapter(make_peft(tiny_model).unload())
+    folder = bert_config(tiny_model, tmp_path / "config")
+    with pytest.raises(UserError, match=r"adapter_config.json is not there.*--config_from"):
+        convert(made.folder, tmp_path / "out")
+    live.peft_config["default"].save_pretrained(folder)
+    truth = {key.partition(".")[2]: tensor.float() for key, tensor in load_file(made.reference).items()
+             if key.startswith("weight.")}  # fmt: skip
+    live.load_state_dict(truth, strict=False)
+    convert(made.folder, tmp_path / "adapter", config_from=folder)
+    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    wanted = peft.get_peft_model_state_dict(live, save_embedding_layers=False)
+    assert set(found) == set(wanted)
+    assert all(same_bits(found[key], wanted[key]) for key in wanted)
+    live.unload().save_pretrained(tmp_path / "base")
+    live = with_adapter(make_peft(tiny_model).unload())
+    live.load_state_dict(truth, strict=False)
+    convert(made.folder, tmp_path / "merged", config_from=folder, base_model=tmp_path / "base", merge_lora=True)
+    merged, state = read_folder(tmp_path / "merged"), live.merge_and_unload().state_dict()
+    assert set(merged) == set(state)
+    assert all(torch.allclose(merged[key], state[key], rtol=1e-6, atol=1e-6) for key in state)
+
+
+def changed(run: Path, **content: Any) -> None:
+    path = run / "model" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **content}))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"use_dora": True}, "uses use_dora: such adapters are merged by peft alone"),
+        ({"r": 4}, "rank 4 and the checkpoint 3: another adapter's"),
+        ({"lora_alpha": None}, "has no lora_alpha"),
+        ({"peft_type": "IA3"}, "is not of LoRA"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(content: Any, message: str, tiny_model: Path, tmp_path: Path) -> None:
+    run = saved(make_peft(tiny_model), tmp_path / "run", tiny_model)
+    changed(run, **content)
+    with pytest.raises(UserError, match=message):
+        convert(run, tmp_path / "out", merge_lora=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    live = make_peft(tiny_model)
+    next(p for name, p in live.named_parameters() if "LayerNorm.weight" in name).requires_grad_(True)
+    run = saved(live, tmp_path / "run", tiny_model)
+    with pytest.raises(UserError, match=r"LayerNorm.weight was trained and is no part of the adapter.*--merge_lora"):
+        convert(run, tmp_path / "out")
+    convert(run, tmp_path / "out", merge_lora=True)
+
+
+def test_no_adapter_no_merge(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
+    with pytest.raises(UserError, match="holds no LoRA adapter: leave --merge_lora out"):
+        convert(run, tmp_path / "out", merge_lora=True)
+
+
+def test_fan_in_fan_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    a, b, weight = torch.randn(2, 5), torch.randn(7, 2), torch.randn(5, 7)
+    names = {"x.lora_A.default.weight": a, "x.lora_B.default.weight": b, "x.base_layer.weight": weight}
+    run = write_run(tmp_path / "run", {f"base_model.model.{name}": tensor for name, tensor in names.items()})
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "fan_in_fan_out": True}
+    (run / "model" / "adapter_config.json").write_text(json.dumps(config))
+    convert(run, tmp_path / "out", merge_lora=True)
+    assert torch.allclose(read_folder(tmp_path / "out")["x.weight"], weight + 1.5 * (b @ a).T, atol=1e-6)
+
+
+def test_scaling() -> None:
+    config = AdapterConfig(Path("a"), {"r": 4, "lora_alpha": 8, "use_rslora": True, "alpha_pattern": {"q": 2}})
+    assert config.scaling("layer.k", 4) == 8 / math.sqrt(4)
+    assert config.scaling("layer.q", 4) == 2 / math.sqrt(4)
+    assert config.scaling("layer.qq", 4) == 8 / math.sqrt(4)

@@ -1,0 +1,244 @@
+"""Whatever is wrong with a checkpoint's files is one clear line that names the file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.conftest import Made
+from toolkit.checkpoint.archive import open_archive, verify_member
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.errors import UserError
+
+pytestmark = pytest.mark.multiprocess
+KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-groups x2", "zero3-frozen x2")
+
+
+@pytest.fixture
+def copied(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> Callable[..., Path]:
+    """`copied("zero2-bf16 x2")` -> a folder of one's own, as save_checkpoint left it."""
+
+    def copy(name: str, later: bool = False, to: str = "saved") -> Path:
+        made = deepspeed_checkpoints[name]
+        shutil.copytree(made.later if later else made.folder, tmp_path / to)
+        return tmp_path / to
+
+    return copy
+
+
+def fault_of(folder: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        open_checkpoint(folder)
+    fault = str(raised.value)
+    assert "\n" not in fault
+    return fault
+
+
+def tag_of(root: Path) -> Path:
+    return next(entry for entry in root.iterdir() if entry.is_dir())
+
+
+def files_of(root: Path) -> list[Path]:
+    return sorted(tag_of(root).glob("*.pt"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_truncated(name: str, copied: Callable[..., Path]) -> None:
+    root = copied(name)
+    for file in files_of(root):
+        content = file.read_bytes()
+        sizes = {0, 1, 3, 21, 22, 1000, len(content) // 3, len(content) // 2, len(content) - 100, len(content) - 1}
+        for size in sorted(sizes):
+            file.write_bytes(content[:size])
+            assert str(file) in fault_of(root), size
+        file.write_bytes(content)
+    open_checkpoint(root)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_longer(name: str, copied: Callable[..., Path]) -> None:
+    root = copied(name)
+    file = files_of(root)[-1]
+    file.write_bytes(file.read_bytes() + b"\0")
+    assert str(file) in fault_of(root)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_missing(name: str, copied: Callable[..., Path]) -> None:
+    root = copied(name)
+    for file in files_of(root):
+        file.rename(root / "away")
+        fault = fault_of(root)
+        assert str(root) in fault
+        assert re.search("missing|not a checkpoint", fault), fault
+        (root / "away").rename(file)
+    (root / "latest").unlink()
+    assert str(root / "global_step2") in fault_of(root)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_flipped_bytes_of_the_structure(name: str, copied: Callable[..., Path]) -> None:
+    root = copied(name)
+    for file in files_of(root):
+        content = bytearray(file.read_bytes())
+        structure = next(m for key, m in open_archive(file).members.items() if key.endswith("/data.pkl"))
+        for at in range(structure.offset, structure.offset + structure.size, structure.size // 20):
+            content[at] ^= 0x55
+            file.write_bytes(content)
+            assert str(file) in fault_of(root)
+            content[at] ^= 0x55
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_flipped_bytes_of_the_data(name: str, copied: Callable[..., Path]) -> None:
+    """Opening does not read them; whoever does has the checksum."""
+    root = copied(name)
+    for stored in open_checkpoint(root).weights.values():
+        if not stored.spans:
+            continue
+        member = stored.spans[0].member
+        verify_member(member)
+        if member.size:
+            content = bytearray(member.file.read_bytes())
+            content[member.offset + member.size // 2] ^= 1
+            member.file.write_bytes(content)
+            with pytest.raises(UserError, match=re.escape(str(member.file))):
+                verify_member(member)
+            content[member.offset + member.size // 2] ^= 1
+            member.file.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_another_step(stage: int, copied: Callable[..., Path]) -> None:
+    root, later = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x2", later=True, to="later")
+    for file in files_of(root):
+        content = file.read_bytes()
+        shutil.copy(tag_of(later) / file.name, file)
+        if stage == 3 or "optim" in file.name:
+            fault = fault_of(root)
+            assert ".pt" in fault
+            assert re.search("step|differ", fault)
+        file.write_bytes(content)
+    for file in tag_of(later).glob("*optim*"):
+        shutil.copy(file, tag_of(root))
+    assert "step 2" in fault_of(root)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_of_another_world(stage: int, copied: Callable[..., Path]) -> None:
+    two, three = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x3", to="three")
+    left_over = [file for file in files_of(three) if "rank_2" in file.name]
+    for file in left_over:
+        shutil.copy(file, tag_of(two))
+        assert tag_of(two).name in fault_of(two)
+    for file in left_over:
+        (tag_of(two) / file.name).unlink()
+    open_checkpoint(two)
+    for file in files_of(two):
+        content = file.read_bytes()
+        shutil.copy(tag_of(three) / file.name, file)
+        assert str(tag_of(two)) in fault_of(two)
+        file.write_bytes(content)
+    for file in left_over:
+        (tag_of(three) / file.name).unlink()
+    assert "3 processes" in fault_of(three)
+
+
+def test_ranks_of_another_model(copied: Callable[..., Path]) -> None:
+    root, other = copied("zero1-bf16 x2"), copied("zero1-bert x2", to="other")
+    for file in files_of(root):
+        content = file.read_bytes()
+        shutil.copy(tag_of(other) / file.name, file)
+        assert str(tag_of(root)) in fault_of(root)
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_swapped_ranks(stage: int, copied: Callable[..., Path]) -> None:
+    root = copied(f"zero{stage}-bf16 x2")
+    first, second = sorted(tag_of(root).glob("*optim*"))
+    first.rename(root / "away")
+    second.rename(first)
+    (root / "away").rename(second)
+    assert f"{first} was written as {second.name}" in fault_of(root)
+
+
+def test_two_saves_in_one_folder(copied: Callable[..., Path]) -> None:
+    root, other = copied("zero2-bf16 x2"), copied("zero2-fp32 x2", to="other")
+    for file in tag_of(other).glob("*optim*"):
+        shutil.copy(file, tag_of(root))
+    assert "two saves" in fault_of(root)
+    for file in tag_of(root).glob("bf16_*rank_1_*"):
+        file.unlink()
+    for file in tag_of(root).glob("zero_pp_rank_0_*optim*"):
+        file.unlink()
+    assert "bf16_" in fault_of(root)
+
+
+def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
+    root = copied("zero3-frozen x2")
+    for content in ("global_step7", "", "../saved/global_step2", "/etc", "a\nb", "\0"):
+        (root / "latest").write_text(content)
+        fault = fault_of(root)
+        assert str(root / "latest") in fault
+        assert str(root / "global_step2") in fault
+    shutil.rmtree(root / "global_step2")
+    assert "no other one" in fault_of(root)
+
+
+def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
+    root = copied("zero1-bf16 x2")
+    for name in (
+        "mp_rank_01_model_states.pt",
+        "layer_00-model_states.pt",
+        "layer_1_expert_0_mp_rank_00_model_states.pt",
+    ):
+        shutil.copy(tag_of(root) / "mp_rank_00_model_states.pt", tag_of(root) / name)
+        fault = fault_of(root)
+        assert name in fault
+        assert "not supported" in fault
+        (tag_of(root) / name).unlink()
+
+
+def test_nvme_offload_is_named(copied: Callable[..., Path]) -> None:
+    import torch
+
+    root = copied("zero3-frozen x2")
+    (tag_of(root) / "offloaded_tensors" / "rank0").mkdir(parents=True)
+    file = next(file for file in files_of(root) if "rank_0" in file.name and "optim" in file.name)
+    content = torch.load(file, weights_only=False)
+    content["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
+    torch.save(content, file)
+    fault = fault_of(root)
+    assert str(file) in fault
+    assert "NVMe" in fault
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert "does not exist" in fault_of(tmp_path / "nowhere")
+    assert "holds nothing" in fault_of(tmp_path)
+    (tmp_path / "notes.txt").write_text("")
+    assert "notes.txt" in fault_of(tmp_path)
+    assert "is a file" in fault_of(tmp_path / "notes.txt")
+    (tmp_path / "latest").write_text("global_step1")
+    assert "latest" in fault_of(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert "did you mean runs?" in fault_of(tmp_path / "run")
+
+
+def test_a_file_of_the_old_format(copied: Callable[..., Path]) -> None:
+    import torch
+
+    root = copied("zero1-bf16 x2")
+    for file in files_of(root):
+        content = file.read_bytes()
+        torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
+        fault = fault_of(root)
+        assert str(file) in fault
+        assert "old format" in fault
+        file.write_bytes(content)

@@ -1,0 +1,80 @@
+"""What `open_checkpoint` reads from DeepSpeed's own files is what was in memory, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.checkpoint.conftest import Made, names
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.source import Source, Stored
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+
+pytestmark = pytest.mark.multiprocess
+
+
+def tensor_of(stored: Stored) -> torch.Tensor:
+    content = stored.read()
+    empty = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+    return torch.frombuffer(content, dtype=empty.dtype).view(stored.shape) if content else empty
+
+
+def everything_of(source: Source) -> dict[str, Stored]:
+    """By the names of the reference files."""
+    found = {f"weight.{name}": stored for name, stored in source.weights.items()}
+    found |= {f"buffer.{name}": stored for name, stored in source.buffers.items()}
+    for name, moments in source.moments.items():
+        found |= {f"{key}.{name}": stored for key, stored in moments.items()}
+    return found
+
+
+def read_reference(made: Made) -> dict[str, torch.Tensor]:
+    with safe_open(made.reference, "pt") as opened:
+        truth = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return {name: tensor for name, tensor in truth.items() if not _left_out(made, name, truth)}
+
+
+def _left_out(made: Made, name: str, truth: dict[str, torch.Tensor]) -> bool:
+    frozen = name.startswith("weight.") and f"exp_avg.{name.removeprefix('weight.')}" not in truth
+    return made.kind.exclude and frozen and name != "weight.nothing"
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_tensor_is_that_in_memory(name: str, deepspeed_checkpoints: dict[str, Made]) -> None:
+    made = deepspeed_checkpoints[name]
+    source = open_checkpoint(made.folder)
+    found, wanted = everything_of(source), read_reference(made)
+    assert set(found) == set(wanted)
+    for key, tensor in wanted.items():
+        read = tensor_of(found[key])
+        assert read.dtype == tensor.dtype, key
+        assert torch.equal(read, tensor), key
+    assert (source.world, source.step) == (made.world, 2)
+    assert source.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
+    assert source.engine_dtype == {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[made.kind.dtype]
+    assert source.tied == ({} if made.kind.bert else {"head.weight": "embed.weight"})
+    if made.kind.stage:
+        trained = {name for name in source.weights if name not in source.frozen}
+        assert trained == set(source.moments) == set(source.adam_steps)
+        assert set(source.adam_steps.values()) == {2.0}
+    for stored in found.values():
+        assert sum(span.count for span in stored.spans) == math.prod(stored.shape)
+
+
+def test_the_root_and_the_tag_are_the_same(deepspeed_checkpoints: dict[str, Made]) -> None:
+    made = deepspeed_checkpoints["zero3-groups x2"]
+    assert open_checkpoint(made.tag).weights == open_checkpoint(made.folder).weights
+
+
+def test_a_config_beside_latest_is_found(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    shutil.copytree(deepspeed_checkpoints["zero2-bf16 x2"].folder, tmp_path / "saved")
+    assert open_checkpoint(tmp_path / "saved").model_folder is None
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    assert open_checkpoint(tmp_path / "saved").model_folder == tmp_path / "saved"
+    assert open_checkpoint(tmp_path / "saved" / "global_step2").model_folder == tmp_path / "saved"

@@ -1,0 +1,121 @@
+"""The header of a safetensors file: the library's own bytes, and nothing unsound is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.handmade import NAMES, bytes_of, write_run
+from toolkit.checkpoint.tensors_file import lay_out, read_header
+from toolkit.errors import UserError
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+
+def many() -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
+    for number, dtype in enumerate(DTYPES):
+        made[f"b{number}.权重"] = torch.ones(3, number + 1).to(dtype)
+        made[f"a{number}"] = torch.arange(5).to(dtype)
+    return made
+
+
+def test_a_layout_is_the_librarys_own(tmp_path: Path) -> None:
+    tensors = many()
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in reversed(tensors.items())}
+    layout = lay_out(described, {"format": "pt"})
+    content = layout.header() + b"".join(bytes_of(tensors[name]) for name in layout.tensors)
+    assert content == (tmp_path / "theirs").read_bytes()
+    assert layout.size == len(content)
+    for name, tensor in tensors.items():
+        start = layout.offsets[name]
+        assert content[start : start + len(bytes_of(tensor))] == bytes_of(tensor)
+        assert start % tensor.element_size() == 0
+
+
+def test_a_header_is_read_as_the_library_wrote_it(tmp_path: Path) -> None:
+    tensors = many()
+    save_file(tensors, tmp_path / "file", metadata={"format": "pt", "who": "我"})
+    header = read_header(tmp_path / "file")
+    assert header.metadata == {"format": "pt", "who": "我"}
+    assert set(header.tensors) == set(tensors)
+    for name, tensor in tensors.items():
+        stored = header.tensors[name]
+        assert (stored.shape, stored.dtype) == (tuple(tensor.shape), NAMES[tensor.dtype])
+        assert bytes(stored.read()) == bytes_of(tensor)
+
+
+def test_checksums_do_not_move_the_data(tmp_path: Path) -> None:
+    described = {"a": ("F32", (2, 2)), "b": ("F16", (3,))}
+    layout = lay_out(described, checksums=True)
+    assert len(layout.header()) == len(layout.header({"a": 1, "b": 0xFFFFFFFF})) == min(layout.offsets.values())
+    write_run(tmp_path / "run", many())
+    written = tmp_path / "run" / "weights.safetensors"
+    from zlib import crc32
+
+    for stored in read_header(written).tensors.values():
+        assert stored.spans[0].member.crc32 == crc32(stored.read())
+    assert set(load_file(written)) == set(many())
+    with safe_open(written, "pt") as opened:
+        assert set(json.loads(opened.metadata()["crc32"])) == set(many())
+
+
+def write(path: Path, table: Any, data: bytes = bytes(16)) -> Path:
+    text = table if isinstance(table, bytes) else json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"a": entry(), "b": entry()}, "b begins at data byte 0"),
+        ({"a": entry(0, 8, shape=[2]), "b": entry(12, 16, shape=[1])}, "b begins at data byte 12"),
+        ({"a": entry(4, 16, shape=[3])}, "a begins at data byte 4"),
+        ({"a": entry(0, 12, shape=[3])}, "more behind"),
+        ({"a": entry(0, 32, shape=[8])}, "truncated"),
+        ({"a": entry(shape=[5])}, "does not fill"),
+        ({"a": entry(dtype="F8")}, "unknown dtype 'F8'"),
+        ({"a": entry(dtype=[])}, "unknown dtype"),
+        ({"a": entry(shape=[-4])}, "whole numbers"),
+        ({"a": entry(shape=[True, 4])}, "whole numbers"),
+        ({"a": entry(shape="4")}, "whole numbers"),
+        ({"a": {"dtype": "F32"}}, "lacks"),
+        ({"a": 3}, "lacks"),
+        ([], "not a table"),
+        (b'{"a": 1, "a": 2}', "a name occurs twice"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        ({"__metadata__": {"a": 1}, "a": entry()}, "__metadata__"),
+        ({"__metadata__": {"crc32": "no"}, "a": entry()}, "checksums"),
+        ({"__metadata__": {"crc32": '{"a": "xyz"}'}, "a": entry()}, "checksums"),
+    ],
+)
+def test_an_unsound_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.safetensors", table)
+    with pytest.raises(UserError, match=message) as caught:
+        read_header(path)
+    assert str(path) in str(caught.value)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", {"a": entry()}).read_bytes()
+    cut = tmp_path / "cut"
+    for size in range(len(whole)):
+        cut.write_bytes(whole[:size])
+        with pytest.raises(UserError, match="cut"):
+            read_header(cut)
+    with pytest.raises(UserError, match="cannot read"):
+        read_header(tmp_path / "none")

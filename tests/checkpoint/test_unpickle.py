@@ -1,0 +1,212 @@
+"""A pickle that wants more than structure is refused by name, and nothing of it is executed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolkit.checkpoint import pickled_names
+from toolkit.checkpoint.pickled_names import DEEPSPEED, DISTRIBUTED, TORCH, Tensor, storage_of
+from toolkit.checkpoint.torch_file import open_torch_file
+from toolkit.checkpoint.unpickle import unpickle
+from toolkit.errors import UserError
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def name(module: str, attribute: str) -> bytes:
+    return f"c{module}\n{attribute}\n".encode()
+
+
+def stack_name(module: str, attribute: str) -> bytes:
+    return text(module) + text(attribute) + b"\x93"
+
+
+def called(function: bytes, *arguments: bytes) -> bytes:
+    return b"\x80\x02" + function + b"(" + b"".join(arguments) + b"tR."
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.reduced
+
+
+def hostile(mark: Path) -> dict[str, bytes]:
+    command = f"touch {mark}"
+    python = f"open({str(mark)!r}, 'w')"
+    rebuild = name("torch._tensor", "_rebuild_from_type_v2")
+    ordered = name("collections", "OrderedDict") + b")R"
+    bombs = {
+        "os.system": Bomb(os.system, command),
+        "eval": Bomb(eval, python),
+        "exec": Bomb(exec, python),
+        "open": Bomb(open, str(mark), "w"),
+        "getattr": Bomb(getattr, Path(mark), "touch"),
+        "nested": OrderedDict(model={"weights": [torch.zeros(1).tolist(), Bomb(os.system, command)]}),
+        "torch.load": Bomb(torch.load, str(mark)),
+        "map": Bomb(map, eval, [python]),
+    }
+    found = {
+        f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in range(5)
+    }
+    return {
+        **found,
+        "module with dots": called(stack_name("os.path", "os.system"), text(command)),
+        "attribute with dots": called(stack_name("torch", "os.system"), text(command)),
+        "attributes of an allowed name": called(name("collections", "OrderedDict.__init__.__globals__"), text("x")),
+        "newline in a name": called(stack_name("torch\nos", "system"), text(command)),
+        "call of what is not a name": called(text("os.system"), text(command)),
+        "call of a tuple": called(b"(" + text("posix") + text("system") + b"t", text(command)),
+        "call of a class": called(name("torch", "Tensor"), text(command)),
+        "rebuilt by a function of its own": called(rebuild, text("os.system"), b"N", b"(" + text(command) + b"t", b"N"),
+        "rebuilt by another name": called(rebuild, name("os", "system"), b"N", b"(" + text(command) + b"t", b"N"),
+        "an OrderedDict's attributes": b"\x80\x02" + ordered + b"}" + text("__reduce__") + name("os", "system") + b"sb.",
+        "attributes for a global": b"\x80\x02" + name("torch", "Tensor") + b"}" + text("make") + text("x") + b"sb.",
+        "attributes for a list": b"\x80\x02]}" + text("append") + text("x") + b"sb.",
+        "a state that is no dict": b"\x80\x02" + name("torch", "device") + b")\x81" + ordered + text("x") + b"b.",
+        "INST": b"(" + text(command) + b"ios\nsystem\n.",
+        "OBJ": b"(" + name("os", "system") + text(command) + b"o.",
+        "EXT1": b"\x80\x02\x82\x01.",
+        "NEWOBJ_EX": b"\x80\x04" + name("torch", "device") + b")}\x92.",
+        "a storage by another name": b"\x80\x02(" + text("storage") + name("os", "system") + text("0") + text("cpu")
+        + b"K\x01tQ.",
+        "not a pickle": b"MZ\x90\0" * 10,
+        "text pickle": b"cos\nsystem\n(S'" + command.encode() + b"'\ntR.",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", hostile(Path("mark")))
+def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
+    content = hostile(tmp_path / "mark")[kind]
+    for allowed in (TORCH, DEEPSPEED, DISTRIBUTED):
+        with pytest.raises(UserError, match=r"rank\.pt") as raised:
+            unpickle(content, "rank.pt", allowed, storage_of)
+        assert "\n" not in str(raised.value)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_refused_name_is_said() -> None:
+    with pytest.raises(UserError, match=r"rank\.pt wants posix\.system, .*nothing was executed"):
+        unpickle(pickle.dumps(Bomb(os.system, "true"), 2), "rank.pt", DEEPSPEED)
+
+
+def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
+    with pytest.raises(UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system"):
+        open_torch_file(file, DEEPSPEED)
+    assert not (tmp_path / "mark").exists()
+
+
+GREEDY = {
+    "a memo index of 4 billion": b"\x80\x02]r\xff\xff\xff\xff.",
+    "a text of 4 GB": b"\x80\x02X\xff\xff\xff\xff.",
+    "a text of 2**63 bytes": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.",
+    "bytes of 2**63": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
+    "a long of 2 GB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
+    "deeply nested tuples as a key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
+    "doubled tuples as a key": b"\x80\x02})" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
+    "deeply nested lists": b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b".",
+    "doubled lists": b"\x80\x02]" + b"".join(b"q%c]h%ch%c\x86a" % (i, i, i) for i in range(60)) + b".",
+    "a list in itself": b"\x80\x02]q\0h\0a.",
+    "a memo without end": b"\x80\x02" + b"]\x94" * 100_000,
+    "marks without end": b"(" * 1_000_000,
+    "a huge shape": b"\x80\x02" + name("torch", "Size") + b"((" + b"\x8a\x09" + b"\xff" * 8 + b"\x00" + b"ttR.",
+}
+
+
+@pytest.mark.parametrize("kind", GREEDY)
+def test_greedy_pickles_cost_nothing(kind: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(UserError, match=r"rank\.pt"):
+        unpickle(GREEDY[kind], "rank.pt", TORCH, storage_of)
+    assert time.perf_counter() - started < 5
+
+
+def test_every_allowed_name_makes_something_inert() -> None:
+    """What an allowed name makes is ours, or a plain container."""
+    for names in (TORCH, DEEPSPEED, DISTRIBUTED):
+        for found in names.values():
+            assert found.make is None or found.make.__module__ == pickled_names.__name__
+
+
+def test_structures_of_torch(tmp_path: Path) -> None:
+    """What a run's own state may hold comes out as it is."""
+    kept = {
+        "numbers": [0, -1, 255, 65536, -(2**31), 2**70, 1.5, True, None],
+        "texts": ("", "模型", b"\0bytes", "x" * 300),
+        "set": {1, 2},
+        "ordered": OrderedDict(a=1),
+        "shape": torch.Size([2, 3]),
+        5: {"nested": {"deeper": []}},
+    }
+    tensors = {
+        "plain": torch.arange(12.0).view(3, 4),
+        "view": torch.arange(12.0)[3:7],
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "scalar": torch.tensor(3),
+        "flags": torch.tensor([True]),
+        "half": torch.ones(3, dtype=torch.float16),
+        "numpy": np.float64(1.5),
+    }
+    torch.save({**kept, **tensors}, tmp_path / "a.pt")
+    opened = open_torch_file(tmp_path / "a.pt")
+    read = opened.content
+    assert {key: read[key] for key in kept} == kept
+    assert {key: read[key].shape for key in tensors if key != "numpy"} == {
+        key: tuple(value.shape) for key, value in tensors.items() if key != "numpy"
+    }
+    assert opened.stored("view", read["view"]).read() == tensors["view"].numpy().tobytes()
+    assert isinstance(read["parameter"], Tensor)
+    with pytest.raises(UserError, match="not contiguous"):
+        opened.stored("transposed", read["transposed"])
+
+
+def test_compressed_and_foreign_zip_files(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("archive/data.pkl", pickle.dumps({}, 2))
+    with pytest.raises(UserError, match=r"packed\.pt.*compressed"):
+        open_torch_file(tmp_path / "packed.pt")
+    with zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
+        other.writestr("notes.txt", "x")
+    with pytest.raises(UserError, match=r"other\.pt.*torch\.save did not write"):
+        open_torch_file(tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"nowhere\.pt: No such file"):
+        open_torch_file(tmp_path / "nowhere.pt")
+
+
+def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
+    """A shape that the member cannot hold is refused when the structure is read."""
+    content = io.BytesIO()
+    torch.save(torch.arange(7.0), content)
+    file = tmp_path / "a.pt"
+    with zipfile.ZipFile(content) as read, zipfile.ZipFile(file, "w") as written:
+        for entry in read.namelist():
+            data = read.read(entry)
+            if entry.endswith("data.pkl"):
+                assert data.count(b"K\x07") == 2  # the storage's elements and the shape
+                data = data.replace(b"K\x07", b"K\x70")
+            written.writestr(entry, data)
+    opened = open_torch_file(file)
+    with pytest.raises(UserError, match=r"a\.pt.*holds 28 bytes and should hold 448"):
+        opened.stored("x", opened.content)

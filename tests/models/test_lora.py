@@ -1,0 +1,182 @@
+"""toolkit/models/lora.py and toolkit/checkpoint/adapter.py: LoRA in, a plain model out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from tests.models.test_classifier import FAMILIES, SIZES, THREE, fault_of, load
+from toolkit.checkpoint import adapter
+from toolkit.config import ModelSettings, TaskSettings, parse
+from toolkit.errors import UserError
+from toolkit.models import classifier
+from toolkit.models.lora import describe
+
+IDS = torch.arange(5, 29).view(2, 12)
+LORA = {"lora_r": 4, "dropout": 0.0}
+
+
+def stirred(model: Any) -> Any:
+    """As after training: B, which starts at zero, and the head have other values."""
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def trained(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a small encoder of a family, its head (and what pools for it) not yet made."""
+    config = AutoConfig.for_model(request.param, **FAMILIES.get(request.param, SIZES))
+    AutoModel.from_config(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_only_lora_and_the_head_are_trained(tiny_model: Path) -> None:
+    model = load(tiny_model, **LORA)
+    layers = [f"base_model.model.bert.encoder.layer.{layer}.attention.self.{name}.lora_{matrix}.default.weight"
+              for layer in (0, 1) for name in ("query", "value") for matrix in "AB"]  # fmt: skip
+    head = [f"base_model.model.classifier.modules_to_save.default.{name}" for name in ("weight", "bias")]
+    assert trained(model) == {*layers, *head}
+    count, total = 8 * 4 * 33 + 3 * 34, sum(tensor.numel() for tensor in load(tiny_model).parameters()) + 8 * 4 * 33
+    line = f"LoRA r=4: {count:,} of {total:,} parameters are trained ({100 * count / total:.1f} %)"
+    assert describe(model, ModelSettings(**LORA)) == line
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("bert", {"classifier"}),
+        ("roberta", {"classifier"}),
+        ("deberta-v2", {"pooler", "classifier"}),
+        ("distilbert", {"pre_classifier", "classifier"}),
+        ("modernbert", {"head", "classifier"}),
+        ("albert", {"classifier"}),
+        ("convbert", {"classifier"}),
+    ],
+    indirect=["family"],
+)
+def test_what_stands_behind_the_encoder_is_trained_whole(family: Path, head: set[str]) -> None:
+    model = stirred(load(family, **LORA)).eval()
+    names = trained(model)
+    assert {name.split(".")[2] for name in names if ".modules_to_save." in name} == head
+    assert any(".lora_A." in name for name in names)
+    assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
+    model(input_ids=IDS).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    plain = adapter.merge(model.state_dict(), 2.0)
+    merged = copy.deepcopy(model).merge_and_unload()
+    assert plain.keys() == merged.state_dict().keys()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
+
+
+def test_a_pooler_the_checkpoint_has_not_is_trained_whole_too(tiny_model: Path, tmp_path: Path) -> None:
+    encoder = AutoModel.from_pretrained(tiny_model, add_pooling_layer=False)
+    encoder.save_pretrained(tmp_path)
+    names = trained(load(tmp_path, **LORA))
+    assert {name for name in names if "pooler" in name} == {
+        f"base_model.model.bert.pooler.modules_to_save.default.dense.{name}" for name in ("weight", "bias")
+    }
+
+
+def test_an_unused_pooler_stays_out(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("big_bird", **SIZES, attention_type="original_full", sep_token_id=3)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    names = trained(load(tmp_path, **LORA))
+    assert any("output.dense.lora_A" in name for name in names)  # peft has no mapping: every linear layer
+    assert not [name for name in names if "pooler" in name]
+
+
+def test_weights_follow_the_seed(tiny_model: Path) -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        torch.randn(seed + 7)  # what was drawn before does not matter
+        return dict(load(tiny_model, seed=seed, **LORA).state_dict())
+
+    first, again, other = weights(1), weights(1), weights(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    differ = {name for name in first if not torch.equal(first[name], other[name])}
+    assert {".lora_A." in name or "classifier" in name for name in differ} == {True}
+
+
+@pytest.mark.parametrize("targets", ["query,value", "all-linear"])
+def test_the_first_position_alone_gives_the_same_numbers(
+    tiny_model: Path, targets: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortened = stirred(load(tiny_model, lora_target_modules=targets, **LORA)).double()
+    monkeypatch.setattr(classifier, "read_first_token_only", lambda model: False)
+    whole = stirred(load(tiny_model, lora_target_modules=targets, **LORA)).double()
+    mask = (torch.arange(12) < torch.tensor([[12], [5]])).long()
+    for model in (shortened, whole):
+        model.logits = model(input_ids=IDS, attention_mask=mask).logits
+        model.logits.square().sum().backward()
+    torch.testing.assert_close(shortened.logits, whole.logits, rtol=1e-12, atol=1e-12)
+    gradients = dict(whole.named_parameters())
+    for name, parameter in shortened.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-10, atol=1e-12, msg=name)
+    last = shortened.get_base_model().bert.encoder.layer[-1].attention.self
+    assert last.forward.__name__ == "_first_query_forward"
+
+
+def test_settings_reach_peft(tiny_model: Path) -> None:
+    given = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "lora_target_modules": "key, intermediate.dense"}
+    config = load(tiny_model, **given).peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (3, 5, 0.2)
+    assert config.target_modules == {"key", "intermediate.dense"}
+    config = load(tiny_model, lora_r=3, lora_dropout=0.2, dropout=0.0).peft_config["default"]
+    assert (config.lora_alpha, config.lora_dropout) == (6, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("querry", "(did you mean query?); its linear layers are dense, key, query, value, or all-linear"),
+        ("classifier", "no linear layer of the encoder"),
+        ("word_embeddings", "no linear layer of the encoder"),
+        ("", "names nothing"),
+    ],
+)
+def test_wrong_target_modules(tiny_model: Path, name: str, says: str) -> None:
+    fault = fault_of(tiny_model, lora_target_modules=name, **LORA)
+    assert "--lora_target_modules" in fault
+    assert says in fault
+
+
+@pytest.mark.parametrize("setting", ["lora_alpha", "lora_dropout", "lora_target_modules"])
+def test_settings_of_lora_without_lora(setting: str) -> None:
+    with pytest.raises(UserError, match=f"--{setting} is given without --lora_r"):
+        parse(TaskSettings, [f"--{setting}", "0.5" if setting == "lora_dropout" else "3"])
+
+
+def test_the_adapter_alone_is_as_peft_writes_and_reads_it(tiny_model: Path, tmp_path: Path) -> None:
+    model = stirred(load(tiny_model, **LORA)).eval()
+    adapter.write(model, model.state_dict(), tmp_path / "ours")
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    base = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=len(THREE.names))
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    torch.testing.assert_close(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-6, atol=1e-6)
+    assert model.peft_config["default"].inference_mode is False  # the live model trains on
+
+
+def test_a_model_without_lora_is_none_of_this(tiny_model: Path) -> None:
+    model = load(tiny_model)
+    assert adapter.config_of(model) is None
+    folder, names = adapter.source(model, tiny_model)
+    assert folder == tiny_model
+    assert all(name == live for name, live in names.items())

@@ -1,0 +1,169 @@
+"""Kill -9 at any moment, start the same command again: the whole loss curve is the undisturbed one's."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.runs import ROOT, WAYS, Finished, environment, lines_of, recipe
+
+STEPS = 12
+WORKER = "tests/kill_worker.py"
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    """With dropout: a resumed run draws the very numbers that the killed one would have drawn."""
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", str(STEPS),
+            "--dropout", "0.1", "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
+            "--per_device_batch_size", "6", "--learning_rate", "1e-3", "--checkpoint_every", "2",
+            "--eval_every", "5", "--keep_checkpoints", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Way -> the folder of a run that nobody killed; made when first asked for."""
+    root = tmp_path_factory.mktemp("undisturbed")
+
+    class Made(dict[str, Path]):
+        def __missing__(self, way: str) -> Path:
+            self[way] = root / way.replace(" ", "-")
+            finished = recipe(*settings, "--output_dir", self[way], *WAYS[way])
+            assert finished.code == 0, finished.err[-3000:]
+            return self[way]
+
+    return Made()
+
+
+def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6) -> None:
+    """Every step once, with the same loss; the same evaluations; the same best model."""
+    found, wanted = lines_of(folder / "metrics.jsonl"), lines_of(expected / "metrics.jsonl")
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=rel)
+    found, wanted = lines_of(folder / "eval.jsonl"), lines_of(expected / "eval.jsonl")
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=rel)
+    state = [json.loads((path / "model" / "trainer_state.json").read_text()) for path in (folder, expected)]
+    assert state[0] == state[1]
+    checkpoints = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (folder, expected)]
+    assert checkpoints[0] == checkpoints[1]
+
+
+def resume_until_done(settings: list[str], folder: Path, way: str) -> Finished:
+    finished = recipe(*settings, "--output_dir", folder, *WAYS[way])
+    assert finished.code == 0, finished.err[-3000:]
+    return finished
+
+
+@pytest.mark.parametrize("event", [2, 9, 16, 23, 31, 40])
+def test_inside_a_save(event: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path) -> None:
+    _kill_inside_a_save(event, settings, undisturbed, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", range(1, 64))
+def test_inside_a_save_everywhere(
+    event: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
+) -> None:
+    _kill_inside_a_save(event, settings, undisturbed, tmp_path / "run")
+
+
+def _kill_inside_a_save(event: int, settings: list[str], undisturbed: dict[str, Path], folder: Path) -> None:
+    killed = recipe(str(event), "0", *settings, "--output_dir", folder, script=WORKER)
+    assert killed.code == -signal.SIGKILL, killed.err[-3000:]
+    resume_until_done(settings, folder, "single")
+    assert_same_run(folder, undisturbed["single"])
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def _workers(launcher: int) -> list[psutil.Process]:
+    """The processes that train, below a launcher."""
+    children = psutil.Process(launcher).children(recursive=True)
+    return [child for child in children if "RANK" in _environment_of(child) and not child.children()]
+
+
+def _environment_of(process: psutil.Process) -> dict[str, str]:
+    with contextlib.suppress(psutil.Error):
+        return process.environ()
+    return {}
+
+
+def _kill(target: str, launcher: int, chosen: random.Random) -> None:
+    """Of processes this test has started only: they are the launcher and those below it."""
+    below = psutil.Process(launcher).children(recursive=True)
+    workers = _workers(launcher)
+    victims = {
+        "one rank": [chosen.choice(workers)] if workers else [],
+        "all ranks": workers,
+        "the launcher": [psutil.Process(launcher)],
+    }[target]
+    for victim in victims:
+        with contextlib.suppress(psutil.Error):
+            victim.kill()
+    gone, alive = psutil.wait_procs(below, timeout=30)
+    for process in alive:  # a launcher that is killed cannot end its processes: they lose each other, or end here
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=10)
+
+
+def _kill_at_random(
+    way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], folder: Path
+) -> None:
+    chosen = random.Random(f"{way} {target} {seed}")
+    expected = undisturbed[way]  # made before the clock runs
+    command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]
+    process = _start(command)
+    after = chosen.randrange(1, STEPS)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:  # wait for some step, then a random moment of it
+        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_bytes().splitlines()) >= after:
+            break
+        time.sleep(0.005)
+    time.sleep(chosen.random() * 0.2)
+    if process.poll() is None:
+        _kill(target, process.pid, chosen)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    resume_until_done(settings, folder, way)
+    assert_same_run(folder, expected)
+
+
+TARGETS = ("one rank", "all ranks", "the launcher")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
+                                             ("zero3 x2", "the launcher")])  # fmt: skip
+def test_at_random(
+    way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
+) -> None:
+    _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2"])
+def test_at_random_often(
+    way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
+) -> None:
+    _kill_at_random(way, target, seed, settings, undisturbed, tmp_path / "run")

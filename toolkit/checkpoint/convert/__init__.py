@@ -1,0 +1,1 @@
+"""`toolkit convert`: any checkpoint into a folder that `from_pretrained` loads, streamed, without torch."""

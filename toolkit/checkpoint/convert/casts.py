@@ -1,0 +1,82 @@
+"""Numbers from one floating dtype to another, block by block, in buffers that are made once. No torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+_NUMPY: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+
+
+class TooLargeError(Exception):
+    """A finite number that the wanted dtype can only hold as infinity."""
+
+
+class Caster:
+    """Casts blocks of at most `elements` numbers. One for each thread: the buffers are its own.
+
+    What comes out lies in those buffers, and is good until the next call.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._bits = np.empty(elements, np.uint32)
+        self._values = np.empty(elements, np.float32)
+        self._halves = np.empty(elements, np.uint16)
+
+    def cast(self, block: memoryview, dtype: str, wanted: str) -> memoryview:
+        """The numbers of `block` as `wanted`. Raises TooLargeError where one becomes infinite."""
+        if dtype == wanted or dtype not in FLOATS:
+            return block
+        return self.narrow(self.widen(block, dtype), wanted)
+
+    def widen(self, block: memoryview, dtype: str) -> np.ndarray:
+        """The numbers as fp32: a view of the block where they are, else in this caster's buffer."""
+        if dtype == "F32":
+            return np.frombuffer(block, np.float32)
+        if dtype == "BF16":
+            halves = np.frombuffer(block, np.uint16)
+            bits = self._values.view(np.uint32)[: len(halves)]
+            bits[:] = halves
+            np.left_shift(bits, 16, out=bits)
+            return bits.view(np.float32)
+        numbers = np.frombuffer(block, _NUMPY[dtype])
+        values = self._values[: len(numbers)]
+        _copy(values, numbers)
+        return values
+
+    def narrow(self, values: np.ndarray, wanted: str) -> memoryview:
+        """fp32 numbers as `wanted`. Raises TooLargeError where one becomes infinite."""
+        if wanted == "F32":
+            return values.data.cast("B")
+        halves = self._halves[: len(values)]
+        if wanted == "BF16":
+            self._round(values, halves)
+        else:
+            _copy(halves.view(np.float16), values)
+        return halves.data.cast("B")
+
+    def _round(self, values: np.ndarray, halves: np.ndarray) -> None:
+        """To bf16, ties to even, as torch rounds; a NaN stays one, with its sign.
+
+        bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
+        """
+        source = values.view(np.uint32)
+        bits = self._bits[: len(source)]
+        np.right_shift(source, 16, out=bits)
+        np.bitwise_and(bits, 1, out=bits)
+        np.add(bits, 0x7FFF, out=bits)
+        np.add(bits, source, out=bits)
+        np.right_shift(bits, 16, out=bits)
+        halves[:] = bits
+        if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
+            lost = np.isnan(values)
+            halves[lost] = (source[lost] >> 16) | 0x0040
+
+
+def _copy(target: np.ndarray, numbers: np.ndarray) -> None:
+    """numpy's own cast, with an error in place of a warning when a finite number becomes infinite."""
+    with np.errstate(all="ignore", over="raise"):
+        try:
+            target[:] = numbers
+        except FloatingPointError:
+            raise TooLargeError from None

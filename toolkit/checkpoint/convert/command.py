@@ -1,0 +1,100 @@
+"""The command line of `toolkit convert`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+from toolkit.checkpoint.convert.shards import parse_size
+from toolkit.errors import UserError
+
+_EPILOG = (
+    "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
+    "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
+)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """`toolkit convert`'s arguments; imports nothing heavy."""
+    parser = commands.add_parser(
+        "convert",
+        help="turn any checkpoint into a folder that from_pretrained loads",
+        description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", help="see below")
+    parser.add_argument("out", nargs="?", help="the folder to make")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of one file: 5GB, 500MB, 2GiB [5GB]")
+    parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
+    parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
+    parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
+    parser.add_argument("--to", choices=("model", "universal"), default="model", help=argparse.SUPPRESS)
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--verify", action="store_true", help="read the output again and compare")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, say what would be written")
+    parser.add_argument("--inspect", action="store_true", help="say what CHECKPOINT holds; takes no OUT")
+    parser.add_argument("--json", action="store_true", help="with --inspect: as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Does what the command line asks. Raises UserError."""
+    # Before numpy is there: merging needs no threads of its own, which would each take memory.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _check(arguments)
+    if arguments.inspect:
+        _inspect(Path(arguments.checkpoint), arguments.json)
+        return
+    from toolkit.checkpoint.convert.run import Options, described, plan, write
+
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
+    planned = plan(
+        Options(
+            checkpoint=Path(arguments.checkpoint),
+            out=Path(arguments.out),
+            dtype=arguments.dtype,
+            max_shard_bytes=parse_size(arguments.max_shard_size),
+            config_from=Path(arguments.config_from) if arguments.config_from else None,
+            base_model=Path(arguments.base_model) if arguments.base_model else None,
+            merge_lora=arguments.merge_lora,
+            overwrite=arguments.overwrite,
+            verify=arguments.verify,
+        )
+    )
+    for line in described(planned) if arguments.dry_run else write(planned):
+        print(line)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.to == "universal":
+        raise UserError(
+            "toolkit convert --to universal is not offered: DeepSpeed's universal format does not cross ZeRO stages, "
+            "and loading it at stage 3 gives every parameter group the first one's settings without a word; "
+            "--resume takes any checkpoint of ours under any strategy and number of processes"
+        )
+    if arguments.inspect and arguments.out is not None:
+        raise UserError("toolkit convert --inspect CHECKPOINT writes nothing: leave OUT out")
+    if arguments.json and not arguments.inspect:
+        raise UserError("--json goes with --inspect")
+    if not arguments.inspect and arguments.out is None:
+        raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
+
+
+def _inspect(checkpoint: Path, as_json: bool) -> None:
+    from toolkit.checkpoint.convert.describe import describe, lines
+    from toolkit.checkpoint.open import open_checkpoint
+
+    source = open_checkpoint(checkpoint)
+    if as_json:
+        print(json.dumps(describe(source), ensure_ascii=False, indent=1))
+    else:
+        print("\n".join(lines(source)))
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt

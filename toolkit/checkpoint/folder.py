@@ -1,0 +1,206 @@
+"""The checkpoints of a run on disk: what is complete, what is kept, and what `best` and `last` name.
+
+A folder counts once its manifest.json is there: that file is written last, by rename, when every other
+file of every process is whole and flushed. Removing starts with it, so that at no moment a half-made or
+half-removed checkpoint looks like one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.checksum import crc32_of_range
+from toolkit.errors import UserError, listing
+
+MANIFEST = "manifest.json"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def step_number(folder: Path) -> int | None:
+    """Of a folder named like a checkpoint."""
+    found = re.fullmatch(r"step-(\d{8,})", folder.name)
+    return int(found[1]) if found else None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises UserError where there is none, or it is not ours."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): take another checkpoint") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != 1 or "files" not in manifest:
+        raise UserError(f"{path} is not a manifest this version reads (format {_format_of(manifest)}, not 1)")
+    return manifest
+
+
+def _format_of(manifest: Any) -> Any:
+    return manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+
+
+def fault_of(folder: Path) -> str:
+    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
+    try:
+        files = read_manifest(folder)["files"]
+    except UserError as error:
+        return str(error)
+    for name, entry in files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry["bytes"]:
+            return f"{path} " + ("is missing" if size is None else f"has {size} bytes and should have {entry['bytes']}")
+    return ""
+
+
+def checksum_fault(folder: Path, names: Iterable[str]) -> str:
+    """The first of the named files whose bytes are not those that were saved; empty when all are."""
+    files = read_manifest(folder)["files"]
+    for name in names:
+        path = folder / name
+        try:
+            found = crc32_of(path)
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror}"
+        if found != files[name]["crc32"]:
+            return f"{path} is damaged (CRC32 {found}, saved as {files[name]['crc32']})"
+    return ""
+
+
+def crc32_of(path: Path) -> str:
+    """8 hexadecimal digits."""
+    return f"{crc32_of_range(path):08x}"
+
+
+def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The manifest's entries of files that this process wrote; flushes them to the disk first."""
+    entries = {}
+    for name in names:
+        path = folder / name
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        entries[name] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
+    return entries
+
+
+def newest_first(checkpoints: Path) -> list[Path]:
+    """Every step folder, complete ones by the time they were saved, then those without a manifest."""
+    return sorted(_step_folders(checkpoints), key=_saved_at, reverse=True)
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    return [folder for folder in newest_first(checkpoints) if (folder / MANIFEST).is_file()]
+
+
+def _step_folders(checkpoints: Path) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    return [path for path in checkpoints.iterdir() if step_number(path) is not None and path.is_dir()]
+
+
+def _saved_at(folder: Path) -> tuple[float, str]:
+    """By time, not by step: who resumed an older checkpoint goes on from where that led."""
+    try:
+        return float(read_manifest(folder)["saved_at"]), folder.name
+    except (UserError, KeyError, TypeError, ValueError):
+        return 0.0, folder.name
+
+
+def begin(folder: Path) -> None:
+    """An empty folder of this name. One that is in the way is unmade, its manifest first."""
+    remove(folder)
+    folder.mkdir(parents=True)
+
+
+def remove(folder: Path) -> None:
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: Path, manifest: dict[str, Any]) -> None:
+    """From here on the checkpoint counts."""
+    flush_folders(folder)
+    draft = folder / f".{MANIFEST}.{os.getpid()}"
+    with draft.open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, ensure_ascii=False, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / MANIFEST)
+    _flush(folder)
+    _flush(folder.parent)
+
+
+def flush_folders(folder: Path) -> None:
+    """The names of the files, too, are on the disk."""
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _flush(path)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def point(checkpoints: Path, name: str, folder: Path) -> None:
+    """`best` or `last` -> a checkpoint, in one move."""
+    draft = checkpoints / f".{name}.{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(folder.name)
+    draft.replace(checkpoints / name)
+
+
+def pointed(checkpoints: Path, name: str) -> Path | None:
+    """The complete checkpoint that `best` or `last` names."""
+    link = checkpoints / name
+    target = link.resolve()
+    return target if link.is_symlink() and (target / MANIFEST).is_file() else None
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Leaves the newest `keep` complete checkpoints and the best one, and nothing half done."""
+    for draft in checkpoints.glob(".*"):  # of a link whose maker was killed
+        if draft.is_symlink():
+            draft.unlink()
+    kept = complete(checkpoints)[:keep]
+    best = pointed(checkpoints, "best")
+    for folder in _step_folders(checkpoints):
+        if folder not in kept and (best is None or folder.resolve() != best):
+            remove(folder)
+
+
+def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
+    """(complete checkpoints, the newest first; why each of the others is skipped)."""
+    good, skipped = [], []
+    for folder in newest_first(checkpoints):
+        fault = fault_of(folder)
+        if fault:
+            skipped.append(f"{folder.name}: {fault}")
+        else:
+            good.append(folder)
+    return good, skipped
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What matters and is not the same as when the checkpoint was taken, each as `NAME was X and is Y`."""
+    return [
+        f"{name} was {_shown(saved[name])} and is {_shown(now[name])}"
+        for name in now
+        if name in saved and saved[name] != now[name]
+    ]
+
+
+def _shown(value: Any) -> str:
+    return f"[{listing(value, 6)}]" if isinstance(value, list) else str(value)

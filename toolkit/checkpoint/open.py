@@ -1,0 +1,80 @@
+"""Any checkpoint, recognised by what lies in the folder, as a `Source`. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.checkpoint.deepspeed_files import find_tag_folder, is_tag_folder
+from toolkit.checkpoint.deepspeed_source import open_deepspeed
+from toolkit.checkpoint.folder import MANIFEST
+from toolkit.checkpoint.fsdp_source import is_fsdp_folder, open_fsdp
+from toolkit.checkpoint.run_source import newest_complete, open_run_checkpoint
+from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.weights_source import has_weights, open_weights
+from toolkit.errors import UserError, did_you_mean
+
+_EXPECTED = (
+    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint or of accelerator.save_state, or a Hugging Face "
+    "model"
+)
+
+
+def open_checkpoint(path: Path) -> Source:
+    """Opens a checkpoint: the structure of its files is read, none of the data.
+
+    Args:
+        path: a run's folder (its newest complete checkpoint is taken), its `checkpoints` or one of them, also
+            through the links `best` and `last`; a folder of DeepSpeed's save_checkpoint or a tag in it; a folder
+            of accelerator.save_state; a folder with a Hugging Face model.
+
+    Raises:
+        UserError: the folder is none of these, or a file of it is missing, damaged, of another save, or
+            would have to be executed to be read. One line that names the file.
+    """
+    try:
+        if not path.is_dir():
+            raise UserError(_not_a_folder(path))
+        return _open(path)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+        # each file is sound in itself, and says what none that we know says
+        raise UserError(
+            f"{path}: its files are damaged, or of a version that is not known ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _open(path: Path) -> Source:
+    if (path / MANIFEST).is_file():
+        return open_run_checkpoint(path, path)
+    if is_tag_folder(path):
+        return open_deepspeed(path, path, _model_folder(path, path.parent))
+    for checkpoints in (path / "checkpoints", path):
+        if checkpoints.is_dir() and (newest := newest_complete(checkpoints)):
+            return open_run_checkpoint(path, newest)
+    if tag := find_tag_folder(path):
+        return open_deepspeed(path, tag, _model_folder(path))
+    if is_fsdp_folder(path):
+        return open_fsdp(path, path)
+    if has_weights(path):
+        return open_weights(path, path)
+    raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {_content(path)}")
+
+
+def _model_folder(*folders: Path) -> Path | None:
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def _not_a_folder(path: Path) -> str:
+    if path.is_file():
+        return f"{path} is a file; name the folder it lies in, {path.parent}"
+    beside = path.parent
+    names = [entry.name for entry in beside.iterdir()] if beside.is_dir() else []
+    return f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}"
+
+
+def _content(path: Path) -> str:
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return "nothing"
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

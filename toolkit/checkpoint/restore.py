@@ -1,0 +1,102 @@
+"""A saved state into the live one, whatever strategy and number of processes saved it.
+
+Each process reads the elements it owns, slice by slice: nobody holds more of the optimizer's state than
+its own share and one block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.checkpoint.live import Fragment, LiveState, set_adam_step, whole_shape
+from toolkit.checkpoint.source import Source, Stored
+from toolkit.errors import Faults, UserError, listing
+
+_TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_BLOCK = 4 << 20  # elements: 16 MiB of fp32
+
+
+def restore(state: LiveState, source: Source, steps: int) -> None:
+    """Fills weights, moments, Adam's counts and buffers. All processes call this.
+
+    Raises UserError, before anything is changed, when the checkpoint is not of this model or has no
+    optimizer state for a parameter that is trained.
+    """
+    fragments = list(state.fragments())
+    _refuse_other_model(state, source)
+    _refuse_uneven_steps(fragments, source)
+    state.before_loading()
+    with torch.no_grad():
+        for fragment in state.fragments():  # again: some strategies move their storage in between
+            _fill_fragment(fragment, source)
+    state.after_loading(steps)
+
+
+def _fill_fragment(fragment: Fragment, source: Source) -> None:
+    stored = _stored(source, fragment.name)
+    if stored is None:
+        return  # left out on purpose: it has the base model's values
+    fill(fragment.values, stored, fragment.start)
+    for key, values in fragment.moments.items():
+        fill(values, source.moments[fragment.name][key], fragment.start)
+    if fragment.moments:
+        set_adam_step(fragment.adam, source.adam_steps[fragment.name])
+
+
+def fill(target: torch.Tensor, stored: Stored, start: int) -> None:
+    """Copies elements [start, start + n) of a stored tensor into a (n,) tensor, block by block."""
+    for first in range(0, target.numel(), _BLOCK):
+        count = min(_BLOCK, target.numel() - first)
+        block = torch.frombuffer(stored.read(start + first, count), dtype=_TORCH[stored.dtype])
+        target.narrow(0, first, count).copy_(block)
+
+
+def _stored(source: Source, name: str) -> Stored | None:
+    name = source.tied.get(name, name)
+    return source.weights.get(name) or source.buffers.get(name)
+
+
+def _refuse_other_model(state: LiveState, source: Source) -> None:
+    parameters = {name: (whole_shape(tensor), tensor.requires_grad) for name, tensor in _named(state)}
+    aliases = {name for name, _ in state.module.named_parameters(remove_duplicate=False)}
+    faults = Faults()
+    missing = [name for name in parameters if _stored(source, name) is None and name not in source.excluded]
+    if missing:
+        faults.add(f"{source.path} lacks {listing(missing, 4)}, which the model has")
+    left = [name for name in source.weights if name not in parameters and name not in aliases]
+    if left:
+        faults.add(f"{source.path} holds {listing(left, 4)}, which the model has not")
+    for name, (shape, trained) in parameters.items():
+        stored = _stored(source, name)
+        if stored is not None and stored.shape != shape:
+            faults.add(f"{source.path}: {name} has shape {list(stored.shape)}, and {list(shape)} in the model")
+        elif trained and set(source.moments.get(name, ())) < {"exp_avg", "exp_avg_sq"}:
+            faults.add(f"{source.path} has no optimizer state for {name}, which is trained here and was not there")
+    if len(faults.found) > 4:
+        faults.found[4:] = [f"and {len(faults.found) - 4} more of the kind"]
+    faults.raise_if_any()
+
+
+def _named(state: LiveState) -> list[tuple[str, torch.Tensor]]:
+    from toolkit.checkpoint.live import persistent_buffers
+
+    return [*state.module.named_parameters(), *persistent_buffers(state.module)]
+
+
+def _refuse_uneven_steps(fragments: list[Fragment], source: Source) -> None:
+    """Flattened parameters share one count of steps: parts of another age cannot be put among them."""
+    counts: dict[int, float] = {}
+    for fragment in fragments:
+        if not fragment.moments:
+            continue
+        steps = source.adam_steps.get(fragment.name)
+        if steps is None:
+            raise UserError(f"{source.path} does not say how many steps {fragment.name} has taken")
+        if counts.setdefault(id(fragment.adam), steps) != steps:
+            raise UserError(
+                f"{source.path}: {fragment.name} has taken {steps:g} steps and others "
+                f"{counts[id(fragment.adam)]:g}: only one process or data parallel can go on from that"
+            )

@@ -1,0 +1,163 @@
+"""A run's own checkpoint (docs/checkpoints.md) as a `Source`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.deepspeed_files import find_tag_folder
+from toolkit.checkpoint.deepspeed_layout import number_in
+from toolkit.checkpoint.deepspeed_source import open_deepspeed
+from toolkit.checkpoint.folder import MANIFEST, fault_of, read_manifest, step_number
+from toolkit.checkpoint.source import Source, Span, Stored
+from toolkit.checkpoint.tensors_file import Header, read_header
+from toolkit.errors import UserError
+
+_ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
+
+
+def newest_complete(checkpoints: Path) -> Path | None:
+    """The checkpoint of the most steps whose manifest was written, in a run's folder of checkpoints."""
+    found = [folder for folder in checkpoints.iterdir() if step_number(folder) is not None]
+    complete = [folder for folder in found if (folder / MANIFEST).is_file()]
+    return max(complete, key=lambda folder: step_number(folder) or 0, default=None)
+
+
+def open_run_checkpoint(path: Path, folder: Path) -> Source:
+    """Opens a folder with a manifest. `path`: as the user named it.
+
+    Raises UserError where a file is missing or of another size than the manifest says, or is damaged.
+    """
+    manifest = read_manifest(folder)
+    if fault := fault_of(folder):
+        raise UserError(f"{fault}; copy the checkpoint again or take another one")
+    state = manifest.get("state")
+    if state == "deepspeed":
+        source = _deepspeed(path, folder)
+    elif state in ("whole", "slices"):
+        source = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
+    else:
+        raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
+    return _as_the_manifest_says(source, folder, manifest)
+
+
+def _as_the_manifest_says(source: Source, folder: Path, manifest: Mapping[str, Any]) -> Source:
+    model = folder / "model"
+    excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
+    keys = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
+    return dataclasses.replace(
+        source,
+        strategy=str(manifest.get("strategy", source.strategy)),
+        world=int(manifest.get("world", source.world)),
+        step=manifest.get("step", source.step),
+        tied={**source.tied, **(manifest.get("tied") or {})},
+        frozen=source.frozen | {name for name in manifest.get("frozen") or () if name in source.weights},
+        excluded={**source.excluded, **excluded},
+        model_folder=model if model.is_dir() else None,
+        details={**source.details, **{key: manifest[key] for key in keys if key in manifest}},
+    )
+
+
+def _deepspeed(path: Path, folder: Path) -> Source:
+    tag = find_tag_folder(folder)
+    if tag is None:
+        raise UserError(f"{folder} holds no folder of DeepSpeed's files: copy the checkpoint again")
+    return open_deepspeed(path, tag)
+
+
+# one file of whole tensors
+
+
+def _whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
+    weights = read_header(folder / "weights.safetensors").tensors
+    optimizer = folder / "optimizer.safetensors"
+    state = read_header(optimizer).tensors if optimizer.is_file() else {}
+    return _source(path, manifest, weights, state)
+
+
+def _source(
+    path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Stored], state: Mapping[str, Stored]
+) -> Source:
+    moments: dict[str, dict[str, Stored]] = {}
+    steps: dict[str, float] = {}
+    for key, stored in state.items():
+        kind, _, name = key.partition(".")
+        if kind == "step":
+            steps[name] = number_in(stored) or 0.0
+        else:
+            moments.setdefault(name, {})[kind] = dataclasses.replace(stored, name=name)
+    named = set(manifest.get("buffers") or ())
+    return Source(
+        path=path,
+        strategy="single",
+        world=1,
+        step=None,
+        weights={name: stored for name, stored in tensors.items() if name not in named},
+        buffers={name: stored for name, stored in tensors.items() if name in named},
+        moments=moments,
+        adam_steps=steps,
+        engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
+    )
+
+
+# a file of slices per process
+
+
+def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
+    files = sorted(folder.glob("slices-rank-*.safetensors"))
+    world = manifest.get("world")
+    if len(files) != world:
+        raise UserError(f"{folder} holds {len(files)} files of slices and was written by {world} processes")
+    parts: dict[str, list[tuple[int, tuple[int, ...], Stored]]] = defaultdict(list)
+    steps: dict[str, Stored] = {}
+    for file in files:
+        header = read_header(file)
+        places = _places(file, header)
+        for key, stored in header.tensors.items():
+            if key.startswith("step."):
+                steps[key] = stored
+            else:
+                parts[key].append((*places[key], stored))
+    whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
+    state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
+    source = _source(path, manifest, {}, {**state, **steps})
+    return dataclasses.replace(source, weights=_named(whole, "weight."), buffers=_named(whole, "buffer."))
+
+
+def _named(whole: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+    return {stored.name: stored for key, stored in whole.items() if key.startswith(prefix)}
+
+
+def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Tensor -> (its first element, the whole tensor's shape)."""
+    try:
+        said = json.loads(header.metadata.get("slices", "{}"))
+        places = {key: (int(place["start"]), tuple(map(int, place["shape"]))) for key, place in said.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"{file}: the table of slices in its header cannot be read: damaged") from None
+    missing = next((key for key in header.tensors if key not in places and not key.startswith("step.")), None)
+    if missing:
+        raise UserError(f"{file}: its header does not say which slice of {missing} it holds: damaged")
+    return places
+
+
+def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], Stored]]) -> Stored:
+    """The whole of a tensor from its slices. Raises UserError unless each element is there once."""
+    pieces = sorted(pieces, key=lambda piece: (piece[0], piece[2].count))
+    shape, dtype, place = pieces[0][1], pieces[0][2].dtype, 0
+    spans: list[Span] = []
+    for start, whole, stored in pieces:
+        if stored.count == 0:
+            continue
+        if start != place or whole != shape or stored.dtype != dtype:
+            raise UserError(f"{stored.spans[0].member.file}: its slice of {key} does not fit those of the other files")
+        spans.extend(stored.spans)
+        place += stored.count
+    if place != math.prod(shape):
+        raise UserError(f"{folder}: its files hold {place:,} of the {math.prod(shape):,} elements of {key}")
+    return Stored(key.partition(".")[2], shape, dtype, tuple(spans))

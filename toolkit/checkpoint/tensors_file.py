@@ -1,0 +1,178 @@
+"""The header of a safetensors file: laid out before the data is there, and read without it. No torch.
+
+The layout is the safetensors library's own (larger elements first, then by name), so a file written by
+it holds the same bytes as one that `save_pretrained` writes of the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from toolkit.checkpoint.source import ITEM_BYTES, Member, Span, Stored
+from toolkit.errors import UserError
+
+SUFFIX = ".safetensors"
+# The library refuses longer ones, and so does every reader built on it.
+MOST_HEADER_BYTES = 100_000_000
+# The library's order of dtypes; where sizes are equal the later name comes first.
+_ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
+_NO_CHECKSUM = "0" * 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a file to be written lies. The header's length does not depend on checksums."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Name -> (dtype, shape), in the file's order."""
+    offsets: Mapping[str, int]
+    """Name -> its first byte in the file."""
+    size: int
+    """Bytes of the whole file."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    with_checksums: bool = False
+
+    def header(self, checksums: Mapping[str, int] | None = None) -> bytes:
+        """The file's first bytes; always `min(offsets)` of them. `checksums`: CRC32 by tensor name."""
+        metadata = dict(self.metadata)
+        if self.with_checksums:
+            known = checksums or {}
+            digits = {name: f"{known[name]:08x}" if name in known else _NO_CHECKSUM for name in self.tensors}
+            metadata["crc32"] = json.dumps(digits, ensure_ascii=False)
+        return _header(self.tensors, metadata)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says it holds."""
+
+    tensors: Mapping[str, Stored]
+    """By name, in the order of their bytes. Each lies in a member of its own."""
+    metadata: Mapping[str, str]
+
+
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def lay_out(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    metadata: Mapping[str, str] | None = None,
+    checksums: bool = False,
+) -> Layout:
+    """Places tensors, name -> (dtype, shape), in a file. `checksums` leaves room for each tensor's CRC32.
+
+    The order of `tensors` does not matter: the same tensors make the same file.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
+    draft = Layout(ordered, {}, 0, dict(metadata or {}), checksums)
+    place = len(draft.header())
+    offsets = {}
+    for name, (dtype, shape) in ordered.items():
+        offsets[name] = place
+        place += size_of(dtype, shape)
+    return Layout(ordered, offsets, place, draft.metadata, checksums)
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    place = 0
+    for name, (dtype, shape) in tensors.items():
+        end = place + size_of(dtype, shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data is aligned to the largest element
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> Header:
+    """The tensors of a safetensors file, by structure only; CRC32s where its metadata holds them.
+
+    Raises UserError, naming the file, when it is not one, is shorter or longer than its header says,
+    holds an unknown dtype, or tensors that overlap or leave gaps.
+    """
+    table, begin, size = _read_table(path)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        _refuse(path, "its __metadata__ is not a table of texts")
+    checksums = _checksums(path, metadata)
+    entries = [_entry(path, name, entry) for name, entry in table.items()]
+    entries.sort(key=lambda entry: entry[3:])
+    place = 0
+    tensors = {}
+    for name, dtype, shape, start, end in entries:
+        if start != place:
+            _refuse(path, f"{name} begins at data byte {start}, where the tensor before it ends at {place}")
+        place = end
+        member = Member(path, name, begin + start, end - start, checksums.get(name))
+        tensors[name] = Stored(name, shape, dtype, (Span(member, 0, math.prod(shape)),))
+    if begin + place != size:
+        what = "truncated" if begin + place > size else "there is more behind its last tensor"
+        _refuse(path, f"it has {size} bytes and its header describes {begin + place}: {what}")
+    return Header(tensors, metadata)
+
+
+def _read_table(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(the header's table, the data's first byte, the file's size in bytes)."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            first = file.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else MOST_HEADER_BYTES + 1
+            if length > min(MOST_HEADER_BYTES, size - 8):
+                _refuse(path, "it is truncated, or its first 8 bytes are not the length of a header")
+            text = file.read(length)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        table = json.loads(text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"its header is not JSON ({error})")
+    if not isinstance(table, dict):
+        _refuse(path, "its header is not a table")
+    return table, 8 + length, size
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return table
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], int, int]:
+    """(name, dtype, shape, first data byte, end)."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        _refuse(path, f"the entry of {name} lacks dtype, shape or data_offsets")
+    numbers = [*shape, start, end] if isinstance(shape, list) else [None]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        _refuse(path, f"the shape or the offsets of {name} are not whole numbers")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        _refuse(path, f"{name} is of the unknown dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}")
+    if size_of(dtype, tuple(shape)) != end - start:
+        _refuse(path, f"{name} of shape {shape} and dtype {dtype} does not fill data bytes {start} to {end}")
+    return name, dtype, tuple(shape), start, end
+
+
+def _checksums(path: Path, metadata: Mapping[str, str]) -> dict[str, int]:
+    if "crc32" not in metadata:
+        return {}
+    try:
+        return {name: int(digits, 16) for name, digits in json.loads(metadata["crc32"]).items()}
+    except (ValueError, AttributeError, TypeError):
+        _refuse(path, "the checksums in its header cannot be read")
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise UserError(f"{path} is not a sound safetensors file: {why}")

@@ -1,0 +1,102 @@
+"""LoRA (Hu et al., 2021, arXiv:2106.09685): a few small matrices are trained in place of the encoder."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from toolkit.config import ModelSettings
+from toolkit.errors import Faults, did_you_mean, listing
+
+ALL_LINEAR = "all-linear"  # peft's word
+
+
+def add_lora(model: Any, settings: ModelSettings, fresh: Iterable[str] = ()) -> Any:
+    """Freezes a classifier, adds LoRA to it in place, and returns the PeftModel around it.
+
+    What stands behind the encoder is trained whole, and so is a pooler whose parameters are among
+    `fresh`, those the checkpoint did not hold. Random numbers come from torch's generator: seed it.
+    Raises UserError for target modules that the model has not, or that are no linear layers.
+    """
+    import peft  # takes a second: only for those who ask for it
+
+    whole = trained_whole(model, fresh)
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.SEQ_CLS,
+        r=settings.lora_r,
+        lora_alpha=settings.lora_alpha or 2 * (settings.lora_r or 0),
+        lora_dropout=(settings.lora_dropout or 0.0) if settings.dropout is None else settings.dropout,
+        target_modules=target_modules(model, settings.lora_target_modules, whole),
+        modules_to_save=[name for name in whole if name not in ("classifier", "score")],  # which peft adds itself
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        return peft.get_peft_model(model, config)
+
+
+def trained_whole(model: Any, fresh: Iterable[str] = ()) -> list[str]:
+    """Modules without LoRA whose every parameter is trained: the head, and a pooler made anew."""
+    behind = [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    heads = [name for name in behind if next(model.get_submodule(name).parameters(), None) is not None]
+    poolers = {key[: key.index("pooler")] + "pooler" for key in fresh if "pooler" in key}
+    used = {name for name in poolers if next(model.get_submodule(name).parameters()).requires_grad}
+    return [*heads, *sorted(used - set(heads))]
+
+
+def target_modules(model: Any, asked: str | None, whole: Sequence[str]) -> list[str]:
+    """Names as peft takes them (the end of a module's path): those asked for, or peft's for this architecture, or
+    of all linear layers that the output depends on. Raises UserError with every wrong name."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+    linear = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not _within(name, whole)
+    }
+    every = sorted({name.rsplit(".", 1)[-1] for name in linear})
+    if asked is None:
+        usual = USUAL.get(model.config.model_type)
+        return list(usual) if isinstance(usual, list) and any(_ends(name, usual) for name in linear) else every
+    names = [name for part in asked.split(",") if (name := part.strip())]
+    if names == [ALL_LINEAR]:
+        return every
+    _refuse_others(names, model, linear, every)
+    return names
+
+
+def _refuse_others(names: list[str], model: Any, linear: set[str], every: list[str]) -> None:
+    faults = Faults()
+    known = f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
+    if not names:
+        faults.add(f"--lora_target_modules names nothing: {known}")
+    for name in names:
+        found = {path for path, _ in model.named_modules() if _ends(path, [name])}
+        if not found & linear:
+            near = did_you_mean(name, every)
+            faults.add(f"--lora_target_modules {name}: no linear layer of the encoder has this name{near}; {known}")
+        elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in found):
+            faults.add(f"--lora_target_modules {name} is also the name of what is no linear layer; {known}")
+    faults.raise_if_any()
+
+
+def _ends(path: str, names: Iterable[str]) -> bool:
+    """peft's rule: a name stands for every module whose path ends with it."""
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _within(path: str, modules: Iterable[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in modules)
+
+
+def describe(model: torch.nn.Module, settings: ModelSettings) -> str:
+    """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`; the model may be divided among processes."""
+    counts = [
+        (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+        if ".original_module." not in name  # a second copy of the head
+    ]
+    trained, total = sum(count for count, trains in counts if trains), sum(count for count, _ in counts)
+    return f"LoRA r={settings.lora_r}: {trained:,} of {total:,} parameters are trained ({100 * trained / total:.1f} %)"

@@ -1,0 +1,350 @@
+"""When a run saves itself, what it saves, and how it goes on from that, under any launch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object, set_seed
+
+from toolkit import launch
+from toolkit.checkpoint import adapter
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.live import LiveState, live_state, tied_names, whole_shape
+from toolkit.checkpoint.model_folder import save_model
+from toolkit.checkpoint.model_folder import step_of as model_folder_step
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.restore import restore
+from toolkit.checkpoint.save import (
+    Draft,
+    drafts_of,
+    random_states,
+    set_random_states,
+    write,
+    write_deepspeed,
+    written_by,
+)
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError
+from toolkit.training.loop import Loop, Step, StepMetrics
+from toolkit.training.optimizer import scaler_state, set_scaler, set_schedule
+from toolkit.training.origin import Origin
+
+
+class BestSoFar(Protocol):
+    """What a checkpoint keeps of `toolkit.evaluation.Best`."""
+
+    step: int
+
+    @property
+    def gives_up(self) -> bool: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint cost."""
+
+    folder: Path
+    seconds: float
+    """That training stood still."""
+    size: int
+    """Bytes, over all processes."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    folder: Path
+    step: int
+    metrics: dict[str, Any] | None
+    """The line of metrics.jsonl of that step."""
+    evaluations: int
+    """Lines that eval.jsonl had."""
+    lines: list[str]
+    """For the user."""
+
+
+class Checkpoints:
+    """The checkpoints of one run; every process calls every method.
+
+    `facts` go into each manifest as they are: settings, versions, and `identity`, what a resumed run must
+    have in common with it.
+    """
+
+    def __init__(self, loop: Loop, best: BestSoFar, run_folder: Path, origin: Origin, facts: dict[str, Any]) -> None:
+        self.loop, self.best, self.facts, self.origin = loop, best, facts, origin
+        self.accelerator: Accelerator = loop.accelerator
+        self.settings: TrainingSettings = loop.settings
+        self.path = run_folder / "checkpoints"
+        self.evaluations = run_folder / "eval.jsonl"
+        self._writer: _Background | None = None
+
+    # --- saving
+
+    def after(self, step: Step, metrics: StepMetrics) -> Saved | None:
+        """Saves where a checkpoint is due after this step, and says what it cost."""
+        if self._writer is not None:
+            self._writer.raise_if_failed()
+        every, number = self.settings.checkpoint_every, step.number
+        marked = number in (self.best.step, self.loop.schedule.total_steps) or self.best.gives_up
+        if not step.stopping and not (every and (number % every == 0 or marked)):
+            return None
+        return self._save(metrics)
+
+    def _save(self, metrics: StepMetrics) -> Saved:
+        started = time.perf_counter()
+        self.wait()
+        folder = folders.step_folder(self.path, metrics.step)
+        try:
+            saved = self._write(folder, metrics, started)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise UserError(
+                f"the checkpoint {folder} cannot be written: {error.strerror}; those before it are untouched. "
+                "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
+            ) from error
+        return saved
+
+    def _write(self, folder: Path, metrics: StepMetrics, started: float) -> Saved:
+        accelerator, rank = self.accelerator, self.accelerator.process_index
+        if accelerator.is_main_process:
+            folders.begin(folder)
+        accelerator.wait_for_everyone()
+        state = live_state(accelerator, self.loop.model, self.loop.optimizer)
+        manifest = self._manifest(state, metrics)
+        later: list[Draft] = []
+        if state.strategy_files == "deepspeed":
+            write_deepspeed(self.loop.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
+        else:
+            drafts = drafts_of(state, set(manifest["excluded"]), rank)
+            if self.settings.checkpoint_in_background and state.strategy_files == "whole":
+                later = [draft.copied() for draft in drafts]
+            else:
+                for draft in drafts:
+                    write(draft, folder)
+        self._write_small(folder, rank)
+        entries = gather_object([folders.described(folder, written_by(folder, rank))])
+        files = {name: entry for part in entries for name, entry in part.items()}
+        size = sum(entry["bytes"] for entry in files.values())
+        size += broadcast_object_list([sum(draft.size for draft in later)])[0]
+        if accelerator.is_main_process:
+            complete = _Completion(folder, manifest, files, later, self.settings.keep_checkpoints, self.best.step)
+            if later:
+                self._writer = _Background(complete)
+            else:
+                complete()
+        accelerator.wait_for_everyone()
+        return Saved(folder, time.perf_counter() - started, size)
+
+    def _write_small(self, folder: Path, rank: int) -> None:
+        states = json.dumps(random_states(self.accelerator))
+        (folder / f"rng-rank-{rank:05d}.json").write_text(states, encoding="utf-8")
+        if rank != 0:
+            return
+        module = self.accelerator.unwrap_model(self.loop.model)
+        module.config.save_pretrained(folder / "model")
+        self.loop.tokenizer.save_pretrained(folder / "model")
+        if adapter.config_of(module):
+            adapter.write_config(module, folder / "model")
+
+    def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
+        loop, accelerator = self.loop, self.accelerator
+        frozen = {n: list(whole_shape(p)) for n, p in state.module.named_parameters() if not p.requires_grad}
+        with_adapter = adapter.config_of(state.module) is not None
+        epoch, position = divmod(metrics.step, loop.schedule.steps_per_epoch)
+        return {
+            "format": 1,
+            "step": metrics.step,
+            "epoch": epoch,
+            "position": position,
+            "saved_at": time.time(),
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "state": state.strategy_files,
+            "strategy": strategy_of(accelerator, state),
+            "world": accelerator.num_processes,
+            "mixed_precision": accelerator.mixed_precision,
+            "tied": tied_names(state.module),
+            "frozen": [] if with_adapter else list(frozen),
+            # an adapter's base weights are not trained, large, and lie where they came from
+            "excluded": frozen if with_adapter else {},
+            "seeds": {"seed": loop.settings.seed},
+            "scheduler_steps": loop.scheduler.last_epoch,
+            "loss_scale": scaler_state(accelerator, loop.optimizer),
+            "best": self.best.state(),
+            "metrics": vars(metrics),
+            "evaluations": _count_lines(self.evaluations) if accelerator.is_main_process else 0,
+            **self.facts,
+        }
+
+    def wait(self) -> None:
+        """Until what is being written in the background is on the disk."""
+        if self._writer is not None:
+            self._writer.finish()
+            self._writer = None
+
+    # --- resuming
+
+    def resume(self) -> Resumed | None:
+        """Puts the newest sound checkpoint's state into model, optimizer, schedule and random generators.
+
+        Returns None where the run starts at step 0. Raises UserError when none of several is sound.
+        """
+        lines = [f"checkpoint {why}: skipped" for why in self.origin.skipped]
+        for folder in self.origin.candidates:
+            fault = self._damage(folder)
+            if not fault:
+                return self._resume_from(folder, lines)
+            lines.append(f"checkpoint {folder.name}: {fault}: skipped")
+        if lines and self.origin.candidates:
+            raise UserError("no checkpoint is sound:\n  " + "\n  ".join(lines))
+        for line in lines:
+            launch.say(self.accelerator, line)
+        return None
+
+    def _damage(self, folder: Path) -> str:
+        """Each process reads a part of the files through, and so brings them into memory for the loading."""
+        names = sorted(folders.read_manifest(folder)["files"])
+        mine = names[self.accelerator.process_index :: self.accelerator.num_processes]
+        faults = gather_object([folders.checksum_fault(folder, mine)])
+        return next((fault for fault in faults if fault), "")
+
+    def _resume_from(self, folder: Path, lines: list[str]) -> Resumed:
+        loop, accelerator = self.loop, self.accelerator
+        manifest = folders.read_manifest(folder)
+        step = int(manifest["step"])
+        self.best.restore(manifest["best"])
+        lines += self._model_of_best(folder)
+        self._restore(folder, step)
+        set_schedule(loop.scheduler, int(manifest["scheduler_steps"]))
+        set_scaler(accelerator, loop.optimizer, manifest["loss_scale"])
+        loop.done = step
+        self._set_randomness(folder, manifest)
+        accelerator.wait_for_everyone()
+        return Resumed(
+            folder, step, manifest["metrics"], int(manifest["evaluations"]), [*lines, *self._told(folder, manifest)]
+        )
+
+    def _restore(self, folder: Path, step: int) -> None:
+        loop = self.loop
+        restore(live_state(self.accelerator, loop.model, loop.optimizer), open_checkpoint(folder), step)
+
+    def _model_of_best(self, folder: Path) -> list[str]:
+        """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
+        best checkpoint. Where that is gone the next evaluation is the best one so far."""
+        model_folder, step = self.evaluations.with_name("model"), self.best.step
+        there = broadcast_object_list([model_folder_step(model_folder)])[0]
+        if not step or there == step:
+            return []
+        best = folders.pointed(folder.parent, "best")
+        if best is None or folders.step_number(best) != step or self._damage(best):
+            self.best.forget()
+            return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
+        self._restore(best, step)
+        save_model(self.accelerator, self.loop.model, self.loop.tokenizer, model_folder, step)
+        return []
+
+    def _set_randomness(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        """The very dropout that would have come; in a world of another size, one that has not been yet."""
+        loop, seed = self.loop, self.loop.settings.seed
+        path = folder / f"rng-rank-{self.accelerator.process_index:05d}.json"
+        if manifest["world"] == self.accelerator.num_processes and path.is_file():
+            states = json.loads(path.read_text(encoding="utf-8"))
+            loop.randomness = lambda: set_random_states(states)
+        else:
+            loop.randomness = lambda: set_seed((seed + 1_000_003 * loop.done) % 2**31, device_specific=True)
+
+    def _told(self, folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+        total = self.loop.schedule.total_steps
+        by = f"{manifest['strategy']}, {manifest['world']} process{'es' * (manifest['world'] > 1)}"
+        lines = [f"resuming from {folder}: step {manifest['step']} of {total} (saved by {by})"]
+        changed = folders.differences(manifest["settings"], self.facts["settings"])
+        telling = [line for line in changed if not line.startswith(_NOT_TOLD)]
+        if telling:
+            lines.append(f"settings that changed since: {'; '.join(telling)}")
+        return lines
+
+
+# Settings that say where and how often, not what is trained.
+_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "checkpoint_", "keep_checkpoints ")
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """The last part of a save, on the main process: from its end on the checkpoint counts."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    drafts: list[Draft]
+    keep: int
+    best_step: int
+
+    def __call__(self) -> None:
+        for draft in self.drafts:
+            write(draft, self.folder)
+        late = folders.described(self.folder, [draft.name for draft in self.drafts])
+        folders.publish(self.folder, {**self.manifest, "files": {**self.files, **late}})
+        checkpoints = self.folder.parent
+        folders.point(checkpoints, "last", self.folder)
+        if self.manifest["step"] == self.best_step:
+            folders.point(checkpoints, "best", self.folder)
+        folders.prune(checkpoints, self.keep)
+
+
+class _Background:
+    """One thread that completes a checkpoint; its failure is the next step's."""
+
+    def __init__(self, complete: _Completion) -> None:
+        self._complete = complete
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._complete()
+        except Exception as error:
+            self._error = error
+
+    def raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise UserError(
+                f"the checkpoint {self._complete.folder} could not be written: {self._error}; those before it are "
+                "untouched"
+            ) from self._error
+
+    def finish(self) -> None:
+        self._thread.join()
+        self.raise_if_failed()
+
+
+def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
+    """As `Source.strategy` names it."""
+    if state.strategy_files == "slices":
+        return "fsdp2"
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage:
+        return f"zero{plugin.zero_stage}"
+    return "ddp" if accelerator.num_processes > 1 else "single"
+
+
+def _count_lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)

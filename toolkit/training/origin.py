@@ -1,0 +1,75 @@
+"""Where a run starts: what `--resume` means for the checkpoints that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint import folder as folders
+from toolkit.config import DataSettings
+from toolkit.errors import UserError
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a run starts: at the first of `candidates` that is sound, or at step 0 where there is none."""
+
+    candidates: list[Path] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    """Why newer checkpoints were passed over, one line each."""
+
+    def within(self, before: Path, after: Path) -> Origin:
+        """The same after a folder was renamed."""
+        old = before.resolve()
+        moved = [
+            after / path.resolve().relative_to(old) if old in path.resolve().parents else path
+            for path in self.candidates
+        ]
+        return Origin(moved, self.skipped)
+
+
+def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
+    """What `--resume` means here. Raises UserError when there is nothing at PATH, nothing sound at all, or
+    the checkpoint is of another job."""
+    if resume == "no":
+        return Origin()
+    good: list[Path]
+    skipped: list[str]
+    place = checkpoints if resume == "auto" else _place_of(Path(resume))
+    if (place / folders.MANIFEST).is_file() or folders.step_number(place) is not None:
+        fault = folders.fault_of(place)
+        if fault:
+            raise UserError(f"--resume {resume}: {fault}; `--resume auto` takes the newest one that is complete")
+        good, skipped = [place], []
+    else:
+        good, skipped = folders.resumable(place)
+    if not good and resume != "auto":
+        raise UserError(f"--resume {resume}: no complete checkpoint there" + "".join(f"\n  {why}" for why in skipped))
+    if good:
+        _refuse_other_job(good[0], facts)
+    return Origin(good, skipped)
+
+
+def _place_of(path: Path) -> Path:
+    """A checkpoint's folder, or one of checkpoints; a run's folder means the ones in it."""
+    if not path.is_dir():
+        raise UserError(f"--resume {path}: there is no such folder (auto, no, or a checkpoint's folder)")
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path.resolve()
+
+
+def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
+    saved = folders.read_manifest(folder)
+    found = folders.differences(saved["identity"], facts["identity"])
+    if found and any(line.startswith("data ") for line in found):
+        # the digest says that they differ; the settings perhaps why
+        names = {field.name for field in dataclasses.fields(DataSettings)}
+        now = {name: value for name, value in facts["settings"].items() if name in names}
+        found += folders.differences(saved["settings"], now)
+    if found:
+        raise UserError(
+            f"{folder} is of another job: {'; '.join(found)}. Give the settings it was made with, another "
+            "--output_dir, or --overwrite_output_dir to move that run aside and start again"
+        )
