@@ -1,0 +1,295 @@
+"""The command: what it prints and leaves, in time and memory, whatever interrupts it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.conftest import Made
+from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.test_convert import bert_config, convert
+from toolkit.checkpoint.convert import safe_folder
+from toolkit.checkpoint.convert.run import Options, plan, write
+from toolkit.errors import UserError
+
+TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
+
+
+def command(*words: Any, before: str = "") -> subprocess.CompletedProcess[str]:
+    """`toolkit WORDS` in a process of its own, after the statements `before`."""
+    program = f"import sys\n{before}\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, words)], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_line_says_what_was_done(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", TENSORS)
+    done = command("convert", run, tmp_path / "out", "--verify")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[1] == "verified: 2 tensors are the checkpoint's, bit for bit"
+    assert "wrote" in lines[2]
+    assert "GB/s" in lines[2]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
+    assert names_in(tmp_path) == ["out", "run"]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["convert", "none", "out"], "none does not exist"),
+        (["convert", "run"], "name the folder to make"),
+        (["convert", "--inspect", "run", "out"], "writes nothing: leave OUT out"),
+        (["convert", "run", "out", "--json"], "--json goes with --inspect"),
+        (["convert", "run", "out", "--max_shard_size", "5 apples"], "is not a size"),
+        (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
+        (["convert", "run", "out", "--to", "universal"], "--to universal is not offered"),
+        (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
+        (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
+        (["convert", "run", "run"], "holds run, which is to be read"),
+        (["convert", "run", "."], "holds run, which is to be read"),
+        (["convertt", "run"], "did you mean convert"),
+    ],
+)
+def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run", TENSORS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    done = command(*words, *(["--overwrite"] if words[-1] == "." else []))
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert names_in(tmp_path) == ["run"]
+
+
+def test_no_torch_and_little_memory(tmp_path: Path) -> None:
+    """600 MB of fp32 in one tensor and many small ones; the limit of the issue is 128 MiB."""
+    tensors = {"large": torch.randn(120_000_001), **{f"small.{number}": torch.randn(30_001) for number in range(1000)}}
+    run = write_run(tmp_path / "run", tensors)
+    report = (
+        "import atexit, resource\n"
+        "def report():\n"
+        "    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024\n"
+        "    heavy = sorted({'torch', 'deepspeed', 'transformers', 'safetensors'} & set(sys.modules))\n"
+        "    print('peak', peak, heavy)\n"
+        "atexit.register(report)"
+    )
+    for dtype in ("fp32", "bf16", "fp16"):
+        # the child's own peak: started by a shell, since a fork of this process would count this one's memory
+        program = f"import sys\n{report}\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()"
+        words = [
+            sys.executable,
+            "-c",
+            program,
+            "convert",
+            str(run),
+            str(tmp_path / dtype),
+            "--dtype",
+            dtype,
+            "--verify",
+        ]
+        done = subprocess.run(["sh", "-c", '"$@"; true', "sh", *words], capture_output=True, text=True, check=True)
+        _, peak, heavy = done.stdout.splitlines()[-1].split(" ", 2)
+        assert heavy == "[]"
+        assert int(peak) < 128, done.stdout
+
+
+def test_overwrite_replaces_and_nothing_else_does(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    convert(run, out)
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"already there: .*--overwrite"):
+        convert(run, out)
+    convert(run, out, overwrite=True, dtype="bf16")
+    assert names_in(out) == ["model.safetensors"]
+    assert read_folder(out)["b.bias"].dtype == torch.bfloat16
+    assert names_in(tmp_path) == ["out", "run"]
+
+
+def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    out.mkdir()
+    convert(run, out, overwrite=True)  # an empty one is nobody's
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="does not look like a model's folder"):
+        convert(run, other, overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is not a folder"):
+        convert(run, tmp_path / "file", overwrite=True)
+
+
+def test_the_old_folder_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    convert(run, out)
+    before = (out / "model.safetensors").read_bytes()
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(UserError, match="Input/output error; nothing was left behind"):
+        convert(run, out, overwrite=True, dtype="bf16")
+    assert (out / "model.safetensors").read_bytes() == before
+    assert names_in(tmp_path) == ["out", "run"]
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", TENSORS)
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for function in ("pwrite", "ftruncate", "fdatasync", "fsync"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, function, full)
+            patched.setattr(safe_folder, "_FLUSH_SECONDS", 0.0)
+            with pytest.raises(UserError, match=r"cannot write .*out: No space left on device; nothing was left"):
+                convert(run, tmp_path / "deep" / "out")
+        assert names_in(tmp_path) == ["run"]
+
+
+def test_too_little_space_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", TENSORS)
+    monkeypatch.setattr(safe_folder.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
+    with pytest.raises(UserError, match=r"has 0.00 GB left and the output needs"):
+        convert(run, tmp_path / "out")
+
+
+def test_a_limit_on_files_of_the_process(tmp_path: Path) -> None:
+    """A real refusal by the kernel in the middle of writing."""
+    run = write_run(tmp_path / "run", {"a": torch.randn(500_000)})
+    before = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
+    done = command("convert", run, tmp_path / "out", before=before)
+    assert done.returncode == 1
+    assert "cannot write" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert names_in(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.randn(5_000_000)})
+    slow = (
+        "import os, time\nreal = os.pwrite\ndef pwrite(*a):\n    time.sleep(0.2)\n"
+        "    return real(*a)\nos.pwrite = pwrite\n"
+        "import sys\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()"
+    )
+    words = [sys.executable, "-c", slow, "convert", str(run), str(tmp_path / "out")]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        _until(lambda: any(tmp_path.glob(".out.partial-*/model.safetensors")))
+        time.sleep(0.3)
+        process.send_signal(number)
+        assert process.stderr is not None
+        assert process.stderr.read() == "interrupted\n"
+    assert process.returncode == 130
+    assert names_in(tmp_path) == ["run"]
+
+
+def _until(condition: Any) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["zero1-lora x2", "zero2-excluded x2", "zero3-subgroups x2", "zero0 x1"])
+def test_inspect_takes_less_than_a_second(name: str, deepspeed_checkpoints: dict[str, Made]) -> None:
+    made = deepspeed_checkpoints[name]
+    began = time.monotonic()
+    done = command("convert", "--inspect", made.folder, before="import time")
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    assert seconds < 1
+    assert "step 2" in done.stdout
+    assert f"{made.world} process" in done.stdout
+    told = json.loads(command("convert", "--inspect", "--json", made.folder).stdout)
+    assert told["step"] == 2
+    assert told["lora"] == ("lora" in name)
+    assert told["shapes"]
+    assert any("config" in what for what in told["missing"])
+
+
+def test_help_lists_it_without_torch() -> None:
+    done = command("--help", before="import atexit; atexit.register(lambda: print('torch' in sys.modules))")
+    assert "convert" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("kept", ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"])
+def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    torch.manual_seed(1)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(tiny_model))
+    state = dict(model.state_dict())
+    pair = {"bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"}
+    (left_out,) = pair - {kept}
+    tied = {left_out: kept, "cls.predictions.decoder.bias": "cls.predictions.bias"}
+    run = write_run(tmp_path / "run", {key: tensor for key, tensor in state.items() if key not in tied}, tied=tied)
+    config = bert_config(tiny_model, tmp_path / "config")
+    content = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**content, "architectures": ["BertForMaskedLM"]}))
+    said = convert(run, tmp_path / "out", config_from=config, verify=True)
+    assert any("BertForMaskedLM" in line for line in said)
+    again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert all(same_bits(tensor, state[key]) for key, tensor in again.state_dict().items())
+
+
+def test_a_model_folder_is_a_checkpoint_too(tiny_model: Path, tmp_path: Path) -> None:
+    convert(tiny_model, tmp_path / "half", dtype="bf16")
+    convert(tmp_path / "half", tmp_path / "whole", max_shard_bytes=20_000)
+    first, last = read_folder(tiny_model), read_folder(tmp_path / "whole")
+    assert all(same_bits(last[name], tensor.bfloat16().float()) for name, tensor in first.items())
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.checkpoint.convert import transfer
+
+    monkeypatch.setattr(transfer, "BLOCK", 1 << 10)
+    monkeypatch.setattr(transfer, "CHUNK", 4 << 10)
+    tensors = {f"x.{number}": torch.randn(number * 977 + 1) for number in range(9)}
+    run = write_run(tmp_path / "run", tensors)
+    for threads in (1, 3, 8):
+        monkeypatch.setattr(transfer, "MOST_THREADS", threads)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, threads=threads: range(threads))
+        convert(run, tmp_path / f"out{threads}", verify=True)
+        assert all(same_bits(tensor, tensors[name]) for name, tensor in read_folder(tmp_path / f"out{threads}").items())
+
+
+def test_a_truncated_file_is_named_while_it_is_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.randn(500_000)})
+    planned = plan(Options(run, tmp_path / "out"))
+    os.truncate(run / "weights.safetensors", 1_000_000)  # after it was opened
+    with pytest.raises(UserError, match=r"weights.safetensors ends within a: truncated"):
+        write(planned)
+    assert names_in(tmp_path) == ["run"]

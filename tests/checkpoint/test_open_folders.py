@@ -1,0 +1,289 @@
+"""`open_checkpoint` on everything that is not DeepSpeed's: a run's own, accelerate's, FSDP's, Hugging Face's."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file, save_model
+
+from tests.checkpoint.conftest import Made
+from tests.checkpoint.test_damaged import fault_of
+from tests.checkpoint.test_open_deepspeed import everything_of, tensor_of
+from tests.runs import ROOT, start
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.save import Draft, write
+from toolkit.errors import UserError
+
+WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
+
+
+def by_torchrun(module: str, folder: Path) -> Path:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module]
+    finished = start([*command, folder], env={"OMP_NUM_THREADS": "1"})
+    assert finished.code == 0, finished.err[-3000:]
+    return folder
+
+
+def same(source_tensors: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -> None:
+    assert set(source_tensors) == set(truth)
+    for name, tensor in truth.items():
+        assert torch.equal(tensor_of(source_tensors[name]), tensor), name
+
+
+# a run's own
+
+
+def write_run(folder: Path, **manifest: Any) -> Path:
+    """A manifest over all that lies in a folder."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": "0" * 8}
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files, **manifest}))
+    return folder
+
+
+def write_whole(folder: Path, step: int = 4, **manifest: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    buffers = {"count": torch.tensor(5)}
+    moments = {f"{key}.{name}": tensor + step for name, tensor in WEIGHTS.items() for key in ("exp_avg", "exp_avg_sq")}
+    steps = {f"step.{name}": torch.tensor(float(step)) for name in WEIGHTS}
+    for name, tensors in (("weights", {**WEIGHTS, **buffers}), ("optimizer", {**moments, **steps})):
+        write(
+            Draft(f"{name}.safetensors", {key: (value, tuple(value.shape)) for key, value in tensors.items()}, {}),
+            folder,
+        )
+    known = {"state": "whole", "strategy": "ddp", "world": 2, "buffers": ["count"], "mixed_precision": "bf16"}
+    return write_run(folder, **{**known, "step": step, "epoch": 1, **manifest})
+
+
+def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)) -> Path:
+    """Two processes' files; the first holds `cut` elements of each tensor."""
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        tensors, places = {}, {}
+        for name, tensor in WEIGHTS.items():
+            start = min(cut, tensor.numel()) if rank else 0
+            part = tensor.flatten()[start:] if rank else tensor.flatten()[:cut]
+            for key in ("weight", "exp_avg", "exp_avg_sq"):
+                tensors[f"{key}.{name}"] = (part.clone(), tuple(part.shape))
+                places[f"{key}.{name}"] = {"shape": list(tensor.shape), "start": start}
+            tensors[f"step.{name}"] = (torch.tensor([steps[rank]]), (1,))
+        write(Draft(f"slices-rank-{rank:05d}.safetensors", tensors, {"slices": json.dumps(places)}), folder)
+    return write_run(folder, state="slices", strategy="fsdp2", world=2, step=4)
+
+
+def test_a_whole_checkpoint(tmp_path: Path) -> None:
+    folder = write_whole(tmp_path / "step-00000004", tied={"b": "scale"}, excluded={"c": [3, 2]}, frozen=["scale"])
+    source = open_checkpoint(folder)
+    same(source.weights, WEIGHTS)
+    same(source.buffers, {"count": torch.tensor(5)})
+    same({name: kept["exp_avg"] for name, kept in source.moments.items()}, {k: v + 4 for k, v in WEIGHTS.items()})
+    assert source.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+    assert (source.strategy, source.world, source.step, source.engine_dtype) == ("ddp", 2, 4, "BF16")
+    assert (source.tied, source.excluded, source.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
+    assert source.model_folder == folder / "model"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4, 7, 20, 21])
+def test_slices_are_joined(cut: int, tmp_path: Path) -> None:
+    source = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
+    same(source.weights, WEIGHTS)
+    same({name: kept["exp_avg_sq"] for name, kept in source.moments.items()}, WEIGHTS)
+    assert source.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+
+
+def test_slices_that_do_not_fit(tmp_path: Path) -> None:
+    good = write_slices(tmp_path / "good", 4)
+    other = write_slices(tmp_path / "other", 5)
+    shutil.copy(other / "slices-rank-00001.safetensors", good)
+    write_run(good, state="slices", world=2, step=4)
+    assert "slices-rank-0000" in fault_of(good)
+    (good / "slices-rank-00001.safetensors").unlink()
+    write_run(good, state="slices", world=2, step=4)
+    assert "written by 2 processes" in fault_of(good)
+    write_run(good, state="slices", world=1, step=4)
+    assert str(good) in fault_of(good)
+
+
+def test_a_rank_of_another_step(tmp_path: Path) -> None:
+    fault = fault_of(write_slices(tmp_path / "a", 4, steps=(4.0, 3.0)))
+    assert "slices-rank-00001.safetensors is of optimizer step 3" in fault
+    assert "of step 9" in fault_of(write_slices(tmp_path / "b", 4, steps=(9.0, 9.0)))
+
+
+def test_the_newest_complete_one_and_the_links(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 10, 9):
+        write_whole(run / "checkpoints" / f"step-{step:08d}", step)
+    (run / "checkpoints" / "step-00000011").mkdir()  # the run was killed inside this save
+    (run / "checkpoints" / "best").symlink_to("step-00000002")
+    (run / "checkpoints" / "last").symlink_to("step-00000010")
+    assert open_checkpoint(run).step == 10
+    assert open_checkpoint(run / "checkpoints").step == 10
+    assert open_checkpoint(run / "checkpoints" / "best").step == 2
+    assert open_checkpoint(run / "checkpoints" / "last").step == 10
+    assert "manifest.json" in fault_of(run / "checkpoints" / "step-00000011")
+
+
+def test_files_are_compared_with_the_manifest(tmp_path: Path) -> None:
+    folder = write_whole(tmp_path / "step-00000004")
+    for name in ("weights.safetensors", "optimizer.safetensors", "model/config.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-1])
+        assert name in fault_of(folder)
+        (folder / name).unlink()
+        assert name in fault_of(folder)
+        (folder / name).write_bytes(content)
+    for manifest in ("{", "[]", "{}", json.dumps({"format": 2, "files": {}}), json.dumps({"format": 1, "files": {}})):
+        (folder / "manifest.json").write_text(manifest)
+        assert "manifest.json" in fault_of(folder)
+
+
+@pytest.mark.multiprocess
+def test_a_run_with_deepspeed_files(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    made = deepspeed_checkpoints["zero3-excluded x2"]
+    folder = tmp_path / "step-00000002"
+    shutil.copytree(made.folder, folder)
+    excluded = {"first.weight": [11, 7], "first.bias": [11]}
+    write_run(folder, state="deepspeed", strategy="zero3", world=2, step=2, excluded=excluded, base_model="m")
+    source = open_checkpoint(folder)
+    assert source.excluded == {"first.weight": (11, 7), "first.bias": (11,)}
+    assert source.weights == open_checkpoint(made.folder).weights | dict(source.weights)
+    assert source.details["base_model"] == "m"
+
+
+# others'
+
+
+@pytest.mark.multiprocess
+def test_accelerate_save_state(tmp_path: Path) -> None:
+    folder = by_torchrun("tests.checkpoint.accelerate_worker", tmp_path)
+    truth = load_file(folder / "truth.safetensors")
+    del truth["head.weight"]  # tied; accelerate leaves it out of safetensors without a note
+    for kind in ("safe", "bin", "sharded"):
+        source = open_checkpoint(folder / kind)
+        same(source.weights, truth)
+        assert source.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
+        assert not source.moments  # by position alone: not to be trusted
+        assert (source.strategy, source.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
+    (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
+    assert "several models" in fault_of(folder / "bin")
+
+
+@pytest.mark.multiprocess
+def test_accelerate_with_deepspeed(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+    made = deepspeed_checkpoints["zero2-bf16 x2"]
+    shutil.copytree(made.tag, tmp_path / "pytorch_model")
+    (tmp_path / "latest").write_text("pytorch_model")
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    assert open_checkpoint(tmp_path).step == 2
+
+
+@pytest.fixture(scope="module")
+def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return by_torchrun("tests.checkpoint.fsdp_worker", tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_fsdp(kind: str, fsdp: Path) -> None:
+    source = open_checkpoint(fsdp / kind)
+    truth = load_file(fsdp / "truth.safetensors")
+    same(everything_of(source), truth)
+    assert source.strategy == "fsdp2"
+    assert set(source.adam_steps.values()) == {2.0}
+    assert set(source.adam_steps) == set(source.moments)
+
+
+@pytest.mark.multiprocess
+def test_damaged_fsdp(fsdp: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(fsdp / "sharded", folder)
+    for file in sorted((folder / "pytorch_model_fsdp_0").iterdir()):
+        content = file.read_bytes()
+        for size in (0, 1, 100, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:size])
+            assert str(file) in fault_of(folder), size
+        for at in range(0, len(content), 211):
+            flipped = bytearray(content)
+            flipped[at] ^= 0xFF
+            file.write_bytes(flipped)
+            try:  # data, or a field that does not matter
+                open_checkpoint(folder)
+            except UserError as error:
+                assert str(file.parent) in str(error)  # noqa: PT017
+        file.unlink()
+        assert str(file) in fault_of(folder)
+        file.write_bytes(content)
+    open_checkpoint(folder)
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        shutil.rmtree(folder / part)
+    (folder / "pytorch_model_fsdp_0_rank0.bin").write_bytes(b"")
+    assert "SHARDED_STATE_DICT" in fault_of(folder)
+
+
+def test_tied_names_that_safetensors_notes(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    save_model(model, str(tmp_path / "model.safetensors"))
+    source = open_checkpoint(tmp_path)
+    assert set(source.weights) | set(source.tied) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert set(source.tied.values()) < set(source.weights)
+
+
+def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
+    truth = load_file(tiny_model / "model.safetensors")
+    source = open_checkpoint(tiny_model)
+    same(source.weights, truth)
+    assert (source.strategy, source.step, source.model_folder) == ("model", None, tiny_model)
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(tiny_model)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    same(open_checkpoint(tmp_path / "sharded").weights, truth)
+    (tmp_path / "bin").mkdir()
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    same(open_checkpoint(tmp_path / "bin").weights, truth)
+
+
+def test_damaged_hugging_face(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for content in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}'):
+        index.write_text(content)
+        assert str(index) in fault_of(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    assert "one.safetensors, two.safetensors" in fault_of(tmp_path)
+    save_file({"a": torch.ones(3)}, tmp_path / "one.safetensors")
+    save_file({"a": torch.ones(3)}, tmp_path / "two.safetensors")
+    assert re.search(r"two\.safetensors: a .*another file", fault_of(tmp_path))
+    save_file({"c": torch.ones(3)}, tmp_path / "two.safetensors")
+    assert re.search(f"{index} names b", fault_of(tmp_path))
+    (tmp_path / "one.safetensors").write_bytes(b"\xff" * 20)
+    assert "one.safetensors" in fault_of(tmp_path)
+
+
+def test_opening_is_quick_and_imports_no_torch(tiny_model: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from toolkit.checkpoint.open import open_checkpoint
+open_checkpoint(Path({str(tiny_model)!r}))
+heavy = {{"torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr

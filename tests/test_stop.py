@@ -1,0 +1,127 @@
+"""A scheduler's warning and Ctrl-C: a checkpoint, a clean end, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, environment, lines_of, losses_of, recipe
+
+DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
+ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
+SCRIPT = "recipes/cls.py"
+# name -> (words before the settings, words behind them, signal, to the whole group, as a terminal or a
+# scheduler sends it; the exit code: launchers that are not ours end with their own)
+CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
+    "python, SIGTERM": ([sys.executable, SCRIPT], [], signal.SIGTERM, False, 0),
+    "python, SIGUSR1": ([sys.executable, SCRIPT], [], signal.SIGUSR1, False, 0),
+    "python, Ctrl-C": ([sys.executable, SCRIPT], [], signal.SIGINT, False, 0),
+    "python and a file, SIGTERM": ([sys.executable, SCRIPT], DDP, signal.SIGTERM, False, 0),
+    "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 0),
+    "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 0),
+    "accelerate launch, SIGTERM to all": (["accelerate", "launch", SCRIPT], DDP, signal.SIGTERM, True, -15),
+    "torchrun, SIGTERM": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGTERM, False, 1),
+    "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
+    "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
+}
+QUICK = ("python, SIGUSR1", "python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
+         "deepspeed, SIGTERM to all")  # fmt: skip
+STEPS = 4000
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--dropout", "0.1",
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
+            "--per_device_batch_size", "6", "--eval_every", "100000"]  # fmt: skip
+
+
+def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
+    """(exit code, standard error, seconds from the signal to the end)."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)  # fmt: skip
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    (os.killpg if group else os.kill)(process.pid, number)
+    started = time.monotonic()
+    try:
+        error = process.communicate(timeout=60)[1]
+    finally:
+        _nothing_left(process.pid)
+    return process.returncode, error, time.monotonic() - started
+
+
+def _nothing_left(group: int) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    os.killpg(group, signal.SIGKILL)
+    raise AssertionError("processes stayed behind")
+
+
+def check(name: str, settings: list[str], folder: Path) -> None:
+    before, behind, number, group, code = CASES[name]
+    command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
+    returned, error, seconds = interrupt(command, folder, number, group)
+    assert returned == code, error[-3000:]
+    assert seconds < 30
+    assert error.count(": stopping after this step, with a checkpoint") == 1, error[-3000:]
+    (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
+    done = len(losses_of(folder))
+    assert f"after step {done} of {STEPS}" in told
+    assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
+    assert 0 < done < STEPS
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", QUICK)
+def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
+    check(name, settings, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
+def test_stop_otherwise(name: str, settings: list[str], tmp_path: Path) -> None:
+    check(name, settings, tmp_path / "run")
+
+
+def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
+    """As if it had not been stopped, with dropout, and without a word about resuming."""
+    folder = tmp_path / "run"
+    command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--output_dir", str(folder)]
+    returned, error, _ = interrupt(command, folder, signal.SIGTERM, False)
+    assert returned == 0, error[-3000:]
+    done = len(losses_of(folder))
+    assert 0 < done < 200
+    again = recipe(*settings, "--max_steps", "200", "--output_dir", folder)
+    assert again.code == 0, again.err[-3000:]
+    assert f"step {done} of 200" in again.err
+    whole = recipe(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
+    assert whole.code == 0, whole.err[-3000:]
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 201))
+    assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
+
+
+def test_before_the_first_step_it_ends_at_once(settings: list[str], tmp_path: Path) -> None:
+    """There is nothing to save: one line, and no folder that looks like a checkpoint."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import os,signal,sys,toolkit.launch as l\n"
+         "def main():\n  os.kill(os.getpid(), signal.SIGINT)\n  import time; time.sleep(5)\nl.run(main)"],
+        cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    error = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert error.strip() == "interrupted"
