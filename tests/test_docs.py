@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *s
 # of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
-          "write", "output", "overwrite", "ntasks-per-node", "no-deps"}  # fmt: skip
+          "write", "ntasks-per-node", "no-deps", "signal"}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -33,7 +34,10 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = {name for section in sections_of(TaskSettings).values() for name in section.__dataclass_fields__}
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+    subcommands: dict[str, argparse.ArgumentParser] = dict(
+        next(action for action in build_parser()._actions if action.dest == "command").choices or {}
+    )
+    known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
     assert not named - known - OTHERS
     commands = set(re.findall(r"^toolkit (\w+)|`toolkit (\w+)", text, re.MULTILINE))
-    subcommands = next(action for action in build_parser()._actions if action.dest == "command").choices or {}
     assert {one or other for one, other in commands} <= set(subcommands)

@@ -70,6 +70,8 @@ class Kind:
     config: dict[str, Any] = field(default_factory=dict)
     groups: int = 1
     frozen: bool = False
+    frozen_group: bool = False
+    """The second of the groups holds all that is frozen."""
     exclude: bool = False
     """Saved without the frozen parameters."""
     bert: bool = False
@@ -90,6 +92,7 @@ KINDS: dict[str, Kind] = {
     **{f"zero{stage}-frozen": Kind(stage, "bf16", groups=2, frozen=True) for stage in (1, 2, 3)},
     **{f"zero{stage}-excluded": Kind(stage, frozen=True, exclude=True) for stage in (1, 2, 3)},
     **{f"zero{stage}-lora": Kind(stage, "bf16", bert=True, lora=True, exclude=stage > 1) for stage in (1, 2, 3)},
+    "zero3-frozen-group": Kind(3, groups=2, frozen=True, frozen_group=True),  # stages 1 and 2 do not start
     "zero0": Kind(0),
     "zero0-bf16": Kind(0, "bf16"),
     "zero0-fp16": Kind(0, "fp16"),
@@ -109,9 +112,11 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def groups_of(model: nn.Module, count: int) -> list[dict[str, Any]]:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def groups_of(model: nn.Module, kind: Kind) -> list[dict[str, Any]]:
+    parameters, count = [parameter for parameter in model.parameters() if parameter.requires_grad], kind.groups
     dealt = [parameters[number::count] for number in range(count)]
+    if kind.frozen_group:
+        dealt.insert(1, [parameter for parameter in model.parameters() if not parameter.requires_grad])
     return [{"params": group, "weight_decay": 0.01 * number} for number, group in enumerate(dealt)]
 
 
@@ -159,7 +164,7 @@ def make(kind: Kind, folder: Path) -> None:
 
     model = make_model(kind)
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer = torch.optim.AdamW(groups_of(model, kind.groups), lr=0.01)
+    optimizer = torch.optim.AdamW(groups_of(model, kind), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(kind))
     for step in range(STEPS):
         take_step(engine, kind, step)

@@ -15,7 +15,7 @@ from toolkit.checkpoint.open import open_checkpoint
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
-KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-groups x2", "zero3-frozen x2")
+KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-groups x2", "zero3-frozen x2", "zero3-bf16 x3")
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from toolkit.checkpoint.checksum import crc32_of_range
@@ -90,7 +90,7 @@ class _Directory:
         members = {entry.name: self._member(entry, offset) for entry in entries}
         if len(members) < len(entries):
             raise self._damaged("two members of one name")
-        self._refuse_overlaps(members.values())
+        self._refuse_overlaps(entries, members)
         return members
 
     def _bounds(self) -> tuple[int, int, int]:
@@ -171,12 +171,12 @@ class _Directory:
             raise self._damaged(f"{entry.name} outside the file")
         return Member(self.file, entry.name, self.start + begin, entry.size, entry.crc32)
 
-    def _refuse_overlaps(self, members: Iterable[Member]) -> None:
-        before = None
-        for member in sorted(members, key=lambda member: member.offset):
-            if before and before.offset + before.size > member.offset:
-                raise self._damaged(f"{before.name} and {member.name} in the same place")
-            before = member
+    def _refuse_overlaps(self, entries: list[_Entry], members: dict[str, Member]) -> None:
+        ordered = sorted(entries, key=lambda entry: entry.offset)
+        for before, entry in pairwise(ordered):
+            end = members[before.name].offset + before.size
+            if end > self.start + entry.offset:
+                raise self._damaged(f"{before.name} and {entry.name} in the same place")
 
     def _bytes(self, offset: int, count: int) -> bytes:
         if offset < 0 or offset + count > self.size:

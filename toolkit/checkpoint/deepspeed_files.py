@@ -142,15 +142,15 @@ def _expect(opened: TorchFile, kinds: Mapping[str, type]) -> None:
 
 def _compare(files: Files) -> None:
     """Raises UserError where one file says something else of the save than the others."""
-    for key in ("ds_version",):
-        _same([*files.models, *files.optimizers], key)
+    _same([*files.models, *files.optimizers], "ds_version")
     for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes"):
         _same(files.models, key)
     world = files.model.content.get("dp_world_size")
     ranks = len(files.optimizers)
     if files.optimizers and type(world) is int and world != ranks:
         raise _wrong_count(files, files.optimizers, world, f"{files.model.file} was saved by {world} processes")
-    if len(files.models) not in (1, ranks or 1):
+    divided = files.model.file.name.startswith("zero_pp_rank_")  # under stage 3 each rank has one
+    if len(files.models) != (ranks if divided and ranks else 1):
         raise _wrong_count(files, files.models, ranks, f"there are {ranks} optimizer files")
 
 
@@ -158,7 +158,7 @@ def _same(opened: list[TorchFile], key: str) -> None:
     for other in opened[1:]:
         first, value = opened[0].content.get(key), other.content.get(key)
         if first != value:
-            values = "" if type(value) in (dict, list) else f" ({first} and {value})"
+            values = f" ({first!r} and {value!r})" if type(value) in (int, str) else ""
             raise UserError(
                 f"{other.file} is of another save than {opened[0].file}: their {key} differ{values}; "
                 "copy the folder again or take another checkpoint"

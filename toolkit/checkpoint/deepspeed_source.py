@@ -55,7 +55,7 @@ def _stage(files: Files) -> int:
         plain = 1 if "single_partition_of_fp32_groups" in state else None  # BF16_Optimizer does not say
         stage = state.get("zero_stage", plain)
         if stage not in (1, 2, 3):
-            raise UserError(f"{opened.file}: its ZeRO stage is {stage}: not a ZeRO file, or damaged")
+            raise UserError(f"{opened.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
         stages.add(stage)
         _check_partitions(files, opened, state.get("partition_count"))
     if len(stages) > 1:
@@ -71,7 +71,9 @@ def _stage(files: Files) -> int:
 def _check_partitions(files: Files, opened: TorchFile, counts: Any) -> None:
     counts = counts if type(counts) is list else [counts]
     if any(type(count) is not int for count in counts) or len(set(counts)) > 1:
-        raise UserError(f"{opened.file}: partition counts {counts} (experts divided otherwise?) are not supported")
+        raise UserError(
+            f"{opened.file}: its partition counts {counts[:4]} (experts divided otherwise?) are not supported"
+        )
     if counts[0] != len(files.optimizers):
         raise UserError(
             f"{opened.file} was saved by {counts[0]} processes and {len(files.optimizers)} optimizer files are there: "

@@ -45,6 +45,8 @@ def open_fsdp(path: Path, folder: Path) -> Source:
             f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
             "save with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
+    if not weights:
+        raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
     moments, steps = _moments(state, weights)
     return Source(
         path=path,

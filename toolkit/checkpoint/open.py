@@ -6,7 +6,7 @@ from pathlib import Path
 
 from toolkit.checkpoint.deepspeed_files import find_tag_folder, is_tag_folder
 from toolkit.checkpoint.deepspeed_source import open_deepspeed
-from toolkit.checkpoint.folder import MANIFEST
+from toolkit.checkpoint.folder import MANIFEST, step_number
 from toolkit.checkpoint.fsdp_source import is_fsdp_folder, open_fsdp
 from toolkit.checkpoint.run_source import newest_complete, open_run_checkpoint
 from toolkit.checkpoint.source import Source
@@ -37,7 +37,7 @@ def open_checkpoint(path: Path) -> Source:
         return _open(path)
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         # each file is sound in itself, and says what none that we know says
         raise UserError(
             f"{path}: its files are damaged, or of a version that is not known ({type(error).__name__}: {error})"
@@ -45,7 +45,7 @@ def open_checkpoint(path: Path) -> Source:
 
 
 def _open(path: Path) -> Source:
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).is_file() or step_number(path) is not None:
         return open_run_checkpoint(path, path)
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent))

@@ -43,6 +43,12 @@ def open_run_checkpoint(path: Path, folder: Path) -> Source:
         source = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
     else:
         raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
+    most, step = max(source.adam_steps.values(), default=0), manifest.get("step")
+    if isinstance(step, int) and most > step:
+        raise UserError(
+            f"{folder / MANIFEST} is of optimizer step {step} and the optimizer's state of step {most:g}: "
+            "files of two checkpoints are mixed; copy the checkpoint again or take another one"
+        )
     return _as_the_manifest_says(source, folder, manifest)
 
 
@@ -120,13 +126,21 @@ def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
         places = _places(file, header)
         for key, stored in header.tensors.items():
             if key.startswith("step."):
-                steps[key] = stored
+                _check_step(steps.setdefault(key, stored), stored)
             else:
                 parts[key].append((*places[key], stored))
     whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
     state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
     source = _source(path, manifest, {}, {**state, **steps})
     return dataclasses.replace(source, weights=_named(whole, "weight."), buffers=_named(whole, "buffer."))
+
+
+def _check_step(first: Stored, other: Stored) -> None:
+    if number_in(first) != number_in(other):
+        raise UserError(
+            f"{other.spans[0].member.file} is of optimizer step {number_in(other)} and {first.spans[0].member.file} of "
+            f"step {number_in(first)}: they are of different saves; copy the checkpoint again or take another one"
+        )
 
 
 def _named(whole: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:

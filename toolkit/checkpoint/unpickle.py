@@ -81,7 +81,7 @@ def unpickle(
 
 def _refuse_monsters(value: Any) -> None:
     """Refuses what a few bytes can describe and no one can walk through: a tree of shared or nested branches."""
-    left, branches = _MOST_OPERATIONS, [(value, 0)]
+    left, branches = _MOST_OPERATIONS, [(value, 0)] if type(value) in _BRANCHES else []
     while branches:
         branch, depth = branches.pop()
         if type(branch) is Thing:
@@ -113,9 +113,7 @@ class _Machine:
     def run(self) -> Any:
         content, operations = self.content, _OPERATIONS
         for _ in range(_MOST_OPERATIONS):
-            if self.at >= len(content):
-                raise MalformedError("it ends early")
-            opcode = content[self.at]
+            opcode = content[self.at]  # IndexError where it ends early
             self.at += 1
             if opcode == 0x2E:  # STOP
                 return self._pop_value()
@@ -134,10 +132,6 @@ class _Machine:
         taken = self.content[self.at : end]
         self.at = end
         return taken
-
-    def _number(self, form: str) -> int:
-        (number,) = struct.unpack(form, self._take(struct.calcsize(form)))
-        return int(number)
 
     def _line(self) -> str:
         end = self.content.find(b"\n", self.at, self.at + 1000)
@@ -274,6 +268,39 @@ def _pushes(value: Any) -> Callable[[_Machine], None]:
     return lambda machine: machine.stack.append(value)
 
 
+def _reads(form: str) -> Callable[[_Machine], int]:
+    """Reads a number; struct.error where the pickle ends first."""
+    packed = struct.Struct(form)
+
+    def read(machine: _Machine) -> int:
+        at = machine.at
+        machine.at = at + packed.size
+        number: int = packed.unpack_from(machine.content, at)[0]
+        return number
+
+    return read
+
+
+_u1, _u2, _u4, _u8, _i4, _f8 = map(_reads, ("<B", "<H", "<I", "<Q", "<i", ">d"))
+
+
+def _pushes_number(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(read(machine))
+
+
+def _pushes_text(read: Callable[[_Machine], int], encoding: str = "utf-8") -> Callable[[_Machine], None]:
+    errors = "surrogatepass" if encoding == "utf-8" else "strict"
+    return lambda machine: machine.stack.append(machine._take(read(machine)).decode(encoding, errors))
+
+
+def _gets(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.memo[read(machine)])
+
+
+def _puts(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
+    return lambda machine: machine._put(read(machine))
+
+
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     ord(opcode): operation
     for opcode, operation in {
@@ -287,17 +314,17 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         "}": lambda m: m._push({}),
         "]": lambda m: m._push([]),
         "\x8f": lambda m: m._push(set()),
-        "J": lambda m: m._push(m._number("<i")),
-        "K": lambda m: m._push(m._number("<B")),
-        "M": lambda m: m._push(m._number("<H")),
-        "\x8a": lambda m: m._push(int.from_bytes(m._take(m._number("<B")), "little", signed=True)),  # LONG1
-        "G": lambda m: m._push(struct.unpack(">d", m._take(8))[0]),
-        "X": lambda m: m._push(m._take(m._number("<I")).decode("utf-8", "surrogatepass")),  # BINUNICODE
-        "\x8c": lambda m: m._push(m._take(m._number("<B")).decode("utf-8", "surrogatepass")),
-        "\x8d": lambda m: m._push(m._take(m._number("<Q")).decode("utf-8", "surrogatepass")),
-        "U": lambda m: m._push(m._take(m._number("<B")).decode("latin1")),  # SHORT_BINSTRING
-        "B": lambda m: m._push(m._take(m._number("<I"))),
-        "C": lambda m: m._push(m._take(m._number("<B"))),
+        "J": _pushes_number(_i4),
+        "K": _pushes_number(_u1),
+        "M": _pushes_number(_u2),
+        "\x8a": lambda m: m._push(int.from_bytes(m._take(_u1(m)), "little", signed=True)),  # LONG1
+        "G": _pushes_number(_f8),
+        "X": _pushes_text(_u4),  # BINUNICODE
+        "\x8c": _pushes_text(_u1),
+        "\x8d": _pushes_text(_u8),
+        "U": _pushes_text(_u1, "latin1"),  # SHORT_BINSTRING
+        "B": lambda m: m._push(m._take(_u4(m))),
+        "C": lambda m: m._push(m._take(_u1(m))),
         "a": _Machine._append,
         "e": _Machine._append_all,
         "s": _Machine._set_item,
@@ -307,11 +334,11 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         "\x85": lambda m: m._tuple(1),
         "\x86": lambda m: m._tuple(2),
         "\x87": lambda m: m._tuple(3),
-        "q": lambda m: m._put(m._number("<B")),
-        "r": lambda m: m._put(m._number("<I")),
+        "q": _puts(_u1),
+        "r": _puts(_u4),
         "\x94": lambda m: m._put(len(m.memo)),  # MEMOIZE
-        "h": lambda m: m._push(m.memo[m._number("<B")]),
-        "j": lambda m: m._push(m.memo[m._number("<I")]),
+        "h": _gets(_u1),
+        "j": _gets(_u4),
         "c": lambda m: m._find(m._line(), m._line()),
         "\x93": _Machine._stack_global,
         "R": _Machine._reduce,

@@ -111,7 +111,7 @@ def _check_index(folder: Path, files: list[Path], tensors: Mapping[str, Stored])
 
 def _safetensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     header = read_header(file)
-    # accelerate notes the tied names that it left out: {left out: kept}
+    # safetensors' save_model notes the tied names that it left out, {left out: kept}; accelerate does not
     tied = {name: kept for name, kept in header.metadata.items() if kept in header.tensors and name != "format"}
     return dict(header.tensors), tied
 

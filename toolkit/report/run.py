@@ -164,6 +164,7 @@ class Run:
             f"  {folder}/report.html       curves, confusion matrix, worst mistakes: open it in a browser",
             f"  {folder}/predictions.jsonl every {last.split} sample with its probabilities",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
+            *([f"  {folder}/checkpoints/last  resumes under any launch"] if (folder / "checkpoints").is_dir() else []),
             "next:",
             f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv",
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from toolkit import launch
 from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, live_state, tied_names, whole_shape
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.open import open_checkpoint
@@ -179,9 +179,11 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
+            "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # an adapter's base weights are not trained, large, and lie where they came from
             "excluded": frozen if with_adapter else {},
+            "base_model": self.facts["settings"].get("model_name_or_path"),
             "seeds": {"seed": loop.settings.seed},
             "scheduler_steps": loop.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, loop.optimizer),

@@ -63,11 +63,14 @@ def _place_of(path: Path) -> Path:
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     saved = folders.read_manifest(folder)
     found = folders.differences(saved["identity"], facts["identity"])
-    if found and any(line.startswith("data ") for line in found):
-        # the digest says that they differ; the settings perhaps why
+    digest = next((line for line in found if line.startswith("data ")), None)
+    if digest:  # says that the data differ; the settings perhaps why
         names = {field.name for field in dataclasses.fields(DataSettings)}
         now = {name: value for name, value in facts["settings"].items() if name in names}
-        found += folders.differences(saved["settings"], now)
+        why = folders.differences(saved["settings"], now)
+        if not why and len(found) == 1:
+            why = ["the data are others: the content of the files, or the tokenizer, has changed"]
+        found = list(dict.fromkeys([*(line for line in found if line is not digest), *why]))
     if found:
         raise UserError(
             f"{folder} is of another job: {'; '.join(found)}. Give the settings it was made with, another "

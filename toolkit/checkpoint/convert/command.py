@@ -73,10 +73,13 @@ def run(arguments: argparse.Namespace) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.to == "universal":
         raise UserError(
-            "toolkit convert --to universal is not offered: DeepSpeed's universal format does not cross ZeRO stages, "
-            "and loading it at stage 3 gives every parameter group the first one's settings without a word; "
-            "--resume takes any checkpoint of ours under any strategy and number of processes"
+            "toolkit convert --to universal is not offered: DeepSpeed loads that format into the same ZeRO stage only, "
+            "and at stage 3 gives every parameter group the first one's settings without a word. --resume takes a "
+            "run's checkpoint under any strategy; if you need the format, `python -m "
+            "deepspeed.checkpoint.ds_to_universal --input_folder FOLDER --output_folder OUT` makes it"
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("toolkit convert runs in one process: start it without a launcher")
     if arguments.inspect and arguments.out is not None:
         raise UserError("toolkit convert --inspect CHECKPOINT writes nothing: leave OUT out")
     if arguments.json and not arguments.inspect:

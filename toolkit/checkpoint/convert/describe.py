@@ -61,8 +61,11 @@ def lines(source: Source) -> list[str]:
         f"  converted   {gigabytes(facts['output_bytes']['F32'])} as fp32, "
         f"{gigabytes(facts['output_bytes']['BF16'])} as bf16",
     ]
-    if facts["details"]:
-        text.append("  details     " + ", ".join(f"{name} {value}" for name, value in facts["details"].items()))
+    short = {
+        name: value for name, value in facts["details"].items() if name != "folder" and not isinstance(value, dict)
+    }
+    if short:
+        text.append("  details     " + ", ".join(f"{name} {value}" for name, value in short.items()))
     text += [f"  missing     {what}" for what in facts["missing"]]
     return text
 
@@ -107,4 +110,4 @@ def _plain(value: object) -> Any:
 
 
 def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}{'es' if word.endswith('s') else 's'}"
+    return f"{count} {word}" if count == 1 else f"{count} {word}es"

@@ -106,10 +106,11 @@ def from_base(
         UserError: no base model is given, or it lacks a wanted parameter, or has it in another shape.
     """
     if base is None:
+        named = source.details.get("base_model") or ""
         if wanted:
             raise UserError(
                 f"{source.path} leaves {len(wanted)} frozen parameters out ({listing(wanted, 3)}): "
-                "say where the base model is with --base_model FOLDER"
+                f"say where the base model{named and f', {named},'} is with --base_model FOLDER"
             )
         return {}
     known = _renamed({**base.weights, **base.buffers}, {*held, *wanted})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -93,12 +95,22 @@ def _having(name: str, *folders: Path | None) -> Path | None:
 
 
 def _open_base(options: Options, source: Source) -> Source | None:
+    """What has the parameters that the checkpoint leaves out: as named, or as the run noted."""
     if options.base_model is not None:
         return open_checkpoint(options.base_model)
-    named = source.details.get("base_model")
-    if source.excluded and isinstance(named, str) and Path(named).is_dir() and (Path(named) / "config.json").is_file():
-        return open_checkpoint(Path(named))
-    return None
+    if not source.excluded or (lora.is_lora(source) and not options.merge_lora):
+        return None
+    folder = Path(_located(str(source.details.get("base_model", ""))))
+    return open_checkpoint(folder) if (folder / model_files.CONFIG).is_file() else None
+
+
+def _located(name: str) -> str:
+    """A demo model's name -> its folder, asked of a process of its own: the answer needs large libraries."""
+    if not name.startswith("demo:"):
+        return name
+    program = "import sys; from toolkit.data.demo import model_path; print(model_path(sys.argv[1]))"
+    asked = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
+    return asked.stdout.strip() if asked.returncode == 0 else name
 
 
 def described(plan: Plan) -> list[str]:
@@ -125,23 +137,23 @@ def notes(plan: Plan) -> list[str]:
 def write(plan: Plan) -> list[str]:
     """Converts, and returns the lines to print. Raises UserError; `out` is then as it was before."""
     began = time.monotonic()
-    options, dtype = plan.options, DTYPES[plan.options.dtype]
+    options, verified, verifying = plan.options, [], 0.0
     check_space(options.out, plan.size)
-    said = []
     with made_beside(options.out) as draft:
         read = _stream(plan, draft)
-        write_index(draft, plan.shards, dtype)
-        plan.files.write(draft, dtype, plan.selection.is_adapter)
+        write_index(draft, plan.shards, DTYPES[options.dtype])
+        plan.files.write(draft, DTYPES[options.dtype], plan.selection.is_adapter)
         if options.verify:
-            said = _verify(plan, draft)
-    seconds = time.monotonic() - began
-    speed = f"{plan.size / seconds / 1e9:.2f} GB/s"
+            started = time.monotonic()
+            verified = _verify(plan, draft)
+            verifying = time.monotonic() - started
+    seconds = time.monotonic() - began - verifying
     files = f"{len(plan.shards)} file" + ("s" if len(plan.shards) > 1 else "")
-    said.append(
-        f"wrote {options.out}: {gigabytes(plan.size)} of {options.dtype} in {files}, "
-        f"read {gigabytes(read)}, {seconds:.1f} s, {speed}"
+    wrote = (
+        f"wrote {options.out}: {gigabytes(plan.size)} of {options.dtype} in {files}, read {gigabytes(read)}, "
+        f"{seconds:.1f} s, {read / seconds / 1e9:.2f} GB/s"
     )
-    return [*notes(plan), *said]
+    return [*notes(plan), *verified, wrote]
 
 
 def _stream(plan: Plan, draft: Path) -> int:

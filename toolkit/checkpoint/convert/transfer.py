@@ -116,6 +116,8 @@ def _chunks(targets: Iterable[Target], checked: Iterable[Member]) -> list[_Chunk
 
 def _parts(target: Target) -> Iterator[tuple[Member, _Part]]:
     item, first = ITEM_BYTES[target.stored.dtype], 0
+    if sum(span.count for span in target.stored.spans) != target.stored.count:
+        raise UserError(f"{target.stored.name} is not whole in the checkpoint: the output would have a hole")
     for span in target.stored.spans:
         end = span.start + span.count * item
         if span.start % item or end > span.member.size:

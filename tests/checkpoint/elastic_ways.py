@@ -1,0 +1,272 @@
+"""A small model of awkward parameters under every way to divide it, for tests/checkpoint/elastic_worker.py."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.utils import DistributedType
+from torch import nn
+
+from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers
+
+SAVED_AFTER, TRAINED_ON = 2, 5
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# what follows the stage in a way's name -> its part of the DeepSpeed config
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 4}},
+    "accumulates": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "robin": {"zero_optimization": {"round_robin_gradients": True}},
+    "scattered": {"zero_optimization": {"contiguous_gradients": False}},
+    "aligned": {"zero_optimization": {"parameter_alignment": True}},
+    "subgroups": {"zero_optimization": {"sub_group_size": 40}},
+    "kept": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
+    "released": {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    "hpz": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+    "offload": {"zero_optimization": OFFLOAD},
+    "swapped": {"zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}},
+}
+
+
+class Odd(nn.Module):
+    """Sizes that divide by nothing, a tied weight, buffers of three types."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.first = nn.Linear(7, 11)
+        self.second = nn.Linear(11, 7)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        if model == "scalar":  # neither DeepSpeed nor FSDP2 takes it
+            self.gain = nn.Parameter(torch.tensor(0.75))
+        if model == "empty":
+            self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.linspace(-1, 1, 5))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("small", torch.arange(3, dtype=torch.bfloat16))
+        self.register_buffer("forgotten", torch.ones(3), persistent=False)
+        if model in ("frozen", "rows", "half"):
+            self.first.bias.requires_grad_(False)
+            self.second.weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+            self.mean += 0.25
+            self.small += 1
+        hidden = torch.tanh(self.first(self.embed(tokens))) * self.scale  # (B, S, 11)
+        hidden = self.second(hidden) * getattr(self, "gain", 1.0)
+        return F.cross_entropy(self.head(hidden).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+@dataclass
+class Way:
+    state: LiveState
+    engine: Any
+    """What computes the loss."""
+    strategy: str
+    dtype: torch.dtype
+    update: Callable[[torch.Tensor], None]
+    """Backward and a step of the optimizer."""
+    masters: Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+    """(name, trained parameter) -> (its whole fp32 master, its whole moments), without toolkit's help."""
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def start_group() -> None:
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+    import deepspeed
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    # fp16 is refused on CPU only because it is slow there
+    type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+
+
+def build(model: str, name: str) -> Way:
+    """`single x1`, `ddp x2`, `fsdp x3`, `zero2-bf16-offload x2`, ..."""
+    torch.manual_seed(11)
+    strategy, *options = name.split()[0].split("-")
+    module = Odd(model)
+    optimizer = torch.optim.AdamW(list(groups_of(module)), lr=0.01)
+    if strategy.startswith("zero"):
+        return with_deepspeed(module, optimizer, int(strategy[-1]), options)
+    if strategy == "fsdp":
+        return divided_by_rows(module)
+    engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
+
+    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return parameter.data, {key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
+
+    return plain(module, engine, optimizer, strategy, masters)
+
+
+def groups_of(module: nn.Module) -> Iterator[dict[str, Any]]:
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for number in range(3):
+        yield {"params": parameters[number::3], "weight_decay": 0.1 * number}
+
+
+def plain(module: Any, engine: Any, optimizer: Any, strategy: str, masters: Any) -> Way:
+    def update(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType.NO, unwrap_model=lambda _: module)
+    state = live_state(accelerator, engine, optimizer)
+    return Way(state, engine, strategy, torch.float32, update, masters)
+
+
+def divided_by_rows(module: nn.Module) -> Way:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(module.second, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(list(groups_of(module)), lr=0.01)  # of the parameters there are now
+
+    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        state = optimizer.state[parameter]
+        return parameter.full_tensor(), {key: state[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")}
+
+    return plain(module, module, optimizer, "fsdp2", masters)
+
+
+def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str]) -> Way:
+    import deepspeed
+
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+                              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    for option in options:
+        for key, value in OPTIONS[option].items():
+            config[key] = {**config.get(key, {}), **value}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+
+    def update(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    plugin = SimpleNamespace(zero_stage=stage)
+    accelerator: Any = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED,
+        unwrap_model=lambda _: module,
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+    )
+    state = live_state(accelerator, engine, SimpleNamespace(optimizer=engine.optimizer))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
+    masters = lines_of(engine) if "robin" in options else masters_of(engine)
+    return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
+
+
+def masters_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """By DeepSpeed's public calls."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+            # with several groups DeepSpeed links when only the first has been stepped
+            engine.optimizer._hp_optimizer_states_linked = False
+            engine.optimizer._lazy_init_hp_params_optimizer_state()
+        keys = ("exp_avg", "exp_avg_sq")
+        moments = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+        return safe_get_full_fp32_param(parameter), moments
+
+    return masters
+
+
+def lines_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """From the flat groups themselves: the public calls do not know round_robin_gradients' order."""
+    zero = engine.optimizer
+
+    def line(tensor: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor.detach())
+        return torch.cat(parts)
+
+    def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        for number, group in enumerate(zero.round_robin_bit16_groups):
+            start = 0
+            for other in group:
+                if other is parameter:
+                    flat = zero.single_partition_of_fp32_groups[number]
+                    state = zero.optimizer.state[flat]
+                    cut = {"": line(flat), **{key: line(state[key]) for key in ("exp_avg", "exp_avg_sq")}}
+                    cut = {key: value[start : start + parameter.numel()] for key, value in cut.items()}
+                    return cut.pop(""), cut
+                start += other.numel()
+        raise AssertionError("the parameter is in no group")
+
+    return masters
+
+
+def take_step(way: Way, step: int) -> float:
+    """One step on the same six samples whatever the number of processes; the loss over all of them."""
+    tokens = torch.randint(13, (6, 5), generator=torch.Generator().manual_seed(100 + step))
+    way.engine.train()
+    loss = way.engine(tokens[dist.get_rank() :: dist.get_world_size()])
+    way.update(loss)
+    return global_loss(loss)
+
+
+def global_loss(loss: torch.Tensor) -> float:
+    whole = loss.detach().double()
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()
+
+
+def truth_of(way: Way) -> dict[str, torch.Tensor]:
+    """`weight.X` (the fp32 masters; what is computed with where frozen), `copy.X` (what is computed with, of
+    trained ones), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `buffer.X`, whole, in every process."""
+    found: dict[str, torch.Tensor] = {}
+    steps = dict(sorted(_steps(way).items()))
+    for name, parameter in way.state.module.named_parameters():
+        copy = _whole(parameter)
+        if not parameter.requires_grad:
+            found[f"frozen.{name}"] = copy
+        elif name != "nothing":
+            master, moments = way.masters(name, parameter)
+            found[f"weight.{name}"] = master.detach().clone().view(-1)
+            found |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
+            found[f"copy.{name}"] = copy.view(-1)
+            found[f"step.{name}"] = torch.tensor(steps[name])
+            if not torch.equal(copy.view(-1), found[f"weight.{name}"].to(copy.dtype)):
+                raise AssertionError(f"{name}: what is computed with is not its master")
+    for name, buffer in persistent_buffers(way.state.module):
+        found[f"buffer.{name}"] = buffer.clone()
+    return found
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    if hasattr(parameter, "full_tensor"):
+        return parameter.full_tensor().detach().clone()
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.data.detach().clone()
+    return parameter.data.clone()
+
+
+def _steps(way: Way) -> dict[str, float]:
+    """Of all processes; fails where two say different things of one parameter."""
+    mine = {part.name: adam_step(part.adam) for part in way.state.fragments() if part.moments}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    steps: dict[str, float] = {}
+    for some in everyone:
+        for name, count in some.items():
+            if steps.setdefault(name, count) != count:
+                raise AssertionError(f"{name} has taken {count} and {steps[name]} steps")
+    return steps

@@ -1,0 +1,180 @@
+"""Started by tests/checkpoint/test_elastic_state.py: trains a small model of awkward parameters under one
+strategy, saves it, restores it under others, and compares.
+
+    torchrun --nproc_per_node N -m tests.checkpoint.elastic_worker FOLDER
+
+FOLDER/plan.json holds [model, source, target] for every restore. A way `zero2-bf16 x3` is made and restored
+into by the worker of three processes; workers of all sizes run at the same time and wait for each other's
+checkpoints. What is wrong with each restore goes to FOLDER/results-N.jsonl.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, global_loss, take_step, truth_of
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.live import tied_names
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.restore import restore
+from toolkit.checkpoint.save import drafts_of, write, write_deepspeed, written_by
+from toolkit.errors import UserError
+
+WAIT_SECONDS = 200
+
+
+def save(way: Way, folder: Path) -> None:
+    """As toolkit/training/checkpoints.py does, without a recipe's run around it."""
+    rank = dist.get_rank()
+    if rank == 0:
+        folders.begin(folder)
+    dist.barrier()
+    if way.state.strategy_files == "deepspeed":
+        write_deepspeed(way.engine, folder, SAVED_AFTER, exclude_frozen=False)
+    else:
+        for draft in drafts_of(way.state, set(), rank):
+            write(draft, folder)
+    entries: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(entries, folders.described(folder, written_by(folder, rank)))
+    if rank == 0:
+        module = way.state.module
+        folders.publish(
+            folder,
+            {
+                "format": 1,
+                "step": SAVED_AFTER,
+                "state": way.state.strategy_files,
+                "strategy": way.strategy,
+                "world": dist.get_world_size(),
+                "tied": tied_names(module),
+                "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
+                "files": {name: entry for part in entries for name, entry in part.items()},
+            },
+        )
+    dist.barrier()
+
+
+def make(model: str, name: str, root: Path) -> None:
+    """ROOT/checkpoint, ROOT/truth.safetensors and ROOT/losses.json of the steps after it."""
+    way = build(model, name)
+    for step in range(SAVED_AFTER):
+        take_step(way, step)
+    save(way, root / "checkpoint")
+    truth = truth_of(way)
+    losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
+    if dist.get_rank() == 0:
+        save_file({key: value.contiguous() for key, value in truth.items()}, root / "truth.safetensors")
+        (root / ".losses").write_text(json.dumps(losses))
+        (root / ".losses").replace(root / "losses.json")  # last: the others wait for it
+    way.close()
+
+
+def faults_of(model: str, root: Path, target: str, exact: bool) -> list[str]:
+    """What is not as it was after a restore: of the state bit for bit, of the next losses by closeness."""
+    wait_for(root / "losses.json")
+    way = build(model, target)
+    take_step(way, 50)  # what was there before must leave no trace
+    restore(way.state, open_checkpoint(root / "checkpoint"), SAVED_AFTER)
+    faults = differences(load_file(root / "truth.safetensors"), truth_of(way), way)
+    wanted = json.loads((root / "losses.json").read_text())
+    found = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
+    way.close()
+    closeness = 1e-6 if exact else 2e-2 if way.dtype != torch.float32 or "16" in str(root) else 1e-5
+    for step, (one, other) in enumerate(zip(found, wanted, strict=True), SAVED_AFTER + 1):
+        if abs(one - other) > closeness * abs(other):
+            faults.append(f"loss of step {step} is {one} and was {other}")
+    return faults
+
+
+def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], way: Way) -> list[str]:
+    faults = [f"{key} is only in one" for key in sorted(wanted.keys() ^ found.keys())]
+    for key in sorted(wanted.keys() & found.keys()):
+        was, now = wanted[key], found[key]
+        if not key.startswith(("weight.", "exp_avg", "step.")):  # computed in the engine's own type
+            was = was.to(now.dtype)
+        if not torch.equal(was.float(), now.float()):
+            faults.append(f"{key} differs by {(was.float() - now.float()).abs().max():.3g}")
+    return faults
+
+
+def uneven(root: Path, target: str) -> list[str]:
+    """One parameter has taken another number of steps: every process must refuse that, alike."""
+    wait_for(root / "losses.json")
+    way = build("odd", target)
+    before = truth_of(way)
+    source = open_checkpoint(root / "checkpoint")
+    last = list(source.adam_steps)[-1]
+    source = replace(source, adam_steps={**source.adam_steps, last: 1.0})
+    try:
+        restore(way.state, source, SAVED_AFTER)
+    except UserError as error:
+        faults = [] if "steps" in str(error) else [f"another error: {error}"]
+    else:
+        faults = ["accepted"]
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, faults)
+    after = truth_of(way)
+    if any(not torch.equal(before[key], after[key]) for key in before):
+        faults.append("something was changed before it was refused")
+    way.close()
+    return [fault for answer in answers for fault in answer] + faults
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} does not come")
+        time.sleep(0.05)
+    dist.barrier()
+
+
+def place(folder: Path, model: str, way: str) -> Path:
+    return folder / f"{model}-{way.replace(' ', '-')}"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "plan.json").read_text())
+    mine = f"x{dist.get_world_size()}"
+    sources = dict.fromkeys((model, source) for model, source, _ in plan if source.endswith(mine))
+    for model, source in sources:
+        place(folder, model, source).mkdir(exist_ok=True)
+        make(model, source, place(folder, model, source))
+        gc.collect()
+    results = []
+    for model, source, target in plan:
+        if not target.endswith(mine):
+            continue
+        root = place(folder, model, source)
+        try:
+            faults = uneven(root, target[1:]) if target[0] == "!" else faults_of(model, root, target, source == target)
+        except TimeoutError:
+            raise
+        except Exception:  # the other processes meet it too
+            faults = [traceback.format_exc()[-1500:]]
+        results.append({"model": model, "source": source, "target": target, "faults": faults})
+        gc.collect()
+    if dist.get_rank() == 0:
+        (folder / f"results-{mine[1:]}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    from tests.checkpoint.elastic_ways import start_group
+
+    start_group()
+    main()
