@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from toolkit.checkpoint.checksum import crc32
+from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.live import Fragment, LiveState, adam_step, whole_shape
 from toolkit.checkpoint.tensors_file import lay_out
 
@@ -94,22 +94,30 @@ def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
     return Draft(f"slices-rank-{rank:05d}.safetensors", tensors, {"slices": json.dumps(places, ensure_ascii=False)})
 
 
-def write(draft: Draft, folder: Path) -> None:
-    """Streams the tensors from where they lie, each with its CRC32, and flushes the file to the disk."""
+def write(draft: Draft, folder: Path) -> dict[str, Any]:
+    """Streams the tensors from where they lie, each with its CRC32, and flushes the file to the disk.
+
+    Returns the file's entry for the manifest: the bytes are not read again for it.
+    """
     layout = lay_out(
         {name: (_DTYPES[values.dtype], shape) for name, (values, shape) in draft.tensors.items()},
         draft.metadata,
         checksums=True,
     )
     checksums: dict[str, int] = {}
+    of_data = 0
     with (folder / draft.name).open("wb", buffering=0) as file:
         file.write(layout.header())  # in the place of the true one, which is as long
         for name in layout.tensors:
             content = _bytes(draft.tensors[name][0])
             checksums[name] = crc32(content)
+            of_data = combine(of_data, checksums[name], len(content))
             _write_all(file.fileno(), content)
-        os.pwrite(file.fileno(), layout.header(checksums), 0)
+        header = layout.header(checksums)
+        os.pwrite(file.fileno(), header, 0)
         os.fsync(file.fileno())
+    whole = combine(crc32(header), of_data, layout.size - len(header))
+    return {"bytes": layout.size, "crc32": f"{whole:08x}"}
 
 
 def _bytes(values: torch.Tensor) -> memoryview:

@@ -128,6 +128,7 @@ class Checkpoints:
         state = live_state(accelerator, self.loop.model, self.loop.optimizer)
         manifest = self._manifest(state, metrics)
         later: list[Draft] = []
+        mine: dict[str, Any] = {}
         if state.strategy_files == "deepspeed":
             write_deepspeed(self.loop.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
         else:
@@ -135,10 +136,10 @@ class Checkpoints:
             if self.settings.checkpoint_in_background and state.strategy_files == "whole":
                 later = [draft.copied() for draft in drafts]
             else:
-                for draft in drafts:
-                    write(draft, folder)
+                mine = {draft.name: write(draft, folder) for draft in drafts}
         self._write_small(folder, rank)
-        entries = gather_object([folders.described(folder, written_by(folder, rank))])
+        mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])
+        entries = gather_object([mine])
         files = {name: entry for part in entries for name, entry in part.items()}
         size = sum(entry["bytes"] for entry in files.values())
         size += broadcast_object_list([sum(draft.size for draft in later)])[0]
@@ -297,9 +298,7 @@ class _Completion:
     best_step: int
 
     def __call__(self) -> None:
-        for draft in self.drafts:
-            write(draft, self.folder)
-        late = folders.described(self.folder, [draft.name for draft in self.drafts])
+        late = {draft.name: write(draft, self.folder) for draft in self.drafts}
         folders.publish(self.folder, {**self.manifest, "files": {**self.files, **late}})
         checkpoints = self.folder.parent
         folders.point(checkpoints, "last", self.folder)
