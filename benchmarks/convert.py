@@ -224,7 +224,8 @@ def report(taken: dict[str, list[tuple[float, int]]], options: argparse.Namespac
     state = "not in memory (cold)" if options.cold else "in memory (warm page cache)"
     table = "\n".join(lines)
     return (
-        f"## ZeRO-{options.stage}, {options.world} processes, {weights / 1e9:.1f} GB of fp32 weights\n\n"
+        f"## ZeRO-{options.stage}, {options.world} processes, {weights / 1e9:.1f} GB of fp32 weights"
+        f"{', cold' if options.cold else ''}\n\n"
         f"A checkpoint of {whole / 1e9:.1f} GB, its files {state}, {options.repeats} repeats in turns, on "
         f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()}) with a virtual disk. Each is a whole "
         "process, imports included. `toolkit convert` checks every checksum and flushes its output to the disk; of "

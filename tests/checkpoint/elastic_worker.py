@@ -10,6 +10,7 @@ checkpoints. What is wrong with each restore goes to FOLDER/results-N.jsonl.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, global_loss, take_step, truth_of
+from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, take_step, truth_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import tied_names
 from toolkit.checkpoint.open import open_checkpoint
@@ -32,7 +33,8 @@ from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import drafts_of, write, write_deepspeed, written_by
 from toolkit.errors import UserError
 
-WAIT_SECONDS = 200
+WAIT_SECONDS = 100
+HANG_SECONDS = 60  # of one restore
 
 
 def save(way: Way, folder: Path) -> None:
@@ -84,6 +86,7 @@ def make(model: str, name: str, root: Path) -> None:
 def faults_of(model: str, root: Path, target: str, exact: bool) -> list[str]:
     """What is not as it was after a restore: of the state bit for bit, of the next losses by closeness."""
     wait_for(root / "losses.json")
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
     way = build(model, target)
     take_step(way, 50)  # what was there before must leave no trace
     restore(way.state, open_checkpoint(root / "checkpoint"), SAVED_AFTER)
@@ -170,6 +173,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         (folder / f"results-{mine[1:]}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
     dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     os._exit(0)
 
 

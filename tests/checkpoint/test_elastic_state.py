@@ -14,9 +14,9 @@ from tests.runs import start
 
 # model (see elastic_ways.Odd) -> the ways between which it goes
 WAYS = {
-    "odd": ["single x1", "zero2 x2", "zero3-subgroups x2", "zero2-robin x3", "zero3-kept x3", "zero2-offload x2",
+    "odd": ["single x1", "zero2 x2", "zero3-subgroups x2", "zero2-robin x2", "zero3-kept x3", "zero2-offload x2",
             "zero3-swapped x2", "zero1 x2", "zero2-scattered x2", "zero3-released x3", "zero2-aligned x3",
-            "zero3-hpz x2", "ddp x3", "zero2-robin x2", "zero1 x1", "zero3 x1"],
+            "zero3-hpz x2", "ddp x3", "zero1 x1", "zero3 x1"],
     "frozen": ["single x1", "zero1 x2", "zero3-released x3", "zero2 x3", "zero3-kept x2"],
     "scalar": ["single x1", "ddp x2"],
     "empty": ["single x1", "zero1 x2", "zero2 x3", "zero2-robin x2"],
@@ -29,11 +29,11 @@ Triple = tuple[str, str, str]
 
 
 def some_pairs() -> list[Triple]:
-    """Into every way from itself, from the one before it and from the first."""
+    """Into every way from itself and from the one before it."""
     found = []
     for model, ways in WAYS.items():
         for place, target in enumerate(ways):
-            found += [(model, source, target) for source in dict.fromkeys([target, ways[place - 1], ways[0]])]
+            found += [(model, source, target) for source in dict.fromkeys([target, ways[place - 1]])]
     return [*found, ("odd", "single x1", "!zero2 x2"), ("odd", "single x1", "!zero3-subgroups x2")]
 
 

@@ -11,11 +11,12 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.checksum import crc32_of_range
+from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
 
 MANIFEST = "manifest.json"
@@ -42,7 +43,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error}): take another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != 1 or "files" not in manifest:
         raise UserError(f"{path} is not a manifest this version reads (format {_format_of(manifest)}, not 1)")
+    if manifest.get("crc32", digits := _digits(manifest)) != digits:
+        raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")
     return manifest
+
+
+def _digits(manifest: dict[str, Any]) -> str:
+    """The checksum of what a manifest says: it names the step that everything else is believed to be of."""
+    text = json.dumps({key: value for key, value in manifest.items() if key != "crc32"}, ensure_ascii=False)
+    return f"{crc32(text.encode()):08x}"
 
 
 def _format_of(manifest: Any) -> Any:
@@ -116,6 +125,11 @@ def _saved_at(folder: Path) -> tuple[float, str]:
         return 0.0, folder.name
 
 
+def later_than_all(checkpoints: Path) -> float:
+    """The time for a new checkpoint to be the newest, though the clock was set back since the last one."""
+    return max([time.time(), *(_saved_at(folder)[0] + 1e-3 for folder in _step_folders(checkpoints))])
+
+
 def begin(folder: Path) -> None:
     """An empty folder of this name. One that is in the way is unmade, its manifest first."""
     remove(folder)
@@ -131,6 +145,8 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
     """From here on the checkpoint counts."""
     flush_folders(folder)
     draft = folder / f".{MANIFEST}.{os.getpid()}"
+    manifest = json.loads(json.dumps(manifest))  # as it will be read
+    manifest["crc32"] = _digits(manifest)
     with draft.open("w", encoding="utf-8") as file:
         json.dump(manifest, file, ensure_ascii=False, indent=1)
         file.flush()
@@ -169,15 +185,25 @@ def pointed(checkpoints: Path, name: str) -> Path | None:
     return target if link.is_symlink() and (target / MANIFEST).is_file() else None
 
 
+def point_best(checkpoints: Path, step: int) -> None:
+    """`best` -> the checkpoint of that step, or nothing where it is gone: a run that goes on from an older
+    checkpoint knows nothing of a better one after it."""
+    folder = step_folder(checkpoints, step)
+    if (folder / MANIFEST).is_file():
+        point(checkpoints, "best", folder)
+    else:
+        (checkpoints / "best").unlink(missing_ok=True)
+
+
 def prune(checkpoints: Path, keep: int) -> None:
-    """Leaves the newest `keep` complete checkpoints and the best one, and nothing half done."""
+    """Leaves the newest `keep` complete checkpoints, what `best` and `last` name, and nothing half done."""
     for draft in checkpoints.glob(".*"):  # of a link whose maker was killed
         if draft.is_symlink():
             draft.unlink()
     kept = complete(checkpoints)[:keep]
-    best = pointed(checkpoints, "best")
+    named = [pointed(checkpoints, name) for name in ("best", "last")]
     for folder in _step_folders(checkpoints):
-        if folder not in kept and (best is None or folder.resolve() != best):
+        if folder not in kept and folder.resolve() not in named:
             remove(folder)
 
 

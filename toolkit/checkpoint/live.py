@@ -7,6 +7,7 @@ them with the same elements of whatever was saved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,19 +97,48 @@ class FlatState(LiveState):
         self.engine = engine
         names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         self.masters = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+        self.places = self._places()
+
+    def _places(self) -> dict[int, tuple[int, int]] | None:
+        """id of a parameter -> (group, first element on the group's line); None where DeepSpeed's own mapping
+        has to say it (BF16_Optimizer). The mapping does not know that `round_robin_gradients` reorders."""
+        zero = self.optimizer
+        if not hasattr(zero, "round_robin_bit16_groups"):
+            return None
+        found = {}
+        for number, group in enumerate(zero.round_robin_bit16_groups):
+            for parameter, offset in zip(group, zero.round_robin_bit16_offsets[number], strict=True):
+                found[id(parameter)] = (number, offset)
+        return found
+
+    def _place(self, parameter: Any) -> tuple[int, int, int, int] | None:
+        """(group, first element in the parameter, first element in this process's master, elements)."""
+        if not parameter.numel():
+            return None  # DeepSpeed leaves it out of its groups
+        if self.places is None:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is None:
+                return None
+            there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
+            return mapping.param_group_index, there.start, here.start, here.numel
+        number, offset = self.places[id(parameter)]
+        size = self.masters[number].numel()
+        begin = torch.distributed.get_rank(self.optimizer.real_dp_process_group[number]) * size
+        first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
+        return (number, first - offset, first - begin, end - first) if first < end else None
 
     def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is None:
-            return None  # another process owns all of it
-        master = self.masters[mapping.param_group_index]
+        place = self._place(parameter)
+        if place is None:
+            return None  # other processes own all of it
+        number, start, here, count = place
+        master = self.masters[number]
         moments, adam = adam_state(self.optimizer.optimizer, master)
-        there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
 
         def part(flat: torch.Tensor) -> torch.Tensor:
-            return flat.data.view(-1).narrow(0, here.start, here.numel)
+            return flat.data.view(-1).narrow(0, here, count)
 
-        return Fragment(name, there.start, part(master), {key: part(value) for key, value in moments.items()}, adam)
+        return Fragment(name, start, part(master), {key: part(value) for key, value in moments.items()}, adam)
 
     def after_loading(self, steps: int) -> None:
         self.optimizer.update_lp_params()
@@ -212,9 +242,11 @@ def adam_step(state: dict[str, Any]) -> float:
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What a state_dict holds besides parameters, shared ones once."""
+    seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
+            if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
@@ -250,6 +282,5 @@ def _local(parameter: Any) -> tuple[int, torch.Tensor]:
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if any(offsets[1:]):
         raise RuntimeError(f"a parameter divided by columns cannot be saved: {parameter.placements}")
-    row = parameter[0].numel() if parameter.dim() > 1 else 1
-    local = parameter.to_local()
-    return (offsets[0] * row if offsets else 0), local.data
+    row = math.prod(parameter.shape[1:])
+    return (offsets[0] * row if offsets else 0), parameter.to_local().data

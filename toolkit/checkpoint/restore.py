@@ -6,9 +6,11 @@ its own share and one block.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from toolkit.checkpoint.live import Fragment, LiveState, set_adam_step, whole_shape
+from toolkit.checkpoint.live import MOMENTS, Fragment, LiveState, persistent_buffers, set_adam_step, whole_shape
 from toolkit.checkpoint.source import Source, Stored
 from toolkit.errors import Faults, UserError, listing
 
@@ -25,12 +27,11 @@ def restore(state: LiveState, source: Source, steps: int) -> None:
     Raises UserError, before anything is changed, when the checkpoint is not of this model or has no
     optimizer state for a parameter that is trained.
     """
-    fragments = list(state.fragments())
     _refuse_other_model(state, source)
-    _refuse_uneven_steps(fragments, source)
+    _refuse_uneven_steps(state, source)
     state.before_loading()
     with torch.no_grad():
-        for fragment in state.fragments():  # again: some strategies move their storage in between
+        for fragment in state.fragments():
             _fill_fragment(fragment, source)
     state.after_loading(steps)
 
@@ -40,10 +41,13 @@ def _fill_fragment(fragment: Fragment, source: Source) -> None:
     if stored is None:
         return  # left out on purpose: it has the base model's values
     fill(fragment.values, stored, fragment.start)
+    name = _saved_name(source, fragment.name)
+    if name not in source.moments:
+        return  # frozen; or without elements, of which DeepSpeed saves nothing
     for key, values in fragment.moments.items():
-        fill(values, source.moments[fragment.name][key], fragment.start)
+        fill(values, source.moments[name][key], fragment.start)
     if fragment.moments:
-        set_adam_step(fragment.adam, source.adam_steps[fragment.name])
+        set_adam_step(fragment.adam, source.adam_steps[name])
 
 
 def fill(target: torch.Tensor, stored: Stored, start: int) -> None:
@@ -54,8 +58,12 @@ def fill(target: torch.Tensor, stored: Stored, start: int) -> None:
         target.narrow(0, first, count).copy_(block)
 
 
+def _saved_name(source: Source, name: str) -> str:
+    return source.tied.get(name, name)
+
+
 def _stored(source: Source, name: str) -> Stored | None:
-    name = source.tied.get(name, name)
+    name = _saved_name(source, name)
     return source.weights.get(name) or source.buffers.get(name)
 
 
@@ -73,30 +81,37 @@ def _refuse_other_model(state: LiveState, source: Source) -> None:
         stored = _stored(source, name)
         if stored is not None and stored.shape != shape:
             faults.add(f"{source.path}: {name} has shape {list(stored.shape)}, and {list(shape)} in the model")
-        elif trained and set(source.moments.get(name, ())) < {"exp_avg", "exp_avg_sq"}:
+        elif trained and math.prod(shape) > 0 and not _has_moments(source, name):
             faults.add(f"{source.path} has no optimizer state for {name}, which is trained here and was not there")
     if len(faults.found) > 4:
         faults.found[4:] = [f"and {len(faults.found) - 4} more of the kind"]
     faults.raise_if_any()
 
 
-def _named(state: LiveState) -> list[tuple[str, torch.Tensor]]:
-    from toolkit.checkpoint.live import persistent_buffers
+def _has_moments(source: Source, name: str) -> bool:
+    return set(MOMENTS) <= source.moments.get(_saved_name(source, name), {}).keys()
 
+
+def _named(state: LiveState) -> list[tuple[str, torch.Tensor]]:
     return [*state.module.named_parameters(), *persistent_buffers(state.module)]
 
 
-def _refuse_uneven_steps(fragments: list[Fragment], source: Source) -> None:
-    """Flattened parameters share one count of steps: parts of another age cannot be put among them."""
-    counts: dict[int, float] = {}
-    for fragment in fragments:
-        if not fragment.moments:
+def _refuse_uneven_steps(state: LiveState, source: Source) -> None:
+    """Flattened parameters share one count of steps: parts of another age cannot be put among them.
+
+    Asked of the source alone, so that all processes answer alike, whatever each of them owns.
+    """
+    counts: dict[float, str] = {}
+    for name, parameter in state.module.named_parameters():
+        if not parameter.requires_grad or not math.prod(whole_shape(parameter)):
             continue
-        steps = source.adam_steps.get(fragment.name)
+        steps = source.adam_steps.get(_saved_name(source, name))
         if steps is None:
-            raise UserError(f"{source.path} does not say how many steps {fragment.name} has taken")
-        if counts.setdefault(id(fragment.adam), steps) != steps:
-            raise UserError(
-                f"{source.path}: {fragment.name} has taken {steps:g} steps and others "
-                f"{counts[id(fragment.adam)]:g}: only one process or data parallel can go on from that"
-            )
+            raise UserError(f"{source.path} does not say how many steps {name} has taken")
+        counts.setdefault(steps, name)
+    if len(counts) > 1 and state.strategy_files == "deepspeed":
+        listed = " and ".join(f"{name} {steps:g}" for steps, name in list(counts.items())[:2])
+        raise UserError(
+            f"{source.path}: not all parameters have taken the same number of steps ({listed}): only one process or "
+            "data parallel can go on from that"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,8 +82,9 @@ def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
     tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
     places: dict[str, dict[str, Any]] = {}
     for fragment in state.fragments():
-        if fragment.name in excluded or (fragment.name in buffers and rank != 0):
-            continue  # a buffer is the same in every process
+        whole = fragment.values.numel() == math.prod(shapes[fragment.name])
+        if fragment.name in excluded or (whole and rank != 0):
+            continue  # every process has it, as buffers and what is not divided: rank 0 writes it
         kind = "buffer" if fragment.name in buffers else "weight"
         values = {kind: fragment.values, **fragment.moments}
         for key, part in values.items():

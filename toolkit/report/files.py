@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
 
 from toolkit import __version__, launch
 from toolkit.config import TrainingSettings, flat
@@ -57,8 +58,11 @@ class RunFolder:
             try:
                 answer = [(*_open_folder(settings, recipe, facts), "")]
             except UserError as error:
-                answer = [(None, None, str(error))]
-        path, origin, fault = broadcast_object_list(answer)[0]
+                answer = [(None, None, None, str(error))]
+        lock = answer[0][2] if answer[0] and not answer[0][3] else None
+        self._lock = lock
+        """Held, by the main process, as long as it lives: two runs in one folder would undo each other."""
+        path, origin, fault = broadcast_object_list([answer[0] and (*answer[0][:2], answer[0][3])])[0]
         if fault:
             raise UserError(fault)
         self.path: Path = path
@@ -81,6 +85,7 @@ class RunFolder:
                 "mixed_precision": accelerator.mixed_precision,
                 "device": _device_name(accelerator.device),
                 "host": platform.node(),
+                "pid": os.getpid(),
             },
             "launch": launch.how_launched(),
             "versions": versions(),
@@ -166,12 +171,15 @@ def last_step(path: Path) -> int:
     return max((line["step"] for line in collections.deque(read_lines(path), maxlen=1)), default=0)
 
 
-def _open_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> tuple[Path, Origin]:
-    """The run's folder, made or found, and where the run starts. Raises UserError."""
+def _open_folder(
+    settings: TrainingSettings, recipe: str, facts: dict[str, Any]
+) -> tuple[Path, Origin, FileLock | None]:
+    """The run's folder, made or found, where the run starts, and the lock on it. Raises UserError."""
     output_dir, stamp = settings.output_dir, time.strftime("%Y%m%d-%H%M%S")
     path = Path(output_dir) if output_dir else _unused(Path("runs") / f"{recipe}-{stamp}")
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
+    lock = _locked(path)
     held = [mark for mark in _MARKS if (path / mark).exists()]
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
@@ -189,13 +197,41 @@ def _open_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any])
             path.rename(aside)
             origin = origin.within(path, aside)
         path.mkdir(parents=True, exist_ok=True)
+        if lock is None or moved:
+            lock = _locked(path)
         (path / ".writable").touch()
         (path / ".writable").unlink()
         if held and not moved:
             _tidy(path)
     except OSError as error:
         raise UserError(f"--output_dir {path} cannot be written: {error.strerror}") from error
-    return path, origin
+    return path, origin, lock
+
+
+def _locked(path: Path) -> FileLock | None:
+    """A lock on a folder that is there, or None. Raises UserError where a running process holds it."""
+    if not path.is_dir():
+        return None
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        world = _config_of(path).get("world", {})
+        who = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
+        raise UserError(
+            f"--output_dir {path}: another run is writing to it{who}: choose another folder, or end that run first"
+        ) from None
+    except (OSError, NotImplementedError):
+        return None  # a file system without locks; one that cannot be written is told of below
+    return lock
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """config.json of the run that is in the folder; empty where there is none to be read."""
+    try:
+        return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
@@ -205,10 +241,7 @@ def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict
         return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
         return False
-    try:
-        before = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
 
 

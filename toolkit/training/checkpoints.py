@@ -112,10 +112,13 @@ class Checkpoints:
         folder = folders.step_folder(self.path, metrics.step)
         try:
             saved = self._write(folder, metrics, started)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            why = _why_not_written(error)
+            if why is None:
+                raise
             shutil.rmtree(folder, ignore_errors=True)
             raise UserError(
-                f"the checkpoint {folder} cannot be written: {error.strerror}; those before it are untouched. "
+                f"the checkpoint {folder} cannot be written: {why}; those before it are untouched. "
                 "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
             ) from error
         return saved
@@ -173,7 +176,7 @@ class Checkpoints:
             "step": metrics.step,
             "epoch": epoch,
             "position": position,
-            "saved_at": time.time(),
+            "saved_at": folders.later_than_all(self.path),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
             "state": state.strategy_files,
             "strategy": strategy_of(accelerator, state),
@@ -230,9 +233,13 @@ class Checkpoints:
         loop, accelerator = self.loop, self.accelerator
         manifest = folders.read_manifest(folder)
         step = int(manifest["step"])
+        changed = self._changed_since(manifest)
+        _refuse_without_effect(folder, step, loop.schedule.total_steps, changed)
         self.best.restore(manifest["best"])
         lines += self._model_of_best(folder)
         self._restore(folder, step)
+        if accelerator.is_main_process and folder.parent.resolve() == self.path.resolve():
+            folders.point_best(self.path, self.best.step)
         set_schedule(loop.scheduler, int(manifest["scheduler_steps"]))
         set_scaler(accelerator, loop.optimizer, manifest["loss_scale"])
         loop.done = step
@@ -253,8 +260,8 @@ class Checkpoints:
         there = broadcast_object_list([model_folder_step(model_folder)])[0]
         if not step or there == step:
             return []
-        best = folders.pointed(folder.parent, "best")
-        if best is None or folders.step_number(best) != step or self._damage(best):
+        best = folders.step_folder(folder.parent, step)  # the link may already name one after this checkpoint
+        if not (best / folders.MANIFEST).is_file() or self._damage(best):
             self.best.forget()
             return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
         self._restore(best, step)
@@ -275,11 +282,29 @@ class Checkpoints:
         total = self.loop.schedule.total_steps
         by = f"{manifest['strategy']}, {manifest['world']} process{'es' * (manifest['world'] > 1)}"
         lines = [f"resuming from {folder}: step {manifest['step']} of {total} (saved by {by})"]
-        changed = folders.differences(manifest["settings"], self.facts["settings"])
-        telling = [line for line in changed if not line.startswith(_NOT_TOLD)]
-        if telling:
-            lines.append(f"settings that changed since: {'; '.join(telling)}")
+        changed = self._changed_since(manifest)
+        if changed:
+            lines.append(f"settings that changed since: {'; '.join(changed)}")
         return lines
+
+    def _changed_since(self, manifest: Mapping[str, Any]) -> list[str]:
+        changed = folders.differences(manifest["settings"], self.facts["settings"])
+        return [line for line in changed if not line.startswith(_NOT_TOLD)]
+
+
+def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[str]) -> None:
+    """A run that has taken all its steps can be shown again, not trained otherwise."""
+    if step > total:
+        raise UserError(
+            f"{folder} has taken {step} steps, and the settings ask for {total} in all: raise --max_steps (or "
+            "--num_train_epochs), choose another --output_dir, or pass --overwrite_output_dir"
+        )
+    if step == total and changed:
+        raise UserError(
+            f"{folder.parent.parent} is a finished run, in which what changed since would have no effect "
+            f"({'; '.join(changed)}): choose another --output_dir, pass --overwrite_output_dir to move it aside, "
+            "or raise --max_steps (or --num_train_epochs)"
+        )
 
 
 # Settings that say where and how often, not what is trained.
@@ -320,6 +345,7 @@ class _Background:
         try:
             self._complete()
         except Exception as error:
+            shutil.rmtree(self._complete.folder, ignore_errors=True)  # the disk may be full
             self._error = error
 
     def raise_if_failed(self) -> None:
@@ -342,6 +368,14 @@ def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
     if plugin is not None and plugin.zero_stage:
         return f"zero{plugin.zero_stage}"
     return "ddp" if accelerator.num_processes > 1 else "single"
+
+
+def _why_not_written(error: OSError | RuntimeError) -> str | None:
+    """None for what is no failure of the disk. PyTorch, which writes DeepSpeed's files, says it in its own way."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    first = str(error).split("\n")[0]
+    return first if "PytorchStreamWriter" in first or "inline_container" in first else None
 
 
 def _count_lines(path: Path) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.checkpoint.convert import check_config, lora, model_files
 from toolkit.checkpoint.convert.describe import gigabytes
 from toolkit.checkpoint.convert.outputs import Selection, clean_names, select
-from toolkit.checkpoint.convert.safe_folder import check_place, check_space, flushing, made_beside
+from toolkit.checkpoint.convert.safe_folder import check_place, check_space, flush, flushing, made_beside
 from toolkit.checkpoint.convert.shards import Shard, divide, write_index
 from toolkit.checkpoint.open import open_checkpoint
 from toolkit.checkpoint.source import Source
@@ -143,6 +143,7 @@ def write(plan: Plan) -> list[str]:
         read = _stream(plan, draft)
         write_index(draft, plan.shards, DTYPES[options.dtype])
         plan.files.write(draft, DTYPES[options.dtype], plan.selection.is_adapter)
+        flush(draft)
         if options.verify:
             started = time.monotonic()
             verified = _verify(plan, draft)
@@ -151,7 +152,7 @@ def write(plan: Plan) -> list[str]:
     files = f"{len(plan.shards)} file" + ("s" if len(plan.shards) > 1 else "")
     wrote = (
         f"wrote {options.out}: {gigabytes(plan.size)} of {options.dtype} in {files}, read {gigabytes(read)}, "
-        f"{seconds:.1f} s, {read / seconds / 1e9:.2f} GB/s"
+        f"{seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
     )
     return [*notes(plan), *verified, wrote]
 

@@ -57,7 +57,7 @@ def made_beside(out: Path) -> Iterator[Path]:
         try:
             draft.mkdir(parents=True)
             yield draft
-            _flush(draft)
+            flush(draft)
             _replace(out, draft)
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}; nothing was left behind") from error
@@ -113,7 +113,8 @@ def _replace(out: Path, draft: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
+    """Everything in the folder, and the names of its files, are on the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

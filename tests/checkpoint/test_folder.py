@@ -1,0 +1,200 @@
+"""toolkit/checkpoint/folder.py: when a checkpoint counts, and which ones are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoint import folder as folders
+from toolkit.errors import UserError
+
+
+def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> Path:
+    """A checkpoint of two small files."""
+    folder = folders.step_folder(checkpoints, step)
+    folders.begin(folder)
+    (folder / "model").mkdir()
+    (folder / "weights").write_bytes(bytes(range(100)))
+    (folder / "model" / "config.json").write_text("{}")
+    files = folders.described(folder, ["weights", "model/config.json"])
+    saved_at = folders.later_than_all(checkpoints) if at is None else at
+    folders.publish(folder, {"format": 1, "step": step, "saved_at": saved_at, "files": files, **more})
+    return folder
+
+
+def left(checkpoints: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_a_published_folder_is_complete(tmp_path: Path) -> None:
+    folder = save(tmp_path, 7, note="书")
+    assert folders.fault_of(folder) == ""
+    assert folders.checksum_fault(folder, ["weights", "model/config.json"]) == ""
+    manifest = folders.read_manifest(folder)
+    assert (manifest["step"], manifest["note"]) == (7, "书")
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "model", "weights"]
+    assert folders.resumable(tmp_path) == ([folder], [])
+
+
+def test_without_a_manifest_it_does_not_count(tmp_path: Path) -> None:
+    older, folder = save(tmp_path, 3), save(tmp_path, 4)
+    (folder / "manifest.json").unlink()
+    good, skipped = folders.resumable(tmp_path)
+    assert good == [older]
+    assert skipped == [f"step-00000004: {folder} has no manifest.json: it was never completed, or is not a checkpoint"]
+    assert folders.complete(tmp_path) == [older]
+
+
+def test_missing_and_truncated_files_are_seen_by_their_sizes(tmp_path: Path) -> None:
+    one, other = save(tmp_path, 1), save(tmp_path, 2)
+    (one / "model" / "config.json").unlink()
+    (other / "weights").write_bytes(bytes(99))
+    assert folders.fault_of(one) == f"{one / 'model' / 'config.json'} is missing"
+    assert folders.fault_of(other) == f"{other / 'weights'} has 99 bytes and should have 100"
+
+
+@pytest.mark.parametrize("place", [0, 50, 99])
+def test_a_flipped_byte_is_seen_by_its_checksum(tmp_path: Path, place: int) -> None:
+    folder = save(tmp_path, 1)
+    content = bytearray((folder / "weights").read_bytes())
+    content[place] ^= 1
+    (folder / "weights").write_bytes(content)
+    assert folders.fault_of(folder) == ""  # which looks at sizes only
+    assert "weights is damaged (CRC32" in folders.checksum_fault(folder, ["model/config.json", "weights"])
+    assert folders.checksum_fault(folder, ["model/config.json"]) == ""
+    (folder / "weights").unlink()
+    assert "cannot be read" in folders.checksum_fault(folder, ["weights"])
+
+
+def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
+    """It says of which step everything is: no other step may come out of it."""
+    folder = save(tmp_path, 123456)
+    path = folder / "manifest.json"
+    before, said = path.read_bytes(), folders.read_manifest(folder)
+    refused = 0
+    for place in range(len(before)):
+        for bit in range(8):
+            path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
+            try:
+                found = folders.read_manifest(folder)
+            except UserError as error:
+                assert str(path) in str(error)  # noqa: PT017
+                refused += 1
+            else:
+                assert {key: found.get(key) for key in said if key != "crc32"} == {
+                    key: value for key, value in said.items() if key != "crc32"
+                }
+    assert refused > 0.9 * 8 * len(before)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"format": 2, "files": {}}', '{"format": 1}', "\x00" * 50])
+def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
+    folder = folders.step_folder(tmp_path, 1)
+    folder.mkdir()
+    (folder / "manifest.json").write_text(content)
+    assert "manifest" in folders.fault_of(folder)
+    assert folders.resumable(tmp_path)[0] == []
+
+
+def test_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
+    """Who resumed step 2 goes on from where that led, not from the 8 of before."""
+    old, new = save(tmp_path, 8, at=100.0), save(tmp_path, 4, at=200.0)
+    assert folders.resumable(tmp_path)[0] == [new, old]
+
+
+def test_a_clock_that_was_set_back_does_not_make_the_new_one_old(tmp_path: Path) -> None:
+    future = save(tmp_path, 1, at=4e9)
+    new = save(tmp_path, 2)
+    assert folders.newest_first(tmp_path) == [new, future]
+
+
+def test_keeping_the_newest_and_the_best(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        folder = save(tmp_path, step)
+        folders.point(tmp_path, "last", folder)
+        if step == 2:
+            folders.point(tmp_path, "best", folder)
+        folders.prune(tmp_path, keep=2)
+    assert left(tmp_path) == ["best", "last", "step-00000002", "step-00000005", "step-00000006"]
+    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 2)
+    assert folders.pointed(tmp_path, "last") == folders.step_folder(tmp_path, 6)
+
+
+def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
+    """Whatever the clocks of two machines say."""
+    last, best = save(tmp_path, 1, at=1.0), save(tmp_path, 2, at=2.0)
+    for step in range(3, 6):
+        save(tmp_path, step, at=float(step))
+    folders.point(tmp_path, "last", last)
+    folders.point(tmp_path, "best", best)
+    folders.prune(tmp_path, keep=1)
+    assert left(tmp_path) == ["best", "last", "step-00000001", "step-00000002", "step-00000005"]
+
+
+def test_what_killed_saves_leave_is_cleared(tmp_path: Path) -> None:
+    whole = save(tmp_path, 1)
+    half = folders.step_folder(tmp_path, 2)
+    half.mkdir()
+    (half / "weights").write_bytes(b"half")
+    (half / ".manifest.json.77").write_text("{")
+    (tmp_path / ".last.123").symlink_to("step-00000002")
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "notes").mkdir()  # the user's own
+    folders.prune(tmp_path, keep=3)
+    assert left(tmp_path) == ["notes", "step-00000001", "step-1"]
+    assert folders.resumable(tmp_path) == ([whole], [])
+
+
+def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 1)
+    seen = []
+    monkeypatch.setattr(folders.shutil, "rmtree", lambda path, **_: seen.append((path / "manifest.json").exists()))
+    folders.remove(folder)
+    assert seen == [False]
+    monkeypatch.undo()
+    folders.begin(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_links(tmp_path: Path) -> None:
+    assert folders.pointed(tmp_path, "last") is None
+    one, other = save(tmp_path, 1), save(tmp_path, 2)
+    folders.point(tmp_path, "last", one)
+    folders.point(tmp_path, "last", other)
+    assert (tmp_path / "last").readlink() == Path("step-00000002")  # a moved run keeps its links
+    assert folders.pointed(tmp_path, "last") == other
+    (other / "manifest.json").unlink()
+    assert folders.pointed(tmp_path, "last") is None
+
+
+def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
+    save(tmp_path, 4), save(tmp_path, 8)
+    folders.point(tmp_path, "best", folders.step_folder(tmp_path, 8))
+    folders.point_best(tmp_path, 4)
+    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 4)
+    folders.point_best(tmp_path, 5)
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
+    assert folders.resumable(tmp_path / "checkpoints") == ([], [])
+    (tmp_path / "step-00000009").write_text("a file")
+    assert folders.resumable(tmp_path) == ([], [])
+
+
+def test_names(tmp_path: Path) -> None:
+    assert folders.step_folder(tmp_path, 100).name == "step-00000100"
+    assert folders.step_number(Path("step-123456789")) == 123456789
+    assert [folders.step_number(Path(name)) for name in ("step-7", "best", "step-0000000x", ".step-00000001")] == [
+        None
+    ] * 4
+
+
+def test_differences() -> None:
+    saved = {"seed": 1, "labels": ["a", "b"], "gone": 3}
+    now = {"seed": 2, "labels": ["a", "c"], "new": 4}
+    assert folders.differences(saved, now) == ["seed was 1 and is 2", "labels was [a, b] and is [a, c]"]
+    assert folders.differences(saved, json.loads(json.dumps(saved))) == []

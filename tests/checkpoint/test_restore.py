@@ -1,0 +1,345 @@
+"""toolkit/checkpoint/{live,save,restore}.py in one process: awkward parameters there and back, and what is refused
+before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from safetensors import safe_open
+from torch import nn
+
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.checksum import crc32
+from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers, tied_names
+from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.restore import fill, restore
+from toolkit.checkpoint.save import (
+    Draft,
+    drafts_of,
+    random_states,
+    set_random_states,
+    write,
+    written_by,
+)
+from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.tensors_file import read_header
+from toolkit.errors import UserError
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight  # tied
+        self.alias = self.embed  # a module under two names
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.brief = nn.Parameter(torch.randn(3, 3).bfloat16())
+        self.small = nn.Parameter(torch.randn(2).half())
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("mean", torch.randn(4).bfloat16())
+        self.register_buffer("wide", torch.randn(2, dtype=torch.float64))
+        self.register_buffer("forgotten", torch.ones(3), persistent=False)
+        self.one, self.two = nn.Module(), nn.Module()
+        shared = torch.arange(6)
+        self.one.register_buffer("table", shared)
+        self.two.register_buffer("table", shared)
+
+    def forward(self) -> torch.Tensor:
+        hidden = self.head(self.embed(torch.arange(5))) * self.scalar
+        return (
+            (hidden**2).mean() + (self.brief.float() ** 3).sum() + (self.small.float() ** 2).sum() + self.nothing.sum()
+        )
+
+
+ACCELERATOR: Any = SimpleNamespace(distributed_type=DistributedType.NO, unwrap_model=lambda model: model)
+
+
+def trained(seed: int, steps: int = 3) -> LiveState:
+    torch.manual_seed(seed)
+    model = Awkward()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(steps):
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.count += 1
+    return live_state(ACCELERATOR, model, optimizer)
+
+
+def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), **manifest: Any) -> Source:
+    folders.begin(folder)
+    for draft in drafts_of(state, set(without), rank=0):
+        write(draft, folder)
+    files = folders.described(folder, written_by(folder, 0))
+    content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
+    folders.publish(folder, content | manifest)
+    return open_checkpoint(folder)
+
+
+def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
+    found = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
+    for part in state.fragments():
+        found |= {f"{key}.{part.name}": value.clone() for key, value in part.moments.items()}
+        if part.moments:
+            found[f"step.{part.name}"] = torch.tensor(adam_step(part.adam))
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    saved = trained(1)
+    source = save(saved, tmp_path / "one")
+    fresh = trained(2, steps=5)
+    restore(fresh, source, 3)
+    assert_same(snapshot(fresh), snapshot(saved))
+    fresh.module.alias.weight.data[0] = 9.0
+    assert fresh.module.head.weight[0, 0] == 9.0  # still tied
+
+
+def test_into_one_that_never_took_a_step(tmp_path: Path) -> None:
+    saved = trained(1)
+    fresh = trained(2, steps=0)
+    restore(fresh, save(saved, tmp_path / "one"), 3)
+    for state in (saved, fresh):  # and the next step is the same
+        state.module().backward()
+        state.optimizer.step()
+    assert_same(snapshot(fresh), snapshot(saved))
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
+    state = trained(1)
+    save(state, tmp_path / "one")
+    expected = state.module.state_dict()
+    with safe_open(tmp_path / "one" / "weights.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert file.metadata()["format"] == "pt"
+        for name in names:
+            found = file.get_tensor(name)
+            assert found.dtype == expected[name].dtype, name
+            assert found.shape == expected[name].shape, name
+            assert torch.equal(found, expected[name]), name
+    # tied and shared ones once, under the name that comes first
+    assert expected.keys() - names == {"head.weight", "alias.weight", "two.table"}
+    with safe_open(tmp_path / "one" / "optimizer.safetensors", framework="pt") as file:
+        assert file.get_tensor("exp_avg.embed.weight").shape == (5, 3)
+        assert file.get_tensor("step.scalar").shape == ()
+        assert float(file.get_tensor("step.scalar")) == 3
+        assert not any("frozen" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_each_tensor_has_its_checksum(tmp_path: Path) -> None:
+    save(trained(1), tmp_path / "one")
+    for name in ("weights", "optimizer"):
+        tensors = read_header(tmp_path / "one" / f"{name}.safetensors").tensors
+        assert len(tensors) > 10
+        for stored in tensors.values():
+            assert stored.spans[0].member.crc32 == crc32(stored.read()), stored.name
+
+
+def test_nothing_is_copied_until_asked(tmp_path: Path) -> None:
+    """A draft refers to the live tensors; a copied one does not change any more."""
+    state = trained(1)
+    live = drafts_of(state, set(), 0)[0]
+    copied = live.copied()
+    assert live.tensors["embed.weight"][0].data_ptr() == state.module.embed.weight.data_ptr()
+    assert live.size == copied.size == sum(tensor.nbytes for tensor, _ in live.tensors.values())
+    before = state.module.embed.weight.detach().clone()
+    with torch.no_grad():
+        state.module.embed.weight.zero_()
+    assert torch.equal(copied.tensors["embed.weight"][0].view(5, 3), before)
+    write(Draft("copy", copied.tensors, copied.metadata), tmp_path)
+    with safe_open(tmp_path / "copy", framework="pt") as file:
+        assert torch.equal(file.get_tensor("embed.weight"), before)
+
+
+def test_only_rank_0_writes_what_everybody_has() -> None:
+    assert drafts_of(trained(1), set(), rank=1) == []
+
+
+def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None:
+    saved, fresh = trained(1), trained(2)
+    source = save(saved, tmp_path / "one", frozenset({"frozen"}), excluded={"frozen": [7]})
+    assert "frozen" not in source.weights
+    before = fresh.module.frozen.clone()
+    restore(fresh, source, 3)
+    assert torch.equal(fresh.module.frozen, before)
+    assert torch.equal(fresh.module.embed.weight, saved.module.embed.weight)
+
+
+def refused(fresh: LiveState, source: Source) -> str:
+    """What restoring says; nothing may have been changed by then."""
+    before = snapshot(fresh)
+    with pytest.raises(UserError) as caught:
+        restore(fresh, source, 3)
+    assert_same(snapshot(fresh), before)
+    return str(caught.value)
+
+
+def test_a_missing_parameter_is_refused(tmp_path: Path) -> None:
+    fresh = trained(2)
+    source = save(trained(1), tmp_path / "one")
+    fresh.module.extra = nn.Parameter(torch.ones(2), requires_grad=False)
+    assert f"{tmp_path / 'one'} lacks extra, which the model has" in refused(fresh, source)
+
+
+def test_a_left_over_parameter_is_refused(tmp_path: Path) -> None:
+    fresh = trained(2)
+    source = save(trained(1), tmp_path / "one")
+    del fresh.module.frozen
+    assert "holds frozen, which the model has not" in refused(fresh, source)
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    fresh = trained(2)
+    source = save(trained(1), tmp_path / "one")
+    fresh.module.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+    assert "frozen has shape [7], and [8] in the model" in refused(fresh, source)
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    fresh = trained(2)
+    source = save(trained(1), tmp_path / "one")
+    fresh.module.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+    assert "mask has shape [3], and [2] in the model" in refused(fresh, source)
+
+
+def test_what_was_not_trained_there_is_refused(tmp_path: Path) -> None:
+    fresh = trained(2)
+    source = save(trained(1), tmp_path / "one")
+    fresh.module.frozen.requires_grad_(True)
+    fresh.optimizer.add_param_group({"params": [fresh.module.frozen]})
+    assert "has no optimizer state for frozen, which is trained here" in refused(fresh, source)
+
+
+def test_many_faults_are_cut_short(tmp_path: Path) -> None:
+    source = save(trained(1), tmp_path / "one")
+    fresh = trained(2)
+    fresh.module.layers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(40))
+    said = refused(fresh, source)
+    assert "and 36 more" in said
+    assert len(said) < 2000
+
+
+def test_uneven_steps_go_on_where_each_has_its_own(tmp_path: Path) -> None:
+    saved = trained(1)
+    for part in saved.fragments():
+        if part.name == "scalar":
+            part.adam["step"].fill_(1.0)
+    fresh = trained(2)
+    restore(fresh, save(saved, tmp_path / "one"), 3)
+    assert {part.name: adam_step(part.adam) for part in fresh.fragments() if part.name in ("scalar", "brief")} == {
+        "scalar": 1.0,
+        "brief": 3.0,
+    }
+
+
+def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
+    source = save(trained(1), tmp_path / "one")
+    source = dataclasses.replace(source, adam_steps={**source.adam_steps, "scalar": 1.0})
+    fresh = trained(2)
+    fresh.strategy_files = "deepspeed"  # flattened
+    said = refused(fresh, source)
+    assert "not all parameters have taken the same number of steps (scalar 1 and brief 3)" in said
+
+
+def test_a_parameter_without_a_count_of_steps_is_refused(tmp_path: Path) -> None:
+    source = save(trained(1), tmp_path / "one")
+    steps = {name: count for name, count in source.adam_steps.items() if name != "brief"}
+    assert "does not say how many steps brief has taken" in refused(
+        trained(2), dataclasses.replace(source, adam_steps=steps)
+    )
+
+
+def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None:
+    """DeepSpeed and another version of a model class may call the tied one otherwise."""
+    saved, fresh = trained(1), trained(2)
+    source = save(saved, tmp_path / "one")
+
+    def renamed(found: Any) -> dict[str, Any]:
+        return {("head.weight" if name == "embed.weight" else name): value for name, value in found.items()}
+
+    source = dataclasses.replace(
+        source,
+        weights=renamed(source.weights),
+        moments=renamed(source.moments),
+        adam_steps=renamed(source.adam_steps),
+        tied={"embed.weight": "head.weight", "alias.weight": "head.weight"},
+    )
+    restore(fresh, source, 3)
+    assert_same(snapshot(fresh), snapshot(saved))
+
+
+def test_filling_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice that begins and ends anywhere, in blocks that do not divide it."""
+    monkeypatch.setattr("toolkit.checkpoint.restore._BLOCK", 4)
+    values = torch.randn(23)
+    write(Draft("file", {"x": (values, (23,))}, {}), tmp_path)
+    stored = read_header(tmp_path / "file").tensors["x"]
+    for start, count in ((0, 23), (5, 13), (22, 1), (7, 0)):
+        target = torch.zeros(count, dtype=torch.float64)
+        fill(target, stored, start)
+        assert torch.equal(target, values[start : start + count].double())
+
+
+def test_shared_buffers_are_there_once() -> None:
+    names = [name for name, _ in persistent_buffers(Awkward())]
+    assert names == ["count", "mask", "mean", "wide", "one.table"]
+
+
+def test_tied_names() -> None:
+    assert tied_names(Awkward()) == {"head.weight": "embed.weight", "alias.weight": "embed.weight"}
+
+
+def test_random_states_there_and_back() -> None:
+    import json
+    import random
+
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"))
+    random.gauss(0, 1), np.random.randn()  # each has half of a pair left over
+    states = json.loads(json.dumps(random_states(accelerator)))
+
+    def draws() -> list[float]:
+        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.rand(1).item()]
+
+    first = draws()
+    draws()
+    set_random_states(states)
+    assert draws() == first
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("weights.safetensors", 0),
+        ("slices-rank-00011.safetensors", 11),
+        ("rng-rank-00002.json", 2),
+        ("zero_pp_rank_10_mp_rank_00_optim_states.pt", 10),
+        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),
+        ("zero_pp_rank_3_mp_rank_00_model_states.pt", 3),
+        ("mp_rank_00_model_states.pt", 0),
+        ("zero_to_fp32.py", 0),
+    ],
+)
+def test_each_file_is_described_by_who_wrote_it(tmp_path: Path, name: str, rank: int) -> None:
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / name).touch()
+    (tmp_path / ".draft").touch()
+    assert written_by(tmp_path, rank) == [f"global_step3/{name}"]
+    assert written_by(tmp_path, rank + 1) == []

@@ -1,0 +1,381 @@
+"""A run that goes on from a checkpoint is the run that was never interrupted, and says what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from tests.runs import ROOT, environment, lines_of
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.checksum import crc32_of_range
+
+STEPS = 20  # of which 16 are an epoch
+
+
+@dataclass
+class Server:
+    """Runs of the recipe, one after the other in one process."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, *arguments: Any, largest_file: int | None = None) -> dict[str, Any]:
+        request = {"arguments": [str(word) for word in arguments], "largest_file": largest_file}
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def run(self, *arguments: Any) -> str:
+        """What it said; it must succeed."""
+        answer = self.ask(*arguments)
+        assert answer["error"] is None, answer["error"]
+        return str(answer["err"])
+
+    def fail(self, *arguments: Any, **options: Any) -> str:
+        """The one error it ended with."""
+        answer = self.ask(*arguments, **options)
+        assert answer["error"] is not None, answer["err"]
+        assert "Traceback" not in answer["error"], answer["error"]
+        return str(answer["error"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    process = subprocess.Popen([sys.executable, "tests/resume_server.py"], cwd=ROOT, env=environment(), text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    yield Server(process)
+    assert process.stdin
+    process.stdin.close()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[Any]:
+    """With dropout. The best evaluation is neither the first nor the last (see `test_the_run_is_as_planned`)."""
+    return ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", STEPS, "--dropout", 0.1,
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 12, "--per_device_batch_size", 6,
+            "--learning_rate", "1e-3", "--warmup_steps", 4, "--checkpoint_every", 3, "--eval_every", 4,
+            "--keep_checkpoints", 20]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(server: Server, settings: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbed. Tests must not write into it."""
+    folder = tmp_path_factory.mktemp("resume") / "whole"
+    server.run(*settings, "--output_dir", folder)
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return folders.step_folder(run / "checkpoints", step)
+
+
+def rewound(whole: Path, folder: Path, step: int) -> Path:
+    """A copy of the run as if it had been killed before its next checkpoint after `step`: the files beside
+    the checkpoints are ahead of them."""
+    shutil.copytree(whole, folder, symlinks=True)
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    folders.point(folder / "checkpoints", "last", checkpoint(folder, step))
+    (folder / "report.html").unlink(missing_ok=True)
+    return folder
+
+
+def digest(folder: Path) -> dict[str, Any]:
+    """Every file's checksum and every link's target."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[str(path.relative_to(folder))] = str(path.readlink())
+        elif path.is_file() and path.name != ".lock":
+            found[str(path.relative_to(folder))] = crc32_of_range(path)
+    return found
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Each step and each evaluation once, with the same numbers; the same weights, best model and links."""
+    for name, keys in (("metrics.jsonl", ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens")),
+                       ("eval.jsonl", ("step", "split", "loss", "accuracy"))):  # fmt: skip
+        lines, wanted = lines_of(found / name), lines_of(expected / name)
+        for key in keys:
+            if isinstance(wanted[0][key], float):
+                assert [line[key] for line in lines] == pytest.approx([line[key] for line in wanted], rel=1e-6), key
+            else:
+                assert [line[key] for line in lines] == [line[key] for line in wanted], key
+    assert_same_weights(found / "model" / "model.safetensors", expected / "model" / "model.safetensors")
+    assert_same_weights(last_weights(found), last_weights(expected))
+    for path in ("model/trainer_state.json", "checkpoints/best/manifest.json"):
+        step = [json.loads((run / path).read_text()) for run in (found, expected)]
+        assert step[0].get("global_step") == step[1].get("global_step")
+        assert step[0].get("step") == step[1].get("step")
+    assert len(lines_of(found / "predictions.jsonl")) == len(lines_of(expected / "predictions.jsonl"))
+
+
+def last_weights(run: Path) -> Path:
+    return run / "checkpoints" / "last" / "weights.safetensors"
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    found, wanted = load_file(one), load_file(other)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        assert abs(found[name] - wanted[name]).max() <= 1e-6, name
+
+
+def test_the_run_is_as_planned(whole: Path) -> None:
+    """What the other tests rely on."""
+    steps = [
+        json.loads((path / "manifest.json").read_text())["step"] for path in folders.complete(whole / "checkpoints")
+    ]
+    best = json.loads((whole / "model" / "trainer_state.json").read_text())["global_step"]
+    assert set(steps) >= {3, 6, 9, 12, 15, 18, 20}
+    assert 9 < best < 18
+    assert best in steps
+    assert [line["step"] for line in lines_of(whole / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    manifest = folders.read_manifest(checkpoint(whole, 18))
+    assert (manifest["epoch"], manifest["position"]) == (1, 2)
+
+
+# step 15: the next epoch begins after one more; 9 and 3: before the best model, which the run's model/ holds
+@pytest.mark.parametrize("step", [3, 9, 15, 18])
+def test_it_goes_on_exactly(step: int, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = rewound(whole, tmp_path / "run", step)
+    said = server.run(*settings, "--output_dir", run)
+    assert f"step {step} of {STEPS} (saved by single, 1 process)" in said
+    assert_same_run(run, whole)
+    assert digest(run / "checkpoints").keys() >= digest(whole / "checkpoints").keys()
+
+
+def test_a_torn_last_line_is_replaced(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = rewound(whole, tmp_path / "run", 15)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # 15's own line is missing, too
+    server.run(*settings, "--output_dir", run)
+    assert_same_run(run, whole)
+
+
+def test_a_lost_model_folder_is_made_again(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = rewound(whole, tmp_path / "run", 18)
+    shutil.rmtree(run / "model")
+    (run / "eval.jsonl").unlink()  # of the time before; what comes is appended
+    server.run(*settings, "--output_dir", run)
+    assert_same_weights(run / "model" / "model.safetensors", whole / "model" / "model.safetensors")
+
+
+def test_without_the_best_checkpoint_the_next_evaluation_counts(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    run = rewound(whole, tmp_path / "run", 18)
+    best = json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
+    shutil.rmtree(run / "model")
+    shutil.rmtree(checkpoint(run, best))
+    said = server.run(*settings, "--output_dir", run)
+    assert f"the best model so far, of step {best}, is gone" in said
+    assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STEPS
+    assert folders.pointed(run / "checkpoints", "best") == checkpoint(run, STEPS)
+
+
+def test_from_a_path_into_a_new_folder(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    before = digest(whole)
+    server.run(*settings, "--output_dir", tmp_path / "new", "--resume", checkpoint(whole, 9))
+    assert digest(whole) == before
+    found, wanted = lines_of(tmp_path / "new" / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")[9:]
+    assert [line["step"] for line in found] == [line["step"] for line in wanted]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
+    assert_same_weights(last_weights(tmp_path / "new"), last_weights(whole))
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert Path(config["resumed_from"]) == checkpoint(whole, 9)
+
+
+OTHER: dict[str, list[Any]] = {
+    "global_batch_size was 12 and is 10": ["--global_batch_size", 10],
+    "seed was 42 and is 43": ["--seed", 43],
+    "max_length was 131 and is 50": ["--max_length", 50],
+    "group_by_length was True and is False": ["--group_by_length", "false"],
+    "validation_split was 0.1 and is 0.2": ["--validation_split", 0.2],
+    "lora_r was None and is 2": ["--lora_r", 2],
+}
+
+
+def test_another_job_is_refused_and_changes_nothing(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path, reviews: Path
+) -> None:
+    run = rewound(whole, tmp_path / "run", 15)
+    before = digest(run)
+    for said, more in OTHER.items():
+        assert said in server.fail(*settings, "--output_dir", run, *more)
+    every = server.fail(*settings, "--output_dir", run, *(word for more in OTHER.values() for word in more))
+    assert all(said in every for said in OTHER)
+    (tmp_path / "fewer.csv").write_text("".join(reviews.read_text().splitlines(keepends=True)[:150]))
+    assert "train_file was" in server.fail(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
+    assert digest(run) == before
+
+
+def test_resume_no_does_not_touch_a_run(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = rewound(whole, tmp_path / "run", 15)
+    before = digest(run)
+    said = server.fail(*settings, "--output_dir", run, "--resume", "no")
+    assert "already holds a run" in said
+    assert "--overwrite_output_dir" in said
+    assert digest(run) == before
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("nowhere", "there is no such folder"), ("empty", "no complete checkpoint there")]
+)
+def test_a_path_with_nothing_there(place: str, why: str, server: Server, settings: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    said = server.fail(*settings, "--output_dir", tmp_path / "new", "--resume", tmp_path / place)
+    assert why in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_learning_rate_is_allowed_and_said(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    run = rewound(whole, tmp_path / "run", 18)
+    said = server.run(*settings, "--output_dir", run, "--learning_rate", "2e-3")
+    assert "settings that changed since: learning_rate was 0.001 and is 0.002" in said
+    found, wanted = lines_of(run / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")
+    assert found[18]["learning_rate"] == pytest.approx(2 * wanted[18]["learning_rate"])
+    assert found[17]["learning_rate"] == wanted[17]["learning_rate"]
+
+
+def flip(path: Path, part: float = 0.6) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * part)] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "weights": lambda folder: flip(folder / "weights.safetensors"),
+    "a header": lambda folder: flip(folder / "optimizer.safetensors", 0.0),
+    "moments": lambda folder: flip(folder / "optimizer.safetensors"),
+    "random states": lambda folder: flip(folder / "rng-rank-00000.json"),
+    "the config": lambda folder: flip(folder / "model" / "config.json"),
+    "the manifest": lambda folder: flip(folder / "manifest.json", 0.01),
+    "a truncated file": lambda folder: (folder / "weights.safetensors").write_bytes(b"12345678"),
+    "a missing file": lambda folder: (folder / "model" / "tokenizer.json").unlink(),
+    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_skipped(
+    what: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    run = rewound(whole, tmp_path / "run", 18)
+    DAMAGE[what](checkpoint(run, 18))
+    said = server.run(*settings, "--output_dir", run)
+    assert "checkpoint step-00000018: " in said
+    assert ": skipped" in said
+    assert f"resuming from {checkpoint(run, 16)}" in said or f"resuming from {checkpoint(run, 15)}" in said
+    assert_same_run(run, whole)
+    assert folders.resumable(run / "checkpoints")[1] == []  # it was saved anew
+
+
+def test_nothing_sound_is_an_error(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = rewound(whole, tmp_path / "run", 6)
+    for path in (run / "checkpoints").glob("step-*"):
+        flip(path / "weights.safetensors")
+    before = digest(run)
+    said = server.fail(*settings, "--output_dir", run)
+    assert "no checkpoint is sound" in said
+    assert said.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
+    assert digest(run) == before
+
+
+def test_a_finished_run_stays_as_it_is(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    server.run(*settings, "--output_dir", run)
+    assert_same_run(run, whole)
+    changed = {name for name, value in digest(whole).items() if digest(run).get(name) != value}
+    assert not {name for name in changed if name.startswith("checkpoints") or name.endswith(("safetensors", "jsonl"))}
+
+
+@pytest.mark.parametrize("more", [["--max_steps", 24], ["--num_train_epochs", 1.5]])
+def test_a_finished_run_goes_on_when_asked_for_more(
+    more: list[Any], server: Server, settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run, symlinks=True)
+    if "--max_steps" not in more:
+        place = settings.index("--max_steps")
+        settings = [*settings[:place], *settings[place + 2 :]]
+    server.run(*settings, "--output_dir", run, *more)
+    lines = lines_of(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert [line["loss"] for line in lines[:20]] == [line["loss"] for line in lines_of(whole / "metrics.jsonl")]
+    assert lines[20]["learning_rate"] > 0  # of the longer schedule
+
+
+def test_early_stopping_stays_stopped(server: Server, settings: list[Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = [*settings, "--output_dir", run, "--learning_rate", "1e-12", "--early_stopping_patience", 1]
+    assert "no better f1_macro in 1 evaluations: stopping early" in server.run(*arguments)
+    before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
+    assert len(before[0]) == 8
+    assert "stopping early" in server.run(*arguments)
+    assert [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")] == before
+
+
+def test_in_the_background_the_same_bytes_are_written(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
+    server.run(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
+    found, wanted = digest(tmp_path / "run" / "checkpoints"), digest(whole / "checkpoints")
+    assert found.keys() == wanted.keys()
+    same = {name for name in wanted if not name.endswith("manifest.json")}
+    assert {name: found[name] for name in same} == {name: wanted[name] for name in same}
+    assert all("checkpoint_bytes" in line for line in lines_of(tmp_path / "run" / "metrics.jsonl")[2::3])
+    sizes = [line.get("checkpoint_bytes") for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
+    assert sizes == [line.get("checkpoint_bytes") for line in lines_of(whole / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_old_checkpoints_go(background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    more = ["--keep_checkpoints", 1, "--checkpoint_in_background", background]
+    server.run(*settings, "--output_dir", tmp_path / "run", *more)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    best = json.loads((whole / "model" / "trainer_state.json").read_text())["global_step"]
+    kept = ["best", "last", f"step-{best:08d}", f"step-{STEPS:08d}"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == kept
+    assert folders.pointed(checkpoints, "best") == folders.step_folder(checkpoints, best)
+
+
+def test_other_micro_batches(server: Server, settings: list[Any], tmp_path: Path) -> None:
+    """Without dropout accumulation changes nothing."""
+    arguments = [*settings, "--dropout", 0, "--max_steps", 8]
+    server.run(*arguments, "--output_dir", tmp_path / "one")
+    server.run(*arguments, "--output_dir", tmp_path / "two", "--per_device_batch_size", 5, "--resume",
+               checkpoint(tmp_path / "one", 3))  # fmt: skip
+    wanted = [line["loss"] for line in lines_of(tmp_path / "one" / "metrics.jsonl")[3:]]
+    assert [line["loss"] for line in lines_of(tmp_path / "two" / "metrics.jsonl")] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_a_full_disk(background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    """The model fits, the moments do not."""
+    run = rewound(whole, tmp_path / "run", 15)
+    largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
+    more = ["--checkpoint_in_background", background]
+    before = digest(run / "checkpoints")
+    said = server.fail(*settings, "--output_dir", run, *more, largest_file=largest)
+    assert len(said.splitlines()) == 1
+    assert "File too large" in said
+    assert "those before it are untouched" in said
+    assert digest(run / "checkpoints") == before
+    server.run(*settings, "--output_dir", run, *more)
+    assert_same_run(run, whole)

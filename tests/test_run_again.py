@@ -1,0 +1,110 @@
+"""The same folder a second time: what goes on, what is refused, and that nothing is touched then."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, environment, lines_of, recipe
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--dropout", "0",
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
+            "--eval_every", "4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 4 steps with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    done = recipe(*settings, "--max_steps", "4", "--checkpoint_every", "2", "--output_dir", folder)
+    assert done.code == 0, done.err[-3000:]
+    return folder
+
+
+def digest(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, in which what changed since would have "
+         "no effect (learning_rate was 5e-05 and is 0.003)"),
+        (["--max_steps", "3"], "has taken 4 steps, and the settings ask for 3 in all"),
+        (["--max_steps", "4", "--global_batch_size", "6"], "is of another job: global_batch_size was 12 and is 6"),
+        (["--max_steps", "4", "--max_length", "64"], "is of another job: max_length was "),
+        (["--max_steps", "8", "--resume", "no"], "already holds a run"),
+    ],
+)  # fmt: skip
+def test_refused(changed: list[str], told: str, settings: list[str], finished: Path) -> None:
+    before = digest(finished)
+    again = recipe(*settings, "--checkpoint_every", "2", *changed, "--output_dir", finished)
+    assert again.code == 1
+    (line,) = again.error_lines
+    assert told in line
+    assert "Traceback" not in again.err
+    assert digest(finished) == before
+
+
+def test_a_finished_run_is_shown_again(settings: list[str], finished: Path) -> None:
+    before = [lines_of(finished / name) for name in ("metrics.jsonl", "eval.jsonl", "predictions.jsonl")]
+    again = recipe(*settings, "--max_steps", "4", "--checkpoint_every", "2", "--output_dir", finished)
+    assert again.code == 0, again.err[-3000:]
+    metrics, evaluations, predictions = (
+        lines_of(finished / name) for name in ("metrics.jsonl", "eval.jsonl", "predictions.jsonl")
+    )
+    assert metrics == before[0]
+    assert evaluations[: len(before[1])] == before[1]
+    assert {line["step"] for line in evaluations} == {4}
+    assert predictions == before[2]
+
+
+def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
+    """The second is refused, and says which process is there; the first is not disturbed."""
+    folder = tmp_path / "run"
+    command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", "400", "--checkpoint_every", "100"]
+    first = subprocess.Popen([*command, "--output_dir", str(folder)], cwd=ROOT, env=environment(),
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGSTOP)  # it shall still be there when the second one comes
+    try:
+        second = recipe(*settings, "--max_steps", "400", "--checkpoint_every", "100", "--output_dir", folder)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert second.code == 1
+    assert f"another run is writing to it (process {first.pid} on " in second.err
+    error = first.communicate(timeout=120)[1]
+    assert first.returncode == 0, error[-3000:]
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 401))
+
+
+def test_ended_before_its_first_checkpoint(settings: list[str], tmp_path: Path) -> None:
+    """It starts again where nothing would be lost; without checkpoints a folder that holds a run is an error."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    options = ["--max_steps", "3", "--checkpoint_every", "2", "--output_dir", folder]
+    assert recipe(*settings, *options).code == 0
+    for path in sorted((folder / "checkpoints").rglob("manifest.json")):
+        path.unlink()
+    (folder / "report.html").unlink()
+    again = recipe(*settings, *options)
+    assert again.code == 0, again.err[-3000:]
+    assert "no manifest.json" in again.err
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [1, 2, 3]
+    assert json.loads((folder / "config.json").read_text())["resumed_from"] is None
