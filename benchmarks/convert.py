@@ -141,6 +141,7 @@ def measure_all(folder: Path, options: argparse.Namespace) -> str:
         "`cp` of the same bytes": ["cp", "-r", str(kept), str(out)],
         "`cp`, then `sync`": ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", str(kept), str(out)],
         "`toolkit convert`": [*convert, str(out)],
+        "`toolkit convert --sync`": [*convert, str(out), "--sync"],
         "`toolkit convert --dtype bf16`": [*convert, str(out), "--dtype", "bf16"],
         "`toolkit convert --dtype fp16`": [*convert, str(out), "--dtype", "fp16"],
         "`toolkit convert --verify`": [*convert, str(out), "--verify"],
@@ -228,8 +229,8 @@ def report(taken: dict[str, list[tuple[float, int]]], options: argparse.Namespac
         f"{', cold' if options.cold else ''}\n\n"
         f"A checkpoint of {whole / 1e9:.1f} GB, its files {state}, {options.repeats} repeats in turns, on "
         f"{len(os.sched_getaffinity(0))} CPU cores ({platform.machine()}) with a virtual disk. Each is a whole "
-        "process, imports included. `toolkit convert` checks every checksum and flushes its output to the disk; of "
-        f"the others only the second flushes.\n\n{table}\n"
+        "process, imports included. `toolkit convert` checks every checksum. Only the ways with `sync` wait for the "
+        f"disk.\n\n{table}\n"
     )
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.checkpoint.checksum import combine
 from toolkit.checkpoint.convert.casts import Caster, TooLargeError
-from toolkit.checkpoint.convert.combine_crc import combine
 
 ALL_HALVES = np.arange(1 << 16, dtype=np.uint16)
 

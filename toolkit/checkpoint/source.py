@@ -18,6 +18,7 @@ from toolkit.errors import UserError
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+from toolkit.checkpoint.source import FLOATS
+
 _NUMPY: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 

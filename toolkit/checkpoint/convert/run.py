@@ -38,6 +38,13 @@ class Options:
     merge_lora: bool = False
     overwrite: bool = False
     verify: bool = False
+    sync: bool = False
+    """Wait until the output is on the disk; always so where it replaces another."""
+
+    @property
+    def flushes(self) -> bool:
+        """As `cp` does not; but what replaces another must be on the disk before that one is removed."""
+        return self.sync or os.path.lexists(self.out)
 
 
 @dataclass(frozen=True)
@@ -139,11 +146,13 @@ def write(plan: Plan) -> list[str]:
     began = time.monotonic()
     options, verified, verifying = plan.options, [], 0.0
     check_space(options.out, plan.size)
-    with made_beside(options.out) as draft:
-        read = _stream(plan, draft)
+    flushes = options.flushes
+    with made_beside(options.out, flushes) as draft:
+        read = _stream(plan, draft, flushes)
         write_index(draft, plan.shards, DTYPES[options.dtype])
         plan.files.write(draft, DTYPES[options.dtype], plan.selection.is_adapter)
-        flush(draft)
+        if flushes:
+            flush(draft)
         if options.verify:
             started = time.monotonic()
             verified = _verify(plan, draft)
@@ -157,9 +166,9 @@ def write(plan: Plan) -> list[str]:
     return [*notes(plan), *verified, wrote]
 
 
-def _stream(plan: Plan, draft: Path) -> int:
+def _stream(plan: Plan, draft: Path, flushes: bool) -> int:
     """Writes the shards, and returns the bytes that were read for them."""
-    from toolkit.checkpoint.convert import transfer  # numpy from here on
+    from toolkit.checkpoint.convert import transfer
 
     dtype = DTYPES[plan.options.dtype]
     with ExitStack() as stack:
@@ -173,7 +182,8 @@ def _stream(plan: Plan, draft: Path) -> int:
                 )
                 targets.append(target)
         progress = stack.enter_context(_bar(sum(shard.layout.size for shard in plan.shards), "converting"))
-        stack.enter_context(flushing(files))
+        if flushes:
+            stack.enter_context(flushing(files))
         return transfer.transfer(targets, plan.selection.checked, progress)
 
 

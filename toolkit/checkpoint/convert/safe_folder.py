@@ -45,8 +45,10 @@ def check_space(out: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
-def made_beside(out: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `out`, and puts it in `out`'s place, flushed, when the block has succeeded.
+def made_beside(out: Path, flushes: bool = True) -> Iterator[Path]:
+    """Gives an empty folder beside `out`, and puts it in `out`'s place when the block has succeeded.
+
+    With `flushes` everything is on the disk before that.
 
     Whatever ends the block early, Ctrl-C included, removes the folder and leaves `out` as it was. Raises
     UserError when the folder cannot be made or put in place.
@@ -57,7 +59,8 @@ def made_beside(out: Path) -> Iterator[Path]:
         try:
             draft.mkdir(parents=True)
             yield draft
-            flush(draft)
+            if flushes:
+                flush(draft)
             _replace(out, draft)
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}; nothing was left behind") from error

@@ -7,6 +7,7 @@ release the interpreter's lock.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import defaultdict
@@ -15,14 +16,15 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from toolkit.checkpoint.checksum import crc32
-from toolkit.checkpoint.convert.casts import Caster, TooLargeError
-from toolkit.checkpoint.convert.combine_crc import combine
-from toolkit.checkpoint.convert.lora_delta import Delta
-from toolkit.checkpoint.source import ITEM_BYTES, Member, Stored
+from toolkit.checkpoint.checksum import combine, crc32
+from toolkit.checkpoint.source import FLOATS, ITEM_BYTES, Member, Stored
 from toolkit.errors import UserError
+
+if TYPE_CHECKING:  # numpy takes as long to import as a gigabyte to copy
+    from toolkit.checkpoint.convert.casts import Caster
+    from toolkit.checkpoint.convert.lora_delta import Delta
 
 # Bytes read at a time: with the buffers of a cast it fits a core's cache, so that memory is passed once.
 BLOCK = 512 << 10
@@ -140,7 +142,7 @@ class _Work:
 
     def run(self) -> None:
         """One thread's work: chunks until there are none."""
-        block, caster = memoryview(bytearray(BLOCK)), Caster(BLOCK // 2)
+        block, caster = memoryview(bytearray(BLOCK)), functools.cache(_make_caster)
         with ExitStack() as stack:
             files: dict[Path, int] = {}
             try:
@@ -158,7 +160,7 @@ class _Work:
         with self._lock:
             return None if self.stopped else next(self._chunks, None)
 
-    def _do(self, chunk: _Chunk, file: int, block: memoryview, caster: Caster) -> None:
+    def _do(self, chunk: _Chunk, file: int, block: memoryview, caster: Callable[[], Caster]) -> None:
         value = 0
         for start in range(chunk.start, chunk.end, BLOCK):
             if self.stopped:
@@ -176,14 +178,27 @@ class _Work:
             self.checksums[chunk.member].append((chunk.start, chunk.end - chunk.start, value))
 
 
-def _write(part: _Part, low: int, numbers: memoryview, caster: Caster) -> None:
+def _write(part: _Part, low: int, numbers: memoryview, caster: Callable[[], Caster]) -> None:
     target = part.target
     element = part.first + (low - part.start) // ITEM_BYTES[target.stored.dtype]
-    content = converted(numbers, target.stored, target.dtype, element, target.delta, caster)
+    content = numbers
+    if changes(target.stored, target.dtype, target.delta):
+        content = converted(numbers, target.stored, target.dtype, element, target.delta, caster())
     place = target.offset + element * ITEM_BYTES[target.dtype]
     while content:
         done = os.pwrite(target.file, content, place)
         content, place = content[done:], place + done
+
+
+def _make_caster() -> Caster:
+    from toolkit.checkpoint.convert.casts import Caster
+
+    return Caster(BLOCK // 2)
+
+
+def changes(stored: Stored, dtype: str, delta: Delta | None) -> bool:
+    """Whether the output's bytes are others than the checkpoint's."""
+    return delta is not None or (stored.dtype != dtype and stored.dtype in FLOATS)
 
 
 def converted(
@@ -193,6 +208,8 @@ def converted(
 
     Raises UserError where a finite number would become infinite.
     """
+    from toolkit.checkpoint.convert.casts import TooLargeError
+
     try:
         if delta is None:
             return caster.cast(numbers, stored.dtype, dtype)

@@ -1,0 +1,111 @@
+"""Resuming across ways to run, for what tests/test_elastic.py leaves out: LoRA, bf16, a disk that is full."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
+from toolkit.checkpoint import adapter
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.open import open_checkpoint
+
+SAVED_AT, STEPS = 3, 6
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[Any]:
+    return ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", STEPS, "--dropout", 0,
+            "--report_to", "none", "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", "1e-3",
+            "--checkpoint_every", SAVED_AT, "--eval_every", STEPS, "--keep_checkpoints", 9]  # fmt: skip
+
+
+def run(jobs: list[list[Any]], way: str, folder: Path) -> Finished:
+    """Several runs in one group of processes."""
+    path = folder / f"jobs-{way.replace(' ', '-')}-{len(list(folder.iterdir()))}.json"
+    path.write_text(json.dumps([[str(word) for word in job] for job in jobs]))
+    finished = recipe(path, *WAYS[way], script="tests/recipe_worker.py")
+    assert finished.code == 0, finished.err[-3000:]
+    return finished
+
+
+def saved(folder: Path, step: int = SAVED_AT) -> Path:
+    return folders.step_folder(folder / "checkpoints", step)
+
+
+def assert_goes_on(found: Path, expected: Path, rel: float) -> None:
+    assert [line["step"] for line in lines_of(found / "metrics.jsonl")] == list(range(SAVED_AT + 1, STEPS + 1))
+    assert losses_of(found) == pytest.approx(losses_of(expected)[SAVED_AT:], rel=rel)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way", ["zero3 x2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp x2", "zero1 x2", "zero2 x2"))]
+)
+def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
+    """One process -> this way -> one process; the base model's weights are not saved again and again."""
+    common = [*settings, "--lora_r", 4, "--mixed_precision", "no", "--learning_rate", "1e-2"]
+    one, many = tmp_path / "one", tmp_path / "many"
+    run([[*common, "--output_dir", one]], "single", tmp_path)
+    run([[*common, "--output_dir", many],
+         [*common, "--output_dir", tmp_path / "one-to-many", "--resume", saved(one)],
+         [*common, "--output_dir", tmp_path / "many-to-many", "--resume", saved(many)]], way, tmp_path)  # fmt: skip
+    run([[*common, "--output_dir", tmp_path / "many-to-one", "--resume", saved(many)]], "single", tmp_path)
+    assert max(losses_of(one)) - min(losses_of(one)) > 0.01
+    for name in ("one-to-many", "many-to-many", "many-to-one"):
+        assert_goes_on(tmp_path / name, one, 1e-5)
+    for folder in (one, many):
+        source = open_checkpoint(saved(folder))
+        assert source.weights
+        assert all(adapter.is_adapters(name) for name in source.weights)
+        assert any("word_embeddings" in name for name in source.excluded)
+        base = sum(4 * _count(shape) for shape in source.excluded.values())
+        files = folders.read_manifest(saved(folder))["files"]
+        assert sum(entry["bytes"] for name, entry in files.items() if name.endswith((".pt", ".safetensors"))) < base
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
+    """Exactly under the same strategy; sensibly from autocast's fp32 weights to DeepSpeed's bf16 ones."""
+    common = [*settings, "--mixed_precision", "bf16"]
+    run([[*common, "--output_dir", tmp_path / "ddp"]], "ddp x2", tmp_path)
+    run([[*common, "--output_dir", tmp_path / "zero"],
+         [*common, "--output_dir", tmp_path / "same", "--resume", saved(tmp_path / "zero")],
+         [*common, "--output_dir", tmp_path / "across", "--resume", saved(tmp_path / "ddp")]], way, tmp_path)  # fmt: skip
+    assert_goes_on(tmp_path / "same", tmp_path / "zero", 1e-6)
+    assert_goes_on(tmp_path / "across", tmp_path / "ddp", 2e-2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
+def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
+    """DeepSpeed's files do not fit any more: one line, the checkpoint before is whole, and the run goes on."""
+    folder = tmp_path / "run"
+    common = [*settings, "--mixed_precision", "no", "--output_dir", folder]
+    run([[*common, "--max_steps", SAVED_AT]], way, tmp_path)
+    sizes = [entry["bytes"] for entry in folders.read_manifest(saved(folder))["files"].values()]
+    command = ["python", "recipes/cls.py", *common, *WAYS[way]]
+    limited = f"ulimit -f {(max(sizes) - 1000) // 1024}; exec {' '.join(map(str, command))}"
+    finished = start(["bash", "-c", limited])
+    assert finished.code == 1, finished.err[-3000:]
+    assert len(finished.error_lines) == 1, finished.err[-3000:]
+    assert "those before it are untouched" in finished.error_lines[0]
+    assert "Traceback" not in finished.err
+    assert folders.complete(folder / "checkpoints") == [saved(folder)]
+    finished = recipe(*common, *WAYS[way])
+    assert finished.code == 0, finished.err[-3000:]
+    assert re.search(rf"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}", finished.err)
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))

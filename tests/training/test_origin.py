@@ -1,0 +1,141 @@
+"""toolkit/training/origin.py: what `--resume` means for the checkpoints that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.checkpoint import folder as folders
+from toolkit.errors import UserError
+from toolkit.training.origin import Origin, choose_origin
+
+IDENTITY = {"recipe": "cls", "model": "bert", "labels": ["neg", "pos"], "data": "0a1b", "max_length": 128,
+            "global_batch_size": 32, "group_by_length": True, "seed": 42, "lora_r": None}  # fmt: skip
+SETTINGS = {"train_file": "a.csv", "text_column": None, "learning_rate": 1e-3, "max_length": None}
+FACTS: dict[str, Any] = {"identity": IDENTITY, "settings": SETTINGS}
+
+
+def save(run: Path, step: int, facts: dict[str, Any] = FACTS) -> Path:
+    folder = folders.step_folder(run / "checkpoints", step)
+    folders.begin(folder)
+    (folder / "weights").write_bytes(b"0123456789")
+    files = folders.described(folder, ["weights"])
+    folders.publish(folder, {"format": 1, "step": step, "saved_at": float(step), "files": files, **facts})
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (2, 4, 6):
+        folder = save(tmp_path / "run", step)
+    folders.point(folder.parent, "last", folder)
+    folders.point(folder.parent, "best", folders.step_folder(folder.parent, 4))
+    return tmp_path / "run"
+
+
+def steps(origin: Origin) -> list[int | None]:
+    return [folders.step_number(path) for path in origin.candidates]
+
+
+def test_auto(run: Path, tmp_path: Path) -> None:
+    assert steps(choose_origin("auto", run / "checkpoints", FACTS)) == [6, 4, 2]
+    assert choose_origin("auto", tmp_path / "new" / "checkpoints", FACTS) == Origin()
+
+
+def test_no(run: Path) -> None:
+    assert choose_origin("no", run / "checkpoints", FACTS) == Origin()
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("", [6, 4, 2]),
+        ("checkpoints", [6, 4, 2]),
+        ("checkpoints/step-00000002", [2]),
+        ("checkpoints/best", [4]),
+        ("checkpoints/last", [6]),
+    ],
+)
+def test_a_path(path: str, found: list[int], run: Path, tmp_path: Path) -> None:
+    """A run's folder, its checkpoints, one of them, or a link."""
+    assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == found
+
+
+def test_the_skipped_ones_have_reasons(run: Path) -> None:
+    (run / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    (run / "checkpoints" / "step-00000004" / "weights").write_bytes(b"0")
+    origin = choose_origin("auto", run / "checkpoints", FACTS)
+    assert steps(origin) == [2]
+    assert len(origin.skipped) == 2
+    assert "weights has 1 bytes and should have 10" in origin.skipped[0]
+    assert "has no manifest.json" in origin.skipped[1]
+
+
+@pytest.mark.parametrize("what", ["no manifest", "truncated"])
+def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
+    folder = run / "checkpoints" / "step-00000004"
+    (folder / "manifest.json").unlink() if what == "no manifest" else (folder / "weights").write_bytes(b"0")
+    with pytest.raises(UserError, match=f"^--resume {folder}: .*; `--resume auto` takes the newest"):
+        choose_origin(str(folder), run / "checkpoints", FACTS)
+
+
+def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        choose_origin(str(run / "checkpoint"), run / "checkpoints", FACTS)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no complete checkpoint there"):
+        choose_origin(str(tmp_path / "empty"), run / "checkpoints", FACTS)
+    for folder in (run / "checkpoints").glob("step-*"):
+        (folder / "weights").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint there") as caught:
+        choose_origin(str(run), run / "checkpoints", FACTS)
+    assert str(caught.value).count("is missing") == 3
+
+
+@pytest.mark.parametrize("key", [key for key in IDENTITY if key != "data"])
+@pytest.mark.parametrize("by_path", [False, True])
+def test_another_job_is_named(key: str, by_path: bool, run: Path) -> None:
+    other = {**FACTS, "identity": {**IDENTITY, key: "another"}}
+    with pytest.raises(UserError) as caught:
+        choose_origin(str(run) if by_path else "auto", run / "checkpoints", other)
+    assert "step-00000006 is of another job" in str(caught.value)
+    assert f"{key} was " in str(caught.value)
+    assert str(caught.value).count(" and is another") == 1
+    assert "--overwrite_output_dir" in str(caught.value)
+
+
+def test_all_that_differs_is_named_at_once(run: Path) -> None:
+    other = {**FACTS, "identity": {**IDENTITY, "seed": 43, "labels": ["a", "b", "c"]}}
+    with pytest.raises(UserError, match=r"labels was \[neg, pos\] and is \[a, b, c\]; seed was 42 and is 43"):
+        choose_origin("auto", run / "checkpoints", other)
+
+
+def test_other_data_are_explained_by_the_settings(run: Path) -> None:
+    identity = {**IDENTITY, "data": "ffff"}
+    with pytest.raises(UserError, match=r"train_file was a.csv and is b.csv") as caught:
+        choose_origin(
+            "auto", run / "checkpoints", {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
+        )
+    assert "ffff" not in str(caught.value)
+    with pytest.raises(UserError, match="the content of the files, or the tokenizer, has changed"):
+        choose_origin("auto", run / "checkpoints", {"identity": identity, "settings": SETTINGS})
+
+
+def test_settings_that_do_not_matter_are_no_difference(run: Path) -> None:
+    facts = {"identity": IDENTITY, "settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3}}
+    assert steps(choose_origin("auto", run / "checkpoints", facts)) == [6, 4, 2]
+    assert steps(choose_origin("auto", run / "checkpoints", {**FACTS, "identity": {**IDENTITY, "new": 1}})) == [6, 4, 2]
+
+
+def test_a_folder_that_was_moved_aside(run: Path, tmp_path: Path) -> None:
+    origin = dataclasses.replace(choose_origin(str(run), run / "checkpoints", FACTS), skipped=["why"])
+    elsewhere = save(tmp_path / "other", 9)
+    origin = dataclasses.replace(origin, candidates=[*origin.candidates, elsewhere])
+    moved = origin.within(run, run.rename(tmp_path / "run.old"))
+    assert steps(moved) == [6, 4, 2, 9]
+    assert moved.candidates[-1] == elsewhere
+    assert all((path / "manifest.json").is_file() for path in moved.candidates)
+    assert moved.skipped == ["why"]

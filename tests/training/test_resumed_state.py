@@ -1,0 +1,122 @@
+"""toolkit/training/optimizer.py, what a resumed run takes over: the schedule's place and the loss scale."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from toolkit.config import SchedulerName, TrainingSettings
+from toolkit.training.optimizer import make_scheduler, scaler_state, set_scaler, set_schedule
+
+TOTAL = 17
+
+
+def make(name: str, rate: float = 1e-3) -> tuple[Any, Any]:
+    warmup = {} if name == "constant" else {"warmup_steps": 4}
+    one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=rate)
+    settings = TrainingSettings(learning_rate=rate, lr_scheduler_type=name, **warmup)  # type: ignore[arg-type]
+    return optimizer, make_scheduler(optimizer, settings, TOTAL)
+
+
+def take(optimizer: Any, scheduler: Any) -> list[Any]:
+    """What a step sees."""
+    seen = [scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups], scheduler.last_epoch]
+    optimizer.step()
+    scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("name", get_args(SchedulerName))
+def test_setting_a_schedule_is_stepping_it(name: str) -> None:
+    for steps in (0, 1, 4, 9, TOTAL):
+        stepped = make(name)
+        for _ in range(steps):
+            take(*stepped)
+        fresh = make(name)
+        set_schedule(fresh[1], steps)
+        for _ in range(4):
+            assert take(*fresh) == take(*stepped)
+
+
+def test_another_learning_rate_takes_its_place_in_the_schedule() -> None:
+    optimizer, scheduler = make("linear", rate=2e-3)
+    set_schedule(scheduler, 9)
+    half = make("linear", rate=1e-3)
+    set_schedule(half[1], 9)
+    assert scheduler.get_last_lr() == pytest.approx([2 * rate for rate in half[1].get_last_lr()])
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+
+
+def there_and_back(source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
+    set_scaler(*target, json.loads(json.dumps(scaler_state(*source))))
+
+
+def torch_scaler(scale: float = 65536.0) -> tuple[Any, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    return SimpleNamespace(scaler=scaler), SimpleNamespace()
+
+
+def deepspeed_scaler() -> tuple[Any, Any]:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        init_scale=2**16, scale_window=3, delayed_shift=2, min_scale=1, consecutive_hysteresis=False
+    )
+    return SimpleNamespace(scaler=None), SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+
+def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
+    """The scales that follow, with an overflow at the second and sixth step."""
+    scaler, found = pair[1].optimizer.loss_scaler, []
+    for step in range(8):
+        scaler.update_scale(step in (1, 5))
+        found.append(scaler.cur_scale)
+    return found
+
+
+def test_deepspeeds_scaler_goes_on_as_it_would_have() -> None:
+    source, target = deepspeed_scaler(), deepspeed_scaler()
+    overflow_pattern(source)
+    there_and_back(source, target)
+    assert scaler_state(*target) == scaler_state(*source)
+    assert overflow_pattern(target) == overflow_pattern(source)
+    assert overflow_pattern(target) != overflow_pattern(deepspeed_scaler())
+
+
+def test_torchs_scaler_goes_on_as_it_would_have() -> None:
+    source, target = torch_scaler(1024.0), torch_scaler()
+    source[0].scaler._growth_tracker.fill_(2)
+    there_and_back(source, target)
+    assert target[0].scaler.state_dict() == source[0].scaler.state_dict()
+    assert target[0].scaler.get_scale() == 1024.0
+
+
+def test_the_scale_crosses_strategies() -> None:
+    ours, theirs = torch_scaler(512.0), deepspeed_scaler()
+    there_and_back(ours, theirs)
+    assert theirs[1].optimizer.loss_scaler.cur_scale == 512.0
+    theirs[1].optimizer.loss_scaler.cur_scale = 128.0
+    there_and_back(theirs, ours)
+    assert ours[0].scaler.get_scale() == 128.0
+    assert ours[0].scaler.get_growth_interval() == 3  # its own
+
+
+def test_without_fp16_there_is_no_scale() -> None:
+    nobody: tuple[Any, Any] = (SimpleNamespace(scaler=None), SimpleNamespace())
+    assert scaler_state(*nobody) is None
+    set_scaler(*nobody, None)
+    set_scaler(*nobody, {"cur_scale": 512.0})
+    there_and_back(nobody, scaled := torch_scaler(64.0))
+    assert scaled[0].scaler.get_scale() == 64.0
+    set_scaler(*scaled, {"cur_scale": float("inf")})
+    assert scaled[0].scaler.get_scale() == 64.0
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    static = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=LossScaler(scale=1.0)))
+    assert scaler_state(nobody[0], static) is None
