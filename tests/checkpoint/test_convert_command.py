@@ -171,7 +171,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             patched.setattr(os, function, full)
             patched.setattr(safe_folder, "_FLUSH_SECONDS", 0.0)
             with pytest.raises(UserError, match=r"cannot write .*out: No space left on device; nothing was left"):
-                convert(run, tmp_path / "deep" / "out")
+                convert(run, tmp_path / "deep" / "out", sync=True)
         assert names_in(tmp_path) == ["run"]
 
 

@@ -80,7 +80,8 @@ def overflow_pattern(pair: tuple[Any, Any]) -> list[float]:
     return found
 
 
-def test_deepspeeds_scaler_goes_on_as_it_would_have() -> None:
+def test_deepspeeds_scaler_goes_on_as_it_would_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)  # it asks before it speaks
     source, target = deepspeed_scaler(), deepspeed_scaler()
     overflow_pattern(source)
     there_and_back(source, target)

@@ -375,7 +375,8 @@ def _why_not_written(error: OSError | RuntimeError) -> str | None:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     first = str(error).split("\n")[0]
-    return first if "PytorchStreamWriter" in first or "inline_container" in first else None
+    known = ("PytorchStreamWriter", "inline_container", "iostream")
+    return f"is the disk full? PyTorch says: {first}" if any(word in first for word in known) else None
 
 
 def _count_lines(path: Path) -> int:

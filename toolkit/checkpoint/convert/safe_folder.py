@@ -61,7 +61,7 @@ def made_beside(out: Path, flushes: bool = True) -> Iterator[Path]:
             yield draft
             if flushes:
                 flush(draft)
-            _replace(out, draft)
+            _replace(out, draft, flushes)
         except OSError as error:
             raise UserError(f"cannot write {out}: {error.strerror}; nothing was left behind") from error
     except BaseException:
@@ -100,7 +100,7 @@ def flushing(files: Sequence[int]) -> Iterator[None]:
         raise faults[0]
 
 
-def _replace(out: Path, draft: Path) -> None:
+def _replace(out: Path, draft: Path, flushes: bool) -> None:
     old = out.with_name(f".{out.name}.old-{os.getpid()}")
     there = os.path.lexists(out)
     if there:
@@ -111,7 +111,8 @@ def _replace(out: Path, draft: Path) -> None:
         if there:
             old.rename(out)
         raise
-    _flush_folder(out.parent)
+    if flushes:
+        _flush_folder(out.parent)
     if there:
         shutil.rmtree(old, ignore_errors=True)
 
