@@ -159,12 +159,12 @@ def test_nothing_is_copied_until_asked(tmp_path: Path) -> None:
     live = drafts_of(state, set(), 0)[0]
     copied = live.copied()
     assert live.tensors["embed.weight"][0].data_ptr() == state.module.embed.weight.data_ptr()
-    assert live.size == copied.size == sum(tensor.nbytes for tensor, _ in live.tensors.values())
     before = state.module.embed.weight.detach().clone()
     with torch.no_grad():
         state.module.embed.weight.zero_()
     assert torch.equal(copied.tensors["embed.weight"][0].view(5, 3), before)
     write(Draft("copy", copied.tensors, copied.metadata), tmp_path)
+    assert (tmp_path / "copy").stat().st_size == live.layout.size
     with safe_open(tmp_path / "copy", framework="pt") as file:
         assert torch.equal(file.get_tensor("embed.weight"), before)
 
@@ -296,6 +296,19 @@ def test_filling_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         target = torch.zeros(count, dtype=torch.float64)
         fill(target, stored, start)
         assert torch.equal(target, values[start : start + count].double())
+
+
+@pytest.mark.parametrize(("stage", "said"), [(0, "ZeRO stage 0 in bf16 or fp16"), (3, "offloaded to NVMe")])
+def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, said: str) -> None:
+    """Rather than saved without its masters or moments."""
+    accelerator: Any = SimpleNamespace(
+        distributed_type=DistributedType.DEEPSPEED,
+        unwrap_model=lambda model: model,
+        state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)),
+    )
+    wrapped = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
+    with pytest.raises(UserError, match=said):
+        live_state(accelerator, Awkward(), wrapped)
 
 
 def test_shared_buffers_are_there_once() -> None:

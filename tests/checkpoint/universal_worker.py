@@ -47,9 +47,14 @@ def load(kind: Kind, root: Path, out: Path) -> None:
     config = {**config_of(kind), "checkpoint": {"load_universal": True}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     where, client_state = engine.load_checkpoint(str(root))
-    found = {**weights_of(engine, kind, whole), **moments_of(engine, kind), **buffers_of(engine)}
-    found |= computing(engine, kind)
+    states = list(engine.optimizer.optimizer.state.values())
     facts: dict[str, Any] = {"path": where, "client_state": sorted(client_state), "global_steps": engine.global_steps}
+    facts |= {"one_step": len(states) > 1 and all(state["step"] is states[0]["step"] for state in states)}
+    before = held_by(engine, kind)
+    restore_the_rest(engine, root)
+    found = held_by(engine, kind)
+    facts["restored_by_hand"] = sorted(name for name in found if not torch.equal(found[name], before[name]))
+    found |= {**weights_of(engine, kind, whole), **moments_of(engine, kind)}
     facts |= {"steps": everywhere(steps_of(engine)), "groups": groups_in(engine)}
     take_step(engine, kind, STEPS)
     facts["next_steps"] = everywhere(steps_of(engine))
@@ -60,13 +65,31 @@ def load(kind: Kind, root: Path, out: Path) -> None:
     engine.destroy()
 
 
-def computing(engine: Any, kind: Kind) -> dict[str, torch.Tensor]:
-    """What the model computes with, in the engine's dtype."""
+def restore_the_rest(engine: Any, root: Path) -> None:
+    """What docs/convert.md says a script has to do: frozen parameters, buffers, and a step for each sub-group."""
+    import deepspeed
+
+    folder = root / (root / "latest_universal").read_text() / "zero"
+    parameters = dict(engine.module.named_parameters())
+    frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
+    kept = {name: buffer for name, buffer in engine.module.named_buffers() if name in engine.module.state_dict()}
+    divided = any(hasattr(parameter, "ds_id") for parameter in frozen.values())
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(frozen.values()), modifier_rank=0, enabled=divided):
+        for name, tensor in [*frozen.items(), *kept.items()]:
+            if tensor.numel():  # on other ranks than 0 nothing is gathered
+                tensor.copy_(torch.load(folder / name / "fp32.pt")["param"])
+    for state in engine.optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+def held_by(engine: Any, kind: Kind) -> dict[str, torch.Tensor]:
+    """Copies of the buffers, and of the weights that the model computes with."""
     import deepspeed
 
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values()), enabled=kind.stage == 3):
-        return {f"compute.{name}": parameter.detach().clone() for name, parameter in parameters.items()}
+        found = {f"compute.{name}": parameter.detach().clone() for name, parameter in parameters.items()}
+    return {**found, **{name: buffer.clone() for name, buffer in buffers_of(engine).items()}}
 
 
 def steps_of(engine: Any) -> list[float]:

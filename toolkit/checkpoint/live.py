@@ -16,6 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from toolkit.errors import UserError
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -44,7 +46,12 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
             return Stage3State(module, inner, model)
         if stage in (1, 2):
             return FlatState(module, inner, model)
-        return WholeState(module, inner.optimizer if hasattr(inner, "bit16_groups") else inner)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UserError(
+                "ZeRO stage 0 in bf16 or fp16 keeps its fp32 weights where they cannot be saved by name: "
+                "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
+            )
+        return WholeState(module, inner)
     if any(_is_divided(parameter) for parameter in module.parameters()):
         return ShardedState(module, inner)
     return WholeState(module, inner)
@@ -154,6 +161,11 @@ class Stage3State(LiveState):
     def __init__(self, module: torch.nn.Module, optimizer: Any, engine: Any) -> None:
         super().__init__(module, optimizer)
         self.engine = engine
+        if getattr(optimizer, "swap_optimizer", False):
+            raise UserError(
+                "an optimizer offloaded to NVMe is not in DeepSpeed's checkpoints, and cannot be resumed: set "
+                "offload_optimizer.device to cpu in the DeepSpeed config"
+            )
 
     def trained(self, name: str, parameter: Any) -> Fragment | None:
         zero = self.optimizer

@@ -22,6 +22,8 @@ _STORAGES = {
     "BoolStorage": "BOOL",
 }  # fmt: skip
 _UNTYPED = "torch.storage.UntypedStorage"
+STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
+"""Of torch's class, by dtype."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.live import Fragment, LiveState, adam_step, whole_shape
-from toolkit.checkpoint.tensors_file import lay_out
+from toolkit.checkpoint.tensors_file import Layout, lay_out
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -36,8 +36,9 @@ class Draft:
     metadata: Mapping[str, str]
 
     @property
-    def size(self) -> int:
-        return sum(values.numel() * values.element_size() for values, _ in self.tensors.values())
+    def layout(self) -> Layout:
+        described = {name: (_DTYPES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
+        return lay_out(described, self.metadata, checksums=True)
 
     def copied(self) -> Draft:
         """With copies of the values in host memory, which training does not change."""
@@ -101,15 +102,11 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
 
     Returns the file's entry for the manifest: the bytes are not read again for it.
     """
-    layout = lay_out(
-        {name: (_DTYPES[values.dtype], shape) for name, (values, shape) in draft.tensors.items()},
-        draft.metadata,
-        checksums=True,
-    )
+    layout = draft.layout
     checksums: dict[str, int] = {}
     of_data = 0
     with (folder / draft.name).open("wb", buffering=0) as file:
-        file.write(layout.header())  # in the place of the true one, which is as long
+        _write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
         for name in layout.tensors:
             content = _bytes(draft.tensors[name][0])
             checksums[name] = crc32(content)

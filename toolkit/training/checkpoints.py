@@ -145,7 +145,7 @@ class Checkpoints:
         entries = gather_object([mine])
         files = {name: entry for part in entries for name, entry in part.items()}
         size = sum(entry["bytes"] for entry in files.values())
-        size += broadcast_object_list([sum(draft.size for draft in later)])[0]
+        size += broadcast_object_list([sum(draft.layout.size for draft in later)])[0]
         if accelerator.is_main_process:
             complete = _Completion(folder, manifest, files, later, self.settings.keep_checkpoints, self.best.step)
             if later:
