@@ -116,7 +116,7 @@ def _kill(target: str, launcher: int, chosen: random.Random) -> None:
     for victim in victims:
         with contextlib.suppress(psutil.Error):
             victim.kill()
-    gone, alive = psutil.wait_procs(below, timeout=30)
+    _, alive = psutil.wait_procs(below, timeout=30)
     for process in alive:  # a launcher that is killed cannot end its processes: they lose each other, or end here
         with contextlib.suppress(psutil.Error):
             process.kill()

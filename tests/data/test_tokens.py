@@ -132,3 +132,11 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
 def test_more_tokens_than_positions(wanted: int, model: SimpleNamespace) -> None:
     with pytest.raises(UserError, match=r"--max_length 513: the model has 512 positions"):
         choose_max_length(wanted, SimpleNamespace(model_max_length=10**30), model)
+
+
+def test_encoding_leaves_the_tokenizer_as_it_was(tiny_model: Path) -> None:
+    """It is saved with the model: whether this process made the tokens or found them must not show there."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    before = tokenizer.backend_tokenizer.to_str()
+    tokens.encode(tokenizer, ["good film " * 50], max_length=16)
+    assert tokenizer.backend_tokenizer.to_str() == before

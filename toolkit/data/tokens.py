@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,8 @@ def encode(
     tokenizer: Any, texts: Sequence[str], max_length: int, progress: str | None = None
 ) -> tuple[dict[str, np.ndarray], int]:
     """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens)."""
+    # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
+    tokenizer = copy.deepcopy(tokenizer)
     pieces: list[np.ndarray] = []
     lengths: list[int] = [0]
     cut = 0
