@@ -2,9 +2,11 @@
 
     torchrun --nproc_per_node N -m tests.checkpoint.universal_worker MODEL OUT KIND=ROOT ...
 
+A ROOT without `latest_universal` is loaded as DeepSpeed loads what it saved itself, for comparison.
 For the number I of each pair it writes OUT/I.safetensors, named as the truth that deepspeed_worker.py writes and
-`compute.NAME` for the weights that the model computes with, and OUT/I.json: the `steps` of the optimizer's states on
-every rank, its `groups` of settings, what load_checkpoint returned, the `steps` after one more step, or the `error`.
+`compute.NAME` for the weights that the model computes with and `next.weight.NAME` for those after one more step, and
+OUT/I.json: the optimizer's `steps` on every rank, its `groups` of settings, what had to be `restored_by_hand`, whether
+all states shared `one_step`, and so on; or the `error`.
 """
 
 from __future__ import annotations
@@ -44,14 +46,18 @@ def load(kind: Kind, root: Path, out: Path) -> None:
             parameter.add_(100)
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(groups_of(model, kind), lr=0.5)
-    config = {**config_of(kind), "checkpoint": {"load_universal": True}}
+    universal = (root / "latest_universal").is_file()
+    config = {**config_of(kind), "checkpoint": {"load_universal": universal}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     where, client_state = engine.load_checkpoint(str(root))
     states = list(engine.optimizer.optimizer.state.values())
     facts: dict[str, Any] = {"path": where, "client_state": sorted(client_state), "global_steps": engine.global_steps}
     facts |= {"one_step": len(states) > 1 and all(state["step"] is states[0]["step"] for state in states)}
     before = held_by(engine, kind)
-    restore_the_rest(engine, root)
+    if universal:
+        restore_the_rest(engine, root)
+    for buffer in engine.module.buffers():  # at stage 3 DeepSpeed gives each rank its own back
+        dist.broadcast(buffer, 0)
     found = held_by(engine, kind)
     facts["restored_by_hand"] = sorted(name for name in found if not torch.equal(found[name], before[name]))
     found |= {**weights_of(engine, kind, whole), **moments_of(engine, kind)}

@@ -47,6 +47,7 @@ def open_checkpoint(path: Path) -> Source:
 def _open(path: Path) -> Source:
     if (path / MANIFEST).is_file() or step_number(path) is not None:
         return open_run_checkpoint(path, path)
+    _refuse_universal(path)
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent))
     for checkpoints in (path / "checkpoints", path):
@@ -59,6 +60,14 @@ def _open(path: Path) -> Source:
     if has_weights(path):
         return open_weights(path, path)
     raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {_content(path)}")
+
+
+def _refuse_universal(path: Path) -> None:
+    """DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses."""
+    if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
+        raise UserError(
+            f"{path} is in DeepSpeed's universal format, which only DeepSpeed loads: name what it was made of"
+        )
 
 
 def _model_folder(*folders: Path) -> Path | None:

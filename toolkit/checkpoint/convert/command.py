@@ -16,6 +16,8 @@ _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
     "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
 )
+# Options that only a model's folder takes, with their defaults.
+_OF_MODELS = {"dtype": "fp32", "max_shard_size": "5GB", "config_from": None, "base_model": None, "merge_lora": False}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -34,7 +36,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
     parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
-    parser.add_argument("--to", choices=("model", "universal"), default="model", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--to",
+        choices=("model", "universal"),
+        default="model",
+        help="universal: DeepSpeed's format for another stage and number of processes, optimizer included [model]",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
@@ -51,34 +58,39 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.inspect:
         _inspect(Path(arguments.checkpoint), arguments.json)
         return
-    from toolkit.checkpoint.convert.run import Options, described, plan, write
-
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
-    planned = plan(
-        Options(
-            checkpoint=Path(arguments.checkpoint),
-            out=Path(arguments.out),
-            dtype=arguments.dtype,
-            max_shard_bytes=parse_size(arguments.max_shard_size),
-            config_from=Path(arguments.config_from) if arguments.config_from else None,
-            base_model=Path(arguments.base_model) if arguments.base_model else None,
-            merge_lora=arguments.merge_lora,
-            overwrite=arguments.overwrite,
-            verify=arguments.verify,
-            sync=arguments.sync,
-        )
-    )
-    for line in described(planned) if arguments.dry_run else write(planned):
+    for line in _convert(arguments):
         print(line)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _convert(arguments: argparse.Namespace) -> list[str]:
+    from toolkit.checkpoint.convert import run as to_model
+    from toolkit.checkpoint.convert import universal as to_universal
+
+    options = to_model.Options(
+        checkpoint=Path(arguments.checkpoint),
+        out=Path(arguments.out),
+        dtype=arguments.dtype,
+        max_shard_bytes=parse_size(arguments.max_shard_size),
+        config_from=Path(arguments.config_from) if arguments.config_from else None,
+        base_model=Path(arguments.base_model) if arguments.base_model else None,
+        merge_lora=arguments.merge_lora,
+        overwrite=arguments.overwrite,
+        verify=arguments.verify,
+        sync=arguments.sync,
+    )
     if arguments.to == "universal":
+        universal = to_universal.plan(options)
+        return to_universal.described(universal) if arguments.dry_run else to_universal.write(universal)
+    model = to_model.plan(options)
+    return to_model.described(model) if arguments.dry_run else to_model.write(model)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    given = [f"--{name}" for name, default in _OF_MODELS.items() if getattr(arguments, name) != default]
+    if arguments.to == "universal" and given:
         raise UserError(
-            "toolkit convert --to universal is not offered: DeepSpeed loads that format into the same ZeRO stage only, "
-            "and at stage 3 gives every parameter group the first one's settings without a word. --resume takes a "
-            "run's checkpoint under any strategy; if you need the format, `python -m "
-            "deepspeed.checkpoint.ds_to_universal --input_folder FOLDER --output_folder OUT` makes it"
+            f"{', '.join(given)} makes a model's folder and has no meaning with --to universal: leave it out"
         )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit convert runs in one process: start it without a launcher")

@@ -181,7 +181,7 @@ def _stream(plan: Plan, draft: Path, flushes: bool) -> int:
                     output.name, output.stored, output.dtype(dtype), files[-1], place, output.delta
                 )
                 targets.append(target)
-        progress = stack.enter_context(_bar(sum(shard.layout.size for shard in plan.shards), "converting"))
+        progress = stack.enter_context(progress_bar(sum(shard.layout.size for shard in plan.shards), "converting"))
         if flushes:
             stack.enter_context(flushing(files))
         return transfer.transfer(targets, plan.selection.checked, progress)
@@ -202,7 +202,7 @@ def _create(path: Path, shard: Shard, stack: ExitStack) -> int:
 def _verify(plan: Plan, draft: Path) -> list[str]:
     from toolkit.checkpoint.convert.verify import verify
 
-    with _bar(sum(shard.layout.size for shard in plan.shards), "verifying") as progress:
+    with progress_bar(sum(shard.layout.size for shard in plan.shards), "verifying") as progress:
         count, merged = verify(draft, plan.shards, progress)
     said = f"verified: {count - merged} tensors are the checkpoint's, bit for bit"
     if merged:
@@ -217,7 +217,8 @@ def _verify(plan: Plan, draft: Path) -> list[str]:
 
 
 @contextmanager
-def _bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
+def progress_bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
+    """Gives what is to be called with the bytes done since; a bar is shown where there are many."""
     if size < _BAR_FROM_BYTES:
         yield lambda done: None
         return

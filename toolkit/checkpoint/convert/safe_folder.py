@@ -28,7 +28,8 @@ def check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
         raise UserError(f"{out} is already there: name another folder, or replace it with --overwrite")
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
-    if any(out.iterdir()) and not any(out.glob("*.safetensors")):
+    known = any(out.glob("*.safetensors")) or (out / "latest_universal").is_file()
+    if any(out.iterdir()) and not known:
         raise UserError(
             f"{out} does not look like a model's folder: --overwrite replaces only those; remove it yourself"
         )

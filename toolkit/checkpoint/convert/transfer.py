@@ -49,6 +49,8 @@ class Target:
     """Of the tensor's first byte in it."""
     delta: Delta | None = None
     """Added in fp32 on the way."""
+    sink: Callable[[memoryview, int], object] | None = None
+    """Takes (bytes, their place in the output file), by any thread, where there is no open file."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,9 @@ def _write(part: _Part, low: int, numbers: memoryview, caster: Callable[[], Cast
     if changes(target.stored, target.dtype, target.delta):
         content = converted(numbers, target.stored, target.dtype, element, target.delta, caster())
     place = target.offset + element * ITEM_BYTES[target.dtype]
+    if target.sink is not None:
+        target.sink(content, place)
+        return
     while content:
         done = os.pwrite(target.file, content, place)
         content, place = content[done:], place + done

@@ -33,7 +33,7 @@ def verify(folder: Path, shards: list[Shard], progress: Callable[[int], object])
     caster, count, merged = Caster(_ELEMENTS), 0, 0
     for shard in shards:
         path = folder / shard.name
-        _forget(path)
+        forget(path)
         written = read_header(path).tensors
         if set(written) != {output.name for output in shard.outputs}:
             raise UserError(f"{path} does not hold the tensors that were to be written: the disk or memory is faulty")
@@ -57,7 +57,7 @@ def _near(found: bytearray, expected: memoryview, target: Stored) -> bool:
     return bool(np.allclose(left, right, rtol=_RELATIVE[target.dtype], atol=_ABSOLUTE, equal_nan=True))
 
 
-def _forget(path: Path) -> None:
+def forget(path: Path) -> None:
     """Drops the file from memory, so that what is compared comes from the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
