@@ -152,9 +152,7 @@ TARGETS = ("one rank", "all ranks", "the launcher")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
                                              ("zero3 x2", "the launcher")])  # fmt: skip
-def test_at_random(
-    way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
-) -> None:
+def test_at_random(way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path) -> None:
     _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
 from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 
 SAVED_AT, STEPS = 3, 6
 

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, take_step, truth_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import tied_names
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import drafts_of, write, write_deepspeed, written_by
 from toolkit.errors import UserError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import Made
-from toolkit.checkpoint.archive import open_archive, verify_member
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.archive import open_archive, verify_member
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess

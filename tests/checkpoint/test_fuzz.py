@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import Made
-from toolkit.checkpoint.archive import open_archive, verify_member
-from toolkit.checkpoint.open import open_checkpoint
-from toolkit.checkpoint.pickled_names import DEEPSPEED, storage_of
-from toolkit.checkpoint.torch_file import open_torch_file
-from toolkit.checkpoint.unpickle import unpickle
+from toolkit.checkpoint.read.archive import open_archive, verify_member
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.read.pickled_names import DEEPSPEED, storage_of
+from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess

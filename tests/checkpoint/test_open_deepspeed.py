@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tests.checkpoint.conftest import Made, names
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.source import Source, Stored
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}

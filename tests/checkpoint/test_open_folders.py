@@ -19,7 +19,7 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.test_damaged import fault_of
 from tests.checkpoint.test_open_deepspeed import everything_of, tensor_of
 from tests.runs import ROOT, start
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.save import Draft, write
 from toolkit.errors import UserError
 
@@ -280,7 +280,7 @@ def test_opening_is_quick_and_imports_no_torch(tiny_model: Path) -> None:
     program = f"""
 import sys
 from pathlib import Path
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 open_checkpoint(Path({str(tiny_model)!r}))
 heavy = {{"torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors"}} & set(sys.modules)
 assert not heavy, heavy

@@ -18,7 +18,7 @@ from torch import nn
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import crc32
 from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers, tied_names
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import fill, restore
 from toolkit.checkpoint.save import (
     Draft,

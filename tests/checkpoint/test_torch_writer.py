@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from toolkit.checkpoint.archive import verify_member
 from toolkit.checkpoint.checksum import crc32
-from toolkit.checkpoint.pickled_names import TORCH
-from toolkit.checkpoint.torch_file import open_torch_file
-from toolkit.checkpoint.torch_writer import lay_out, new_tensor, pickled
-from toolkit.checkpoint.unpickle import unpickle
+from toolkit.checkpoint.convert.torch_writer import lay_out, new_tensor, pickled
+from toolkit.checkpoint.read.archive import verify_member
+from toolkit.checkpoint.read.pickled_names import TORCH
+from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.unpickle import unpickle
 
 VALUES = [
     None, True, False, 0, 1, -1, 255, 2**31 - 1, -(2**31), 2**31, -(2**40), 2**63, 0.1, float("inf"), "", "ü\n'",

@@ -22,10 +22,10 @@ from tests.checkpoint.handmade import same_bits
 from tests.checkpoint.test_open_deepspeed import everything_of, read_reference, tensor_of
 from tests.checkpoint.test_open_folders import write_run, write_slices, write_whole
 from tests.runs import start
-from toolkit.checkpoint.archive import open_archive
 from toolkit.checkpoint.convert import universal
 from toolkit.checkpoint.convert.run import Options
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.archive import open_archive
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.save import Draft, write
 from toolkit.errors import UserError
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.checkpoint import pickled_names
-from toolkit.checkpoint.pickled_names import DEEPSPEED, DISTRIBUTED, TORCH, Tensor, storage_of
-from toolkit.checkpoint.torch_file import open_torch_file
-from toolkit.checkpoint.unpickle import unpickle
+from toolkit.checkpoint.read import pickled_names
+from toolkit.checkpoint.read.pickled_names import DEEPSPEED, DISTRIBUTED, TORCH, Tensor, storage_of
+from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
 

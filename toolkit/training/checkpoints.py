@@ -21,7 +21,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,

@@ -104,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _inspect(checkpoint: Path, as_json: bool) -> None:
     from toolkit.checkpoint.convert.describe import describe, lines
-    from toolkit.checkpoint.open import open_checkpoint
+    from toolkit.checkpoint.read.open import open_checkpoint
 
     source = open_checkpoint(checkpoint)
     if as_json:

@@ -16,7 +16,7 @@ from toolkit.checkpoint.convert.describe import gigabytes
 from toolkit.checkpoint.convert.outputs import Selection, clean_names, select
 from toolkit.checkpoint.convert.safe_folder import check_place, check_space, flush, flushing, made_beside
 from toolkit.checkpoint.convert.shards import Shard, divide, write_index
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.source import Source
 from toolkit.errors import UserError
 

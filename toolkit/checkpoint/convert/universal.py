@@ -17,16 +17,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.archive import open_archive, verify_member
 from toolkit.checkpoint.convert import universal_files as files_of
 from toolkit.checkpoint.convert.describe import gigabytes
 from toolkit.checkpoint.convert.run import Options, progress_bar
 from toolkit.checkpoint.convert.safe_folder import check_place, check_space, flush, made_beside
 from toolkit.checkpoint.convert.universal_files import Copied, Small, Streamed, Writer
 from toolkit.checkpoint.convert.universal_state import State, model_state, state_of, step_value
-from toolkit.checkpoint.open import open_checkpoint
+from toolkit.checkpoint.read.archive import open_archive, verify_member
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.torch_file import open_torch_file
 from toolkit.errors import UserError, listing
 
 _LATEST = "latest_universal"

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.archive import open_archive
 from toolkit.checkpoint.checksum import combine, crc32
+from toolkit.checkpoint.convert.torch_writer import TorchLayout, lay_out, new_tensor
+from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.source import Span, Stored
-from toolkit.checkpoint.torch_writer import TorchLayout, lay_out, new_tensor
 
 # Open at a time by each thread. They are filled in the order of what is read, so that few are needed at once.
 _MOST_OPEN = 16

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.archive import verify_member
-from toolkit.checkpoint.deepspeed_files import Files, open_files, optimizer_of
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.convert.torch_writer import new_tensor
+from toolkit.checkpoint.read.archive import verify_member
+from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer_of
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.torch_file import TorchFile
+from toolkit.checkpoint.read.unpickle import Thing
 from toolkit.checkpoint.source import ITEM_BYTES, Source
-from toolkit.checkpoint.torch_file import TorchFile
-from toolkit.checkpoint.torch_writer import new_tensor
-from toolkit.checkpoint.unpickle import Thing
 from toolkit.errors import UserError
 
 # What is divided among the ranks, and is written by parameter instead.

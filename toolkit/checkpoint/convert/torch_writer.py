@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoint.checksum import crc32
-from toolkit.checkpoint.pickled_names import STORAGE_NAMES, Storage, Tensor
-from toolkit.checkpoint.unpickle import Name, Thing
+from toolkit.checkpoint.read.pickled_names import STORAGE_NAMES, Storage, Tensor
+from toolkit.checkpoint.read.unpickle import Name, Thing
 
 _ALIGNMENT = 64
 _UTF8, _DATE = 0x0800, 0x0021  # the first day that zip files know

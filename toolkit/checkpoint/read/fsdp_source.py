@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import pickled_names
-from toolkit.checkpoint.deepspeed_layout import number_in
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.read import pickled_names
+from toolkit.checkpoint.read.deepspeed_layout import number_in
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Thing, unpickle
+from toolkit.checkpoint.read.weights_source import main_dtype, torch_tensors
 from toolkit.checkpoint.source import Source, Span, Stored
-from toolkit.checkpoint.torch_file import open_torch_file
-from toolkit.checkpoint.unpickle import MOST_BYTES, Thing, unpickle
-from toolkit.checkpoint.weights_source import main_dtype, torch_tensors
 from toolkit.errors import UserError
 
 FULL = "pytorch_model_fsdp.bin"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import pickled_names
-from toolkit.checkpoint.torch_file import TorchFile, open_torch_file
+from toolkit.checkpoint.read import pickled_names
+from toolkit.checkpoint.read.torch_file import TorchFile, open_torch_file
 from toolkit.errors import UserError, listing
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")

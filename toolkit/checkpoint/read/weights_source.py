@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.checkpoint.deepspeed_source import tied_tensors
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.read.deepspeed_source import tied_tensors
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.source import Source, Stored
 from toolkit.checkpoint.tensors_file import read_header
-from toolkit.checkpoint.torch_file import open_torch_file
 from toolkit.errors import UserError, listing
 
 # In the order in which transformers looks for them. An adapter's come last: a folder may hold both.

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.deepspeed_files import find_tag_folder
-from toolkit.checkpoint.deepspeed_layout import number_in
-from toolkit.checkpoint.deepspeed_source import open_deepspeed
 from toolkit.checkpoint.folder import MANIFEST, fault_of, read_manifest, step_number
+from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
+from toolkit.checkpoint.read.deepspeed_layout import number_in
+from toolkit.checkpoint.read.deepspeed_source import open_deepspeed
 from toolkit.checkpoint.source import Source, Span, Stored
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint import pickled_names
-from toolkit.checkpoint.archive import open_archive
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.read import pickled_names
+from toolkit.checkpoint.read.archive import open_archive
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Name, unpickle
 from toolkit.checkpoint.source import ITEM_BYTES, Member, Span, Stored
-from toolkit.checkpoint.unpickle import MOST_BYTES, Name, unpickle
 from toolkit.errors import UserError
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.deepspeed_files import Files, open_files, optimizer_of
-from toolkit.checkpoint.deepspeed_layout import Owned, owned_by_stage_1_or_2, owned_by_stage_3
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer_of
+from toolkit.checkpoint.read.deepspeed_layout import Owned, owned_by_stage_1_or_2, owned_by_stage_3
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.torch_file import TorchFile
 from toolkit.checkpoint.source import ITEM_BYTES, Source, Span, Stored
-from toolkit.checkpoint.torch_file import TorchFile
 from toolkit.errors import UserError
 
 

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.checkpoint.archive import verify_member
-from toolkit.checkpoint.deepspeed_files import Files, optimizer_of
-from toolkit.checkpoint.flat import Line
-from toolkit.checkpoint.pickled_names import Tensor
+from toolkit.checkpoint.read.archive import verify_member
+from toolkit.checkpoint.read.deepspeed_files import Files, optimizer_of
+from toolkit.checkpoint.read.flat import Line
+from toolkit.checkpoint.read.pickled_names import Tensor
+from toolkit.checkpoint.read.torch_file import TorchFile
 from toolkit.checkpoint.source import Span, Stored
-from toolkit.checkpoint.torch_file import TorchFile
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]

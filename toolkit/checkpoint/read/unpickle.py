@@ -2,7 +2,7 @@
 
 `pickle.Unpickler` looks names up and calls them. This machine has neither: it knows the opcodes that
 torch, DeepSpeed and torch.distributed.checkpoint write, builds lists, dicts, tuples, sets, strings and
-numbers, and for each allowed name (`toolkit/checkpoint/pickled_names.py`) calls a function of ours that
+numbers, and for each allowed name (`toolkit/checkpoint/read/pickled_names.py`) calls a function of ours that
 makes an inert value. A name that is not allowed is refused before anything is made of it. Compared
 with an Unpickler with `find_class` overridden, a hostile memo index or a deeply nested key cannot
 exhaust memory or the C stack either.

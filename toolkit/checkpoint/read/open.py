@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.checkpoint.deepspeed_files import find_tag_folder, is_tag_folder
-from toolkit.checkpoint.deepspeed_source import open_deepspeed
 from toolkit.checkpoint.folder import MANIFEST, step_number
-from toolkit.checkpoint.fsdp_source import is_fsdp_folder, open_fsdp
-from toolkit.checkpoint.run_source import newest_complete, open_run_checkpoint
+from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
+from toolkit.checkpoint.read.deepspeed_source import open_deepspeed
+from toolkit.checkpoint.read.fsdp_source import is_fsdp_folder, open_fsdp
+from toolkit.checkpoint.read.run_source import newest_complete, open_run_checkpoint
+from toolkit.checkpoint.read.weights_source import has_weights, open_weights
 from toolkit.checkpoint.source import Source
-from toolkit.checkpoint.weights_source import has_weights, open_weights
 from toolkit.errors import UserError, did_you_mean
 
 _EXPECTED = (

@@ -1,0 +1,1 @@
+"""Opening what others and we have saved: structure only, nothing executed, no torch."""
