@@ -69,7 +69,9 @@ def _umask() -> int:
         (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
         (["convert", "run", "run"], "holds run, which is to be read"),
-        (["convert", "run", "."], "holds run, which is to be read"),
+        (["convert", "run", "."], "is no name of a folder to make"),
+        (["convert", "run", ""], "is no name of a folder to make"),
+        (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
         (["convertt", "run"], "did you mean convert"),
     ],
 )
@@ -123,6 +125,9 @@ def test_overwrite_replaces_and_nothing_else_does(tmp_path: Path) -> None:
     (out / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match=r"already there: .*--overwrite"):
         convert(run, out)
+    with pytest.raises(UserError, match=r"holds mine.txt, which a conversion does not write"):
+        convert(run, out, overwrite=True)
+    (out / "mine.txt").unlink()
     convert(run, out, overwrite=True, dtype="bf16")
     assert names_in(out) == ["model.safetensors"]
     assert read_folder(out)["b.bias"].dtype == torch.bfloat16
@@ -136,8 +141,13 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="does not look like a model's folder"):
+    with pytest.raises(UserError, match=r"holds thesis.txt, which a conversion does not write"):
         convert(run, other, overwrite=True)
+    checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
+    with pytest.raises(UserError, match=r"holds manifest.json, "):
+        convert(run, checkpoint, overwrite=True)
+    with pytest.raises(UserError, match="lies in the checkpoint"):
+        convert(run, checkpoint / "out")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is not a folder"):
         convert(run, tmp_path / "file", overwrite=True)

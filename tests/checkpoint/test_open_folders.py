@@ -19,6 +19,7 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.test_damaged import fault_of
 from tests.checkpoint.test_open_deepspeed import everything_of, tensor_of
 from tests.runs import ROOT, start
+from toolkit.checkpoint.checksum import crc32_of_range
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.save import Draft, write
 from toolkit.errors import UserError
@@ -45,7 +46,7 @@ def same(source_tensors: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -
 def write_run(folder: Path, **manifest: Any) -> Path:
     """A manifest over all that lies in a folder."""
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": "0" * 8}
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
         for path in folder.rglob("*")
         if path.is_file() and path.name != "manifest.json"
     }
@@ -287,3 +288,15 @@ assert not heavy, heavy
 """
     finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])
+def test_a_file_of_another_save_is_refused(name: str, tmp_path: Path) -> None:
+    """It has the same size and sound checksums of its own."""
+    folder, other = write_whole(tmp_path / "one", 4), write_whole(tmp_path / "other", 2)
+    tensors = {key: (value + 1, tuple(value.shape)) for key, value in WEIGHTS.items()}
+    write(Draft("weights.safetensors", {**tensors, "count": (torch.tensor(5), ())}, {}), other)
+    assert (folder / name).stat().st_size == (other / name).stat().st_size
+    (folder / name).write_bytes((other / name).read_bytes())
+    with pytest.raises(UserError, match=rf"{name} is not the file that .* was written for: it is of another save"):
+        open_checkpoint(folder)

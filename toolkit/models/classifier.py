@@ -147,7 +147,12 @@ def _refuse_wrong_folder(name: str) -> None:
     """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
     hub is asked for a model of that name."""
     path = Path(name)
-    if (path / "model" / "config.json").is_file() and not (path / "config.json").is_file():
+    if (path / "manifest.json").is_file():
+        raise UserError(
+            f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "
+            f"`toolkit convert {name} OUT`"
+        )
+    if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
     in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
     if len(path.parts) > 1 and not path.exists() and in_a_run and not name.startswith(demo.PREFIX):

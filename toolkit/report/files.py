@@ -22,6 +22,7 @@ from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from toolkit import __version__, launch
+from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings, flat
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
@@ -186,11 +187,7 @@ def _open_folder(
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
     origin = choose_origin(resume, path / "checkpoints", facts)
     if held and not moved and not _goes_on(path, settings, origin, facts):
-        raise UserError(
-            f"--output_dir {path} already holds a run ({', '.join(held)}) "
-            + ("and --resume does not name one of its checkpoints" if origin.candidates else "without a checkpoint")
-            + ": choose another, or pass --overwrite_output_dir to move that run aside"
-        )
+        raise UserError(_why_held(path, held, settings.resume, origin))
     try:
         if moved:
             aside = _unused(path.with_name(f"{path.name}.old-{stamp}"))
@@ -232,6 +229,18 @@ def _config_of(path: Path) -> dict[str, Any]:
         return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
+    start = f"--output_dir {path} already holds a run ({', '.join(held)})"
+    aside = "choose another, or pass --overwrite_output_dir to move that run aside"
+    if resume == "no" and complete(path / "checkpoints"):
+        return f"{start} with checkpoints: leave --resume no out to go on from them, {aside}"
+    if origin.skipped:
+        return f"{start} of which no checkpoint is whole: {'; '.join(origin.skipped)}. Mend one, {aside}"
+    if origin.candidates:
+        return f"{start} and --resume does not name one of its checkpoints: {aside}"
+    return f"{start} without a checkpoint: {aside}"
 
 
 def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:

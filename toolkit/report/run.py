@@ -73,7 +73,7 @@ class Run:
         self._introduce(schedule, sizes)
         if self.model is not None and settings.model.lora_r:
             self.say(lora.describe(self.model, settings.model))
-        for line in resumed.lines if resumed else []:
+        for line in [*(resumed.lines if resumed else []), *self.checkpoints.notes()]:
             self.say(line)
         return self.checkpoints
 

@@ -197,6 +197,14 @@ class Checkpoints:
             **self.facts,
         }
 
+    def notes(self) -> list[str]:
+        """What is asked for and cannot be: a line each."""
+        state = live_state(self.accelerator, self.loop.model, self.loop.optimizer)
+        if not self.settings.checkpoint_in_background or state.strategy_files == "whole":
+            return []
+        way = strategy_of(self.accelerator, state)
+        return [f"--checkpoint_in_background is for one process or data parallel: under {way} training waits for saves"]
+
     def wait(self) -> None:
         """Until what is being written in the background is on the disk."""
         if self._writer is not None:

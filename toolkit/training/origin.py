@@ -38,7 +38,7 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
         return Origin()
     good: list[Path]
     skipped: list[str]
-    place = checkpoints if resume == "auto" else _place_of(Path(resume))
+    place = checkpoints if resume == "auto" else _place_of(resume, checkpoints)
     if (place / folders.MANIFEST).is_file() or folders.step_number(place) is not None:
         fault = folders.fault_of(place)
         if fault:
@@ -53,10 +53,19 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
     return Origin(good, skipped)
 
 
-def _place_of(path: Path) -> Path:
-    """A checkpoint's folder, or one of checkpoints; a run's folder means the ones in it."""
-    if not path.is_dir():
-        raise UserError(f"--resume {path}: there is no such folder (auto, no, or a checkpoint's folder)")
+def _place_of(resume: str, checkpoints: Path) -> Path:
+    """A checkpoint's folder, or one of checkpoints; a run's folder means the ones in it, and a bare name
+    (`best`, `last`, `step-00000100`) one of this run's."""
+    path = Path(resume)
+    if not path.exists() and (checkpoints / resume).is_dir():
+        path = checkpoints / resume
+    if path.is_file():
+        raise UserError(f"--resume {resume} is a file: name the checkpoint's folder, {path.parent}")
+    if not resume or not path.is_dir():
+        raise UserError(
+            f"--resume {resume or repr(resume)}: there is no such folder: give auto, no, a checkpoint's folder, "
+            "or best, last or step-... of this run"
+        )
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path.resolve()
 
 
@@ -70,7 +79,8 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
         why = folders.differences(saved["settings"], now)
         if not why and len(found) == 1:
             why = ["the data are others: the content of the files, or the tokenizer, has changed"]
-        found = list(dict.fromkeys([*(line for line in found if line is not digest), *why]))
+        lines = [line for line in [*found, *why] if line is not digest]
+        found = list({line.partition(" was ")[0]: line for line in reversed(lines)}.values())[::-1]
     if found:
         raise UserError(
             f"{folder} is of another job: {'; '.join(found)}. Give the settings it was made with, another "

@@ -88,6 +88,11 @@ def _select(options: Options, source: Source, base: Source | None) -> tuple[Sele
         if options.merge_lora:
             raise UserError(f"{source.path} holds no LoRA adapter: leave --merge_lora out")
         return select(source, base), options.config_from or _having(model_files.CONFIG, own)
+    if (options.checkpoint / lora.CONFIG).is_file():
+        raise UserError(
+            f"{options.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
+            "loads; to merge it, convert the run's checkpoint with --merge_lora"
+        )
     config = lora.read_config(_having(lora.CONFIG, own) or options.config_from, source)
     if not options.merge_lora:
         return lora.select_adapter(source, config), config.path.parent
@@ -107,11 +112,11 @@ def _open_base(options: Options, source: Source) -> Source | None:
         return open_checkpoint(options.base_model)
     if not source.excluded or (lora.is_lora(source) and not options.merge_lora):
         return None
-    folder = Path(_located(str(source.details.get("base_model", ""))))
+    folder = Path(located(str(source.details.get("base_model", ""))))
     return open_checkpoint(folder) if (folder / model_files.CONFIG).is_file() else None
 
 
-def _located(name: str) -> str:
+def located(name: str) -> str:
     """A demo model's name -> its folder, asked of a process of its own: the answer needs large libraries."""
     if not name.startswith("demo:"):
         return name
@@ -160,10 +165,19 @@ def write(plan: Plan) -> list[str]:
     seconds = time.monotonic() - began - verifying
     files = f"{len(plan.shards)} file" + ("s" if len(plan.shards) > 1 else "")
     wrote = (
-        f"wrote {options.out}: {gigabytes(plan.size)} of {options.dtype} in {files}, read {gigabytes(read)}, "
+        f"wrote {options.out}{_step(plan.source)}: {gigabytes(plan.size)} of {options.dtype} in {files}, "
+        f"read {gigabytes(read)}, "
         f"{seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
     )
     return [*notes(plan), *verified, wrote]
+
+
+def _step(source: Source) -> str:
+    """A run's folder stands for its newest checkpoint, which need not be the best: say which it was."""
+    if source.step is None:
+        return ""
+    folder = f" ({source.model_folder.parent.name})" if source.model_folder else ""
+    return f" from step {source.step}{folder}"
 
 
 def _stream(plan: Plan, draft: Path, flushes: bool) -> int:

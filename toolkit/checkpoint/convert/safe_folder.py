@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from toolkit.errors import UserError
+from toolkit.checkpoint.folder import MANIFEST
+from toolkit.errors import UserError, listing
 
 _FLUSH_SECONDS = 0.05
+# What conversions write: --overwrite removes nothing else.
+_OURS = re.compile(
+    r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
+    r"|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
+)
 
 
 def check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
@@ -19,6 +26,9 @@ def check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
 
     `inputs`: files and folders that are read. None may lie in a folder that is to be replaced.
     """
+    if not out.name or out.name == "..":
+        raise UserError(f"the output {str(out)!r} is no name of a folder to make: toolkit convert CHECKPOINT OUT")
+    _refuse_inside_a_checkpoint(out)
     for path in inputs:
         if path.resolve().is_relative_to(out.resolve()):
             raise UserError(f"{out} holds {path}, which is to be read: name another folder for the output")
@@ -28,11 +38,24 @@ def check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
         raise UserError(f"{out} is already there: name another folder, or replace it with --overwrite")
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
-    known = any(out.glob("*.safetensors")) or (out / "latest_universal").is_file()
-    if any(out.iterdir()) and not known:
+    if foreign := sorted(path.name for path in out.iterdir() if not _is_ours(path)):
         raise UserError(
-            f"{out} does not look like a model's folder: --overwrite replaces only those; remove it yourself"
+            f"{out} holds {listing(foreign, 3)}, which a conversion does not write and --overwrite would remove: name "
+            "another folder, or take that away yourself"
         )
+
+
+def _is_ours(path: Path) -> bool:
+    if (path.parent / "latest_universal").is_file():
+        return path.name == "latest_universal" or (path / "zero").is_dir()
+    return bool(_OURS.fullmatch(path.name)) and path.is_file()
+
+
+def _refuse_inside_a_checkpoint(out: Path) -> None:
+    """It would go with the checkpoint when newer ones take its place."""
+    inside = next((folder for folder in out.absolute().parents if (folder / MANIFEST).is_file()), None)
+    if inside is not None:
+        raise UserError(f"{out} lies in the checkpoint {inside}, and would be removed with it: name another folder")
 
 
 def check_space(out: Path, needed: int) -> None:

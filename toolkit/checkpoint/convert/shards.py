@@ -32,7 +32,10 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 10**6:
+        raise UserError(f"--max_shard_size {text} is {size} bytes, less than a tensor: did you mean {match[1]}GB?")
+    return size
 
 
 def divide(outputs: Iterable[Output], dtype: str, most: int, is_adapter: bool = False) -> list[Shard]:

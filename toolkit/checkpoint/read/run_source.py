@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.folder import MANIFEST, fault_of, read_manifest, step_number
+from toolkit.checkpoint.checksum import crc32_by_parts
+from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest
+from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_layout import number_in
 from toolkit.checkpoint.read.deepspeed_source import open_deepspeed
@@ -22,10 +24,9 @@ _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 def newest_complete(checkpoints: Path) -> Path | None:
-    """The checkpoint of the most steps whose manifest was written, in a run's folder of checkpoints."""
-    found = [folder for folder in checkpoints.iterdir() if step_number(folder) is not None]
-    complete = [folder for folder in found if (folder / MANIFEST).is_file()]
-    return max(complete, key=lambda folder: step_number(folder) or 0, default=None)
+    """The checkpoint whose manifest was written last, in a run's folder of checkpoints: the one that
+    `--resume auto` takes."""
+    return next(iter(complete(checkpoints)), None)
 
 
 def open_run_checkpoint(path: Path, folder: Path) -> Source:
@@ -36,6 +37,7 @@ def open_run_checkpoint(path: Path, folder: Path) -> Source:
     manifest = read_manifest(folder)
     if fault := fault_of(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
+    _refuse_foreign_files(folder, manifest)
     state = manifest.get("state")
     if state == "deepspeed":
         source = _deepspeed(path, folder)
@@ -50,6 +52,28 @@ def open_run_checkpoint(path: Path, folder: Path) -> Source:
             "files of two checkpoints are mixed; copy the checkpoint again or take another one"
         )
     return _as_the_manifest_says(source, folder, manifest)
+
+
+def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """A file of another save has its size and sound checksums of its own: the manifest's CRC32 tells it.
+
+    It is put together from the checksums inside the file, so that nothing has to be read for it.
+    """
+    for name, entry in manifest["files"].items():
+        file = folder / name
+        if file.suffix == ".safetensors":
+            members = [span.member for stored in read_header(file).tensors.values() for span in stored.spans]
+        elif file.suffix == ".pt":
+            members = list(open_archive(file).members.values())
+        else:
+            continue
+        parts = {member.offset: (member.offset, member.size, member.crc32) for member in members if member.size}
+        known = [(offset, size, crc) for offset, size, crc in parts.values() if crc is not None]
+        if len(known) == len(parts) and f"{crc32_by_parts(file, known):08x}" != entry["crc32"]:
+            raise UserError(
+                f"{file} is not the file that {folder / MANIFEST} was written for: it is of another save, or "
+                "damaged; copy the checkpoint again or take another one"
+            )
 
 
 def _as_the_manifest_says(source: Source, folder: Path, manifest: Mapping[str, Any]) -> Source:
