@@ -176,7 +176,7 @@ def _step(source: Source) -> str:
     """A run's folder stands for its newest checkpoint, which need not be the best: say which it was."""
     if source.step is None:
         return ""
-    folder = f" ({source.model_folder.parent.name})" if source.model_folder else ""
+    folder = f" ({source.model_folder.resolve().parent.name})" if source.model_folder else ""
     return f" from step {source.step}{folder}"
 
 

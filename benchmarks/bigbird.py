@@ -1,0 +1,177 @@
+"""BigBird attention at 4096 tokens: ours against transformers', time and peak memory.
+
+    python benchmarks/bigbird.py --write              (CPU; some minutes on 2 cores)
+    python benchmarks/bigbird.py --device cuda        (against full SDPA too; nobody has run this mode yet)
+
+One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Repeats are
+interleaved; each peak is of a process of its own, less what the process held before the step. `--write` puts the
+tables into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBirdModel
+from transformers.utils import logging
+
+from toolkit.models import bigbird
+
+ROOT = Path(__file__).resolve().parent.parent
+THEIRS = "transformers"
+SHAPE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 64, above 704")
+    parser.add_argument("--layers", type=int, default=4, help="of the whole model")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md")
+    parser.add_argument("--peak", nargs=2, metavar=("WHAT", "HOW"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    if options.peak:
+        print(json.dumps(peak_of(options, *options.peak)))
+        return
+    lines = [conditions(options)]
+    for what, title in (("layer", "One attention layer, forward + backward"),
+                        ("model", f"A training step (AdamW) of a classifier of {options.layers} layers")):  # fmt: skip
+        lines += ["", f"## {title}, {options.tokens} tokens", "", *measured(options, what)]
+        print("\n".join(lines if what == "layer" else lines[-len(names(options)) - 5 :]), flush=True)
+    if options.write:
+        name = "bigbird.md" if options.device == "cpu" else "bigbird-cuda.md"
+        text = "# BigBird attention against transformers\n\n" + "\n".join(lines) + "\n"
+        (ROOT / "benchmarks" / "results" / name).write_text(text, encoding="utf-8")
+
+
+def names(options: argparse.Namespace) -> list[str]:
+    return [THEIRS, *(("blocked",) if options.device == "cpu" else ("flex", "full")), "gathered"]
+
+
+def measured(options: argparse.Namespace, what: str) -> list[str]:
+    """A table: one row per way, ratios against transformers."""
+    seconds = times(options, {how: step_of(options, what, how) for how in names(options)})
+    peaks = {how: peak(options, what, how) for how in names(options)}
+    lines = ["| attention | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | of the memory |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    first, middle = min(seconds[THEIRS]), median(seconds[THEIRS])
+    for how, each in seconds.items():
+        speed = f"{first / min(each):.2f}x | {middle / median(each):.2f}x"
+        memory = f"{peaks[how] / 1e6:.0f} | {peaks[how] / peaks[THEIRS]:.2f}"
+        lines.append(f"| {how} | {min(each) * 1e3:.0f} | {median(each) * 1e3:.0f} | {speed} | {memory} |")
+    return lines
+
+
+def step_of(options: argparse.Namespace, what: str, how: str) -> Callable[[], None]:
+    """One step of a layer or a model, under one attention, as a function."""
+    torch.manual_seed(0)
+    config = BigBirdConfig(vocab_size=1000, num_hidden_layers=options.layers if what == "model" else 1, **SHAPE,
+                           max_position_embeddings=options.tokens)  # fmt: skip
+    model = (BigBirdForSequenceClassification if what == "model" else BigBirdModel)(config)
+    model = model.train().to(options.device, torch.bfloat16 if options.device == "cuda" else torch.float32)
+    if how != THEIRS:
+        bigbird.install(model, how)
+    return _model_step(options, model) if what == "model" else _layer_step(options, model, how)
+
+
+def _layer_step(options: argparse.Namespace, model: Any, how: str) -> Callable[[], None]:
+    layer, dtype = model.encoder.layer[0].attention, next(model.parameters()).dtype
+    states = torch.randn(1, options.tokens, 768, device=options.device, dtype=dtype, requires_grad=True)
+    masks: dict[str, Any] = {}
+    if how == THEIRS:
+        ones = torch.ones(1, options.tokens, device=options.device)
+        blocks, band, rows, keys = BigBirdModel.create_masks_for_block_sparse_attn(ones, 64)
+        masks = {"band_mask": band, "from_mask": rows, "to_mask": keys,
+                 "from_blocked_mask": blocks.to(dtype), "to_blocked_mask": blocks.to(dtype)}  # fmt: skip
+
+    def step() -> None:
+        layer(states, **masks)[0].sum().backward()
+
+    return step
+
+
+def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(3, 1000, (1, options.tokens), device=options.device)
+    labels = torch.ones(1, dtype=torch.long, device=options.device)
+
+    def step() -> None:
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def times(options: argparse.Namespace, steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
+    """Seconds of each way, taken in turn, after one round that does not count."""
+    seconds: dict[str, list[float]] = {how: [] for how in steps}
+    for _ in range(options.repeats + 1):
+        for how, step in steps.items():
+            _wait(options)
+            started = time.perf_counter()
+            step()
+            _wait(options)
+            seconds[how].append(time.perf_counter() - started)
+    return {how: each[1:] for how, each in seconds.items()}
+
+
+def _wait(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak(options: argparse.Namespace, what: str, how: str) -> int:
+    """Bytes that a step takes at most, from a process of its own."""
+    command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens),
+               "--layers", str(options.layers), "--peak", what, how]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    return int(json.loads(done.stdout.splitlines()[-1]))
+
+
+def peak_of(options: argparse.Namespace, what: str, how: str) -> int:
+    step = step_of(options, what, how)
+    if options.device == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    Path("/proc/self/clear_refs").write_text("5")  # forget how high the memory was while the model was built
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """Bytes, of this process alone: getrusage's maximum would be that of the process it was forked from."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def conditions(options: argparse.Namespace) -> str:
+    where = (
+        torch.cuda.get_device_name() if options.device == "cuda" else f"{os.cpu_count()} cores ({platform.machine()})"
+    )
+    load = f", load average {os.getloadavg()[0]:.1f} when it began" if options.device == "cpu" else ""
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    return (f"On {where}{load}; torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, the default "
+            f"allocator; hidden 768, 12 heads, batch 1, training mode; {options.repeats} interleaved repeats; peak "
+            "memory of one step in a process of its own, beyond what it held before.")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,378 @@
+"""The fast BigBird attention gives transformers' numbers: training and evaluation, padded and not, both ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertLMHeadModel,
+    BigBirdConfig,
+    BigBirdForCausalLM,
+    BigBirdForMaskedLM,
+    BigBirdForQuestionAnswering,
+    BigBirdForSequenceClassification,
+    BigBirdForTokenClassification,
+    BigBirdModel,
+    EncoderDecoderModel,
+)
+
+from toolkit.errors import UserError
+from toolkit.models import bigbird
+
+pytestmark = pytest.mark.slow  # until a recipe uses it
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "sep_token_id": 2, "num_labels": 3,
+}  # fmt: skip
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SPARSE = ["blocked", "gathered"]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        yield
+
+
+def make(
+    family: type = BigBirdForSequenceClassification, training: bool = True, sharpness: float = 40, **changed: Any
+) -> Any:
+    """A random small BigBird whose attention is far from uniform."""
+    model = family(BigBirdConfig(**{**SMALL, **OFF, **changed})).train(training)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "query" in name or "key" in name:
+                parameter.mul_(sharpness)
+    return model
+
+
+def fast(model: Any, attention: str = "auto") -> Any:
+    return bigbird.install(copy.deepcopy(model), attention)
+
+
+def batch(length: int, padding: str = "none", samples: int = 2) -> dict[str, torch.Tensor]:
+    inputs = {"input_ids": torch.randint(3, 50, (samples, length), generator=torch.Generator().manual_seed(length))}
+    if padding != "none":
+        mask = torch.ones(samples, length, dtype=torch.long)
+        mask[0, length - length // 3 :] = 0
+        mask[1, :70] = 0 if padding == "both" else 1
+        inputs["attention_mask"] = mask
+    return inputs
+
+
+def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward: float, backward: float) -> None:
+    """Last hidden states, and the gradients of the embedded inputs and of every weight."""
+    found = []
+    for model in (mine, reference):
+        model.zero_grad()
+        encoder = getattr(model, model.base_model_prefix, model)
+        embedded = encoder.embeddings.word_embeddings(inputs["input_ids"]).detach().requires_grad_()
+        given = {name: value for name, value in inputs.items() if name != "input_ids"}
+        hidden = encoder(inputs_embeds=embedded, **given).last_hidden_state
+        weights = torch.linspace(-1, 1, hidden.numel(), dtype=hidden.dtype).view_as(hidden)
+        (hidden * weights).sum().backward()
+        grads = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+        found.append((hidden.detach(), {"inputs": embedded.grad, **grads}))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=forward, atol=forward)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, expected in found[1][1].items():
+        scale = expected.abs().max().clamp(min=1.0).item()
+        torch.testing.assert_close(found[0][1][name] / scale, expected / scale, rtol=backward, atol=backward, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("attention", "length", "padding"),
+    [
+        *(("blocked", length, "none") for length in (1024, 1100)),
+        *(("blocked", length, "both") for length in (705, 1024, 1100, 2048)),
+        ("gathered", 1024, "none"),
+        ("gathered", 1100, "both"),
+    ],
+)
+def test_same_numbers_in_float64(attention: str, length: int, padding: str, training: bool) -> None:
+    reference = make(training=training).double()
+    compare(fast(reference, attention), reference, batch(length, padding), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("attention", SPARSE)
+@pytest.mark.parametrize("training", [True, False])
+def test_same_numbers_at_4096_tokens_in_float32(training: bool, attention: str) -> None:
+    """One attention module: the embeddings' LayerNorm would enlarge the rounding of both."""
+    reference = make(BigBirdModel, training=training, sharpness=1)
+    states = torch.randn(1, 4096, 16)
+    mask = torch.ones(1, 4096)
+    mask[0, 3000:] = 0
+    blocks, band, rows, keys = BigBirdModel.create_masks_for_block_sparse_attn(mask, 64)
+    masks = {
+        "band_mask": band,
+        "from_mask": rows,
+        "to_mask": keys,
+        "from_blocked_mask": blocks,
+        "to_blocked_mask": blocks,
+    }
+    found = []
+    for model, given in ((fast(reference, attention), {"to_mask": mask.bool()}), (reference, masks)):
+        layer, inputs = model.encoder.layer[1].attention, states.clone().requires_grad_()
+        out, _ = layer(inputs, **given)
+        (out * states.flip(1)).sum().backward()
+        found.append(
+            [out, inputs.grad, layer.self.query.weight.grad, layer.self.key.weight.grad, layer.self.value.weight.grad]
+        )
+    for mine, theirs in zip(*found, strict=True):
+        scale = theirs.detach().abs().max()
+        torch.testing.assert_close(mine / scale, theirs / scale, rtol=1e-6, atol=1e-6)
+
+
+def test_other_blocks_and_many_pieces() -> None:
+    reference = make(block_size=16, num_random_blocks=2, num_attention_heads=4, num_hidden_layers=1).double()
+    for attention in SPARSE:
+        compare(fast(reference, attention), reference, batch(2048, "right"), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_same_dropout_as_theirs_under_one_seed(training: bool) -> None:
+    """Hidden dropout draws the same numbers; attention dropout is ignored by the sparse attention of both."""
+    reference = make(training=training, hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.5)
+    logits = []
+    for model in (fast(reference), reference):
+        torch.manual_seed(7)
+        logits.append(model(**batch(1088)).logits)
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sample_of_nothing_but_padding_stays_a_number() -> None:
+    reference = make()
+    inputs = batch(1024, "right")
+    inputs["attention_mask"][0] = 0
+    for attention in SPARSE:
+        compare(fast(reference, attention), reference, inputs, 1e-5, 1e-5)
+
+
+def test_a_mask_of_ones_is_as_none() -> None:
+    model = fast(make())
+    inputs = batch(1024)
+    plain = model(**inputs).logits
+    for kind in (torch.long, torch.bool, torch.float32):
+        torch.testing.assert_close(model(**inputs, attention_mask=torch.ones(2, 1024, dtype=kind)).logits, plain)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_short_batch_runs_full_and_changes_nothing(training: bool) -> None:
+    reference = make(training=training)
+    model = fast(reference)
+    long, expected = batch(1024, "right"), reference(**batch(1024, "right")).logits
+    for length in (1, 9, 64, 300, 704):
+        inputs = batch(length, "right" if length > 8 else "none")
+        torch.testing.assert_close(
+            model(**inputs).logits, copy.deepcopy(reference)(**inputs).logits, rtol=1e-5, atol=1e-6
+        )
+        compare(model, copy.deepcopy(reference), inputs, 1e-5, 1e-5)
+    torch.testing.assert_close(model(**long).logits, expected, rtol=1e-5, atol=1e-6)
+    assert model.bert.attention_type == model.config.attention_type == "block_sparse"
+
+
+def test_a_short_batch_in_training_has_attention_dropout() -> None:
+    """transformers runs its full attention for it, which has dropout."""
+    model = fast(make(attention_probs_dropout_prob=0.5))
+    inputs = batch(100)
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_full_attention_by_name() -> None:
+    sparse = make()
+    reference = copy.deepcopy(sparse)
+    reference.bert.set_attention_type("original_full")
+    model = fast(sparse, "full")
+    for inputs in (batch(1024, "right"), batch(1101), batch(90, "right")):
+        compare(model, reference, inputs, 1e-5, 1e-5)
+    assert model.config.attention_type == "block_sparse"
+    already_full = make(attention_type="original_full")
+    compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
+
+
+def test_numpys_generator_is_left_alone_by_a_forward() -> None:
+    model = fast(make())
+    np.random.seed(99)
+    before = np.random.get_state()[1].copy()
+    model(**batch(1216))
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+
+
+def test_nothing_of_size_s_times_s_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            out = function(*arguments, **(options or {}))
+            for each in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(each, torch.Tensor):
+                    largest[0] = max(largest[0], each.untyped_storage().nbytes() // each.element_size())
+            return out
+
+    # one head: gathered keys are (1, 60, 8 * 64, 4), scores of whole layers would be 4096 * 4096
+    model = fast(make(hidden_size=4, num_attention_heads=1, num_hidden_layers=1))
+    with Sizes():
+        model(**batch(4096, "right")).logits.sum().backward()
+    assert 0 < largest[0] <= 4096 * 8 * 64 < 4096 * 4096
+
+
+@pytest.mark.parametrize("attention", SPARSE)
+def test_saved_and_loaded_as_an_ordinary_bigbird(tmp_path: Any, attention: str) -> None:
+    reference = make(training=False)
+    model = fast(reference, attention)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert type(loaded) is BigBirdForSequenceClassification
+    assert type(loaded.bert) is BigBirdModel
+    assert loaded.config.attention_type == "block_sparse"
+    assert loaded.config.architectures == ["BigBirdForSequenceClassification"]
+    assert loaded.state_dict().keys() == reference.state_dict().keys()
+    torch.testing.assert_close(loaded(**batch(1024)).logits, model(**batch(1024)).logits, rtol=1e-5, atol=1e-6)
+
+
+def test_a_bare_model_keeps_its_name(tmp_path: Any) -> None:
+    model = fast(make(BigBirdModel))
+    model.save_pretrained(tmp_path)
+    loaded = BigBirdModel.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["BigBirdModel"]
+    compare(model, loaded.train(), batch(1024), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "family", [BigBirdForMaskedLM, BigBirdForTokenClassification, BigBirdForQuestionAnswering, BigBirdModel]
+)
+def test_every_head(family: type) -> None:
+    reference = make(family, training=False)
+    mine, expected = (model(**batch(1024, "right"), return_dict=False) for model in (fast(reference), reference))
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_states_are_recorded() -> None:
+    reference = make(training=False)
+    mine = fast(reference)(**batch(1024), output_hidden_states=True).hidden_states
+    expected = reference(**batch(1024), output_hidden_states=True).hidden_states
+    assert len(mine) == len(expected) == 3
+    for one, other in zip(mine, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_encoder_of_an_encoder_decoder(tmp_path: Any) -> None:
+    decoder = BertLMHeadModel(
+        BertConfig(**{**SMALL, **OFF}, is_decoder=True, add_cross_attention=True, max_position_embeddings=64)
+    )
+    reference = EncoderDecoderModel(encoder=make(BigBirdModel), decoder=decoder).train()
+    model = fast(reference)
+    inputs = {**batch(1100, "right"), "decoder_input_ids": torch.randint(3, 50, (2, 7))}
+    losses = []
+    for each in (model, reference):
+        logits = each(**inputs).logits
+        logits.square().sum().backward()
+        losses.append((logits.detach(), each.encoder.embeddings.word_embeddings.weight.grad))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    assert type(EncoderDecoderModel.from_pretrained(tmp_path).encoder) is BigBirdModel
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant: bool) -> None:
+    reference = make()
+    model = fast(reference)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    # a short batch between the forward and the backward pass of a long one: the recomputation does not see it
+    loss = model(**batch(1024, "right")).logits.square().sum()
+    model(**batch(50))
+    loss.backward()
+    reference(**batch(1024, "right")).logits.square().sum().backward()
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("attention", SPARSE)
+@pytest.mark.parametrize("training", [True, False])
+def test_bfloat16_weights_and_autocast(training: bool, attention: str) -> None:
+    """Not further from float32 than transformers in bfloat16 (whose autocast crashes on a CPU)."""
+    exact = make(training=training)
+    inputs = batch(1024, "right")
+    expected = exact(**inputs).logits
+    theirs = (copy.deepcopy(exact).bfloat16()(**inputs).logits - expected).abs().max()
+    model = fast(exact, attention)
+    lower = copy.deepcopy(model).bfloat16()
+    logits = lower(**inputs).logits
+    logits.float().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model(**inputs).logits
+    cast.float().sum().backward()
+    for found in (logits, cast):
+        assert found.dtype == torch.bfloat16
+        assert (found - expected).abs().max() <= 2 * theirs + 1e-2
+    assert all(
+        torch.isfinite(each.grad).all() for each in [*lower.parameters(), *model.parameters()] if each.grad is not None
+    )
+
+
+def test_copied_pickled_and_taken_out_again(tmp_path: Any) -> None:
+    reference = make()
+    model = fast(reference)
+    expected = reference(**batch(1024)).logits
+    torch.save(model, tmp_path / "model.pt")
+    for each in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert type(each.bert) is type(model.bert) is not BigBirdModel
+        torch.testing.assert_close(each(**batch(1024)).logits, expected, rtol=1e-5, atol=1e-6)
+    assert type(bigbird.uninstall(model).bert) is BigBirdModel
+    torch.testing.assert_close(model(**batch(1024)).logits, expected)
+
+
+def test_a_model_that_a_short_batch_made_full_is_mended() -> None:
+    reference = make()
+    spoiled = copy.deepcopy(reference)
+    spoiled(**batch(20))
+    assert spoiled.bert.attention_type == "original_full"
+    compare(fast(spoiled), reference, batch(1024), 1e-5, 1e-5)
+
+
+def test_set_attention_type_still_works() -> None:
+    model = make()
+    expected = model(**batch(1024)).logits
+    bigbird.install(model)
+    model.bert.set_attention_type("original_full")
+    full = model(**batch(1024)).logits
+    assert not torch.allclose(full, expected)
+    model.bert.set_attention_type("block_sparse")
+    torch.testing.assert_close(model(**batch(1024)).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_errors() -> None:
+    model = make()
+    with pytest.raises(UserError, match="did you mean blocked"):
+        bigbird.install(model, "bloked")
+    with pytest.raises(UserError, match="no BigBird encoder"):
+        bigbird.install(torch.nn.Linear(2, 2))
+    with pytest.raises(UserError, match="no BigBird encoder"):
+        bigbird.install(make(BigBirdForCausalLM, attention_type="original_full", is_decoder=True))
+    with pytest.raises(UserError, match="attention_type='block_sparse'"):
+        bigbird.install(make(attention_type="original_full"))
+    bigbird.install(model)
+    with pytest.raises(UserError, match="output_attentions"):
+        model(**batch(1024), output_attentions=True)
+    with pytest.raises(UserError, match=r"samples, tokens"):
+        model(**batch(1024), attention_mask=torch.ones(2, 1, 1, 1024))
+    with pytest.raises(UserError, match="either input_ids or inputs_embeds"):
+        model.bert()
+    narrow = bigbird.install(make(max_position_embeddings=1000))
+    with pytest.raises(UserError, match="--max_length 960"):
+        narrow(**batch(999))

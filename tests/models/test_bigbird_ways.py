@@ -1,0 +1,89 @@
+"""The fast BigBird attention compiled, by flex_attention, on a GPU, and divided by ZeRO-3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.test_bigbird import _seeded, batch, compare, fast, make
+from tests.runs import WAYS, recipe
+from toolkit.models.bigbird import flex
+
+pytestmark = pytest.mark.slow  # until a recipe uses it
+
+__all__ = ["_seeded"]
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("attention", ["blocked", "gathered"])
+def test_no_graph_break(attention: str) -> None:
+    model = fast(make(num_hidden_layers=1), attention)
+    found = torch._dynamo.explain(model)(**batch(1024, "right"))
+    torch._dynamo.reset()
+    assert found.graph_break_count == 0, found.break_reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_for_every_length(training: bool) -> None:
+    model = fast(make(training=training))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length, padding in ((1024, "none"), (1100, "right"), (1300, "right"), (40, "right"), (1024, "both")):
+        inputs = batch(length, padding)
+        gradients = []
+        for each in (compiled, model):
+            model.zero_grad()
+            logits = each(**inputs).logits
+            logits.square().sum().backward()
+            gradients.append((logits.detach(), model.bert.embeddings.word_embeddings.weight.grad))
+        torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("length", "padding"), [(1024, "right"), (1100, "none")])
+def test_flex_attention_uncompiled(length: int, padding: str, training: bool) -> None:
+    """Its forward pass on a CPU: the same block mask, counts and biases as on CUDA, computed densely."""
+    reference = make(training=training).double().requires_grad_(False)
+    inputs = batch(length, padding)
+    expected = reference.bert(**inputs).last_hidden_state
+    torch.testing.assert_close(
+        fast(reference, "flex").bert(**inputs).last_hidden_state, expected, rtol=1e-12, atol=1e-12
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False])
+def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel alone, as CUDA runs it: inside a compiled model torch 2.13 finds no choice for it on a CPU."""
+    monkeypatch.setattr(flex, "_kernel", lambda device: flex._compiled())
+    reference = make(training=training, hidden_size=32, num_hidden_layers=1).requires_grad_(False)
+    model = fast(reference, "flex")
+    for length in (1024, 1152):
+        inputs = batch(length, "right")
+        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("attention", ["flex", "gathered"])
+@pytest.mark.parametrize("training", [True, False])
+def test_same_numbers_on_a_gpu(training: bool, attention: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = make(training=training, hidden_size=64, sharpness=5).cuda()
+    for length, padding in ((1024, "both"), (1100, "right"), (4096, "none")):
+        inputs = {name: value.cuda() for name, value in batch(length, padding).items()}
+        compare(fast(reference, attention), reference, inputs, 1e-4, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2"])
+def test_trains_on_two_processes(way: str, tmp_path: Path) -> None:
+    """The losses of transformers' own attention, with long and short batches in turn."""
+    finished = recipe(*WAYS[way], script="tests/models/bigbird_worker.py")
+    assert finished.code == 0, finished.err[-3000:]
+    assert "the same losses" in finished.out
