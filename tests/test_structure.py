@@ -179,3 +179,11 @@ def test_the_command_shows_its_help_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: toolkit" in done.stdout
+
+
+@pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
+def test_nobody_takes_the_process_group_down(path: Path) -> None:
+    """`end_training` and `destroy_process_group` now and then abort a process whose run has succeeded."""
+    calls = {node.func.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}  # fmt: skip
+    assert not calls & {"end_training", "destroy_process_group"}
