@@ -95,7 +95,8 @@ def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("7", 7), ("10kb", 10_000)]
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("7000000", 7_000_000), ("10kb", 10_000)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size

@@ -33,8 +33,8 @@ def parse_size(text: str) -> int:
     if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
         raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
     size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size < 10**6:
-        raise UserError(f"--max_shard_size {text} is {size} bytes, less than a tensor: did you mean {match[1]}GB?")
+    if not match[2] and size < 10**6:
+        raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
     return size
 
 
