@@ -152,17 +152,18 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(folder / MANIFEST)
-    _flush(folder)
-    _flush(folder.parent)
+    flush_folder(folder)
+    flush_folder(folder.parent)
 
 
 def flush_folders(folder: Path) -> None:
     """The names of the files, too, are on the disk."""
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _flush(path)
+        flush_folder(path)
 
 
-def _flush(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """What was made, renamed or removed in the folder is on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -10,14 +10,18 @@ import math
 
 import torch
 
-from toolkit.checkpoint.live import MOMENTS, Fragment, LiveState, persistent_buffers, set_adam_step, whole_shape
+from toolkit.checkpoint.live import (
+    MOMENTS,
+    TORCH_DTYPES,
+    Fragment,
+    LiveState,
+    persistent_buffers,
+    set_adam_step,
+    whole_shape,
+)
 from toolkit.checkpoint.source import Source, Stored
 from toolkit.errors import Faults, UserError, listing
 
-_TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
 
 
@@ -54,7 +58,7 @@ def fill(target: torch.Tensor, stored: Stored, start: int) -> None:
     """Copies elements [start, start + n) of a stored tensor into a (n,) tensor, block by block."""
     for first in range(0, target.numel(), _BLOCK):
         count = min(_BLOCK, target.numel() - first)
-        block = torch.frombuffer(stored.read(start + first, count), dtype=_TORCH[stored.dtype])
+        block = torch.frombuffer(stored.read(start + first, count), dtype=TORCH_DTYPES[stored.dtype])
         target.narrow(0, first, count).copy_(block)
 
 

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from toolkit.checkpoint.checksum import combine, crc32
-from toolkit.checkpoint.live import Fragment, LiveState, adam_step, whole_shape
+from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, adam_step, whole_shape
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,6 @@ def _rank_of(name: str) -> int:
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
     """Of every generator that training draws from, fit for JSON."""
-    import base64
-    import random
-
-    import numpy as np
 
     def text(state: torch.Tensor) -> str:
         return base64.b64encode(state.numpy().tobytes()).decode()
@@ -177,11 +173,6 @@ def random_states(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    import base64
-    import random
-
-    import numpy as np
-
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 

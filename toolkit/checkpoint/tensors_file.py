@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from toolkit.checkpoint.source import ITEM_BYTES, Member, Span, Stored
 from toolkit.errors import UserError
 
-SUFFIX = ".safetensors"
 # The library refuses longer ones, and so does every reader built on it.
 MOST_HEADER_BYTES = 100_000_000
 # The library's order of dtypes; where sizes are equal the later name comes first.

@@ -54,20 +54,18 @@ class RunFolder:
 
         Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
         """
-        answer: list[Any] = [None]
+        path, origin, fault = Path(), Origin(), ""
         if accelerator.is_main_process:
             try:
-                answer = [(*_open_folder(settings, recipe, facts), "")]
+                path, origin, self._lock = _open_folder(settings, recipe, facts)
+                # the lock is held as long as this process lives: two runs in one folder would undo each other
             except UserError as error:
-                answer = [(None, None, None, str(error))]
-        lock = answer[0][2] if answer[0] and not answer[0][3] else None
-        self._lock = lock
-        """Held, by the main process, as long as it lives: two runs in one folder would undo each other."""
-        path, origin, fault = broadcast_object_list([answer[0] and (*answer[0][:2], answer[0][3])])[0]
+                fault = str(error)
+        path, origin, fault = broadcast_object_list([(path, origin, fault)])[0]
         if fault:
             raise UserError(fault)
-        self.path: Path = path
-        self.origin: Origin = origin
+        self.path = path
+        self.origin = origin
         """The checkpoints from which the run may go on."""
         self.writes = accelerator.is_main_process
 
@@ -250,6 +248,8 @@ def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict
         return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
         return False
+    if complete(path / "checkpoints"):
+        return False  # there is one, which is damaged: whoever mends it would find it gone
     before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
 

@@ -51,7 +51,7 @@ class Run:
         self.model_folder = self.folder.path / "model"
         self.started = time.monotonic()
 
-    def start(self, loop: Loop, best: Best, model: torch.nn.Module | None = None) -> Checkpoints:
+    def start(self, loop: Loop, best: Best) -> Checkpoints:
         """Opens the files, after the state of an earlier start of the run has been taken up where there is
         one; says what is going to happen. Raises UserError when its checkpoints are damaged or do not fit."""
         settings, schedule, folder = self.settings, self.schedule, self.folder

@@ -198,7 +198,10 @@ class Checkpoints:
         }
 
     def notes(self) -> list[str]:
-        """What is asked for and cannot be: a line each."""
+        """What is asked for and cannot be: a line each. Raises UserError, at the start and not at the first
+        save, where checkpoints are asked for and this strategy's state cannot be saved."""
+        if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
+            return []
         state = live_state(self.accelerator, self.loop.model, self.loop.optimizer)
         if not self.settings.checkpoint_in_background or state.strategy_files == "whole":
             return []

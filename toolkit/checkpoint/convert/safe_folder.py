@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from toolkit.checkpoint.folder import MANIFEST
+from toolkit.checkpoint.folder import MANIFEST, flush_folder, flush_folders
 from toolkit.errors import UserError, listing
 
 _FLUSH_SECONDS = 0.05
@@ -136,7 +136,7 @@ def _replace(out: Path, draft: Path, flushes: bool) -> None:
             old.rename(out)
         raise
     if flushes:
-        _flush_folder(out.parent)
+        flush_folder(out.parent)
     if there:
         shutil.rmtree(old, ignore_errors=True)
 
@@ -147,13 +147,4 @@ def flush(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _flush_folder(path)
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folders(folder)

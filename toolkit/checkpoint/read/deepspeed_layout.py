@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,25 +61,23 @@ def _is_shapes(group: Any) -> bool:
 
 def owned_by_stage_1_or_2(files: Files) -> Owned:
     """Masters, moments and steps of the parameters that are trained."""
-    owned = Owned()
-    groups = shapes_of(files)
-    ranks = [_Rank(opened, "single_partition_of_fp32_groups", "base_optimizer_state") for opened in files.optimizers]
-    for rank in ranks:
-        rank.expect_groups(len(groups), files.model)
-    for number, shapes in enumerate(groups):
-        _add_group(owned, ranks, number, shapes)
-    return owned
+    return _owned(files, "single_partition_of_fp32_groups", "base_optimizer_state", _add_group)
 
 
 def owned_by_stage_3(files: Files) -> Owned:
     """The same for stage 3."""
+    return _owned(files, "fp32_flat_groups", "optimizer_state_dict", _add_sub_group)
+
+
+def _owned(files: Files, masters: str, state: str, add: Callable[..., None]) -> Owned:
+    """`add` puts one flat group of all ranks into what is returned."""
     owned = Owned()
     groups = shapes_of(files)
-    ranks = [_Rank(opened, "fp32_flat_groups", "optimizer_state_dict") for opened in files.optimizers]
+    ranks = [_Rank(opened, masters, state) for opened in files.optimizers]
     for rank in ranks:
         rank.expect_groups(len(groups), files.model)
     for number, shapes in enumerate(groups):
-        _add_sub_group(owned, ranks, number, shapes)
+        add(owned, ranks, number, shapes)
     return owned
 
 
