@@ -126,8 +126,14 @@ def _kill(target: str, launcher: int, chosen: random.Random) -> None:
 def _kill_at_random(
     way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], folder: Path
 ) -> None:
-    chosen = random.Random(f"{way} {target} {seed}")
     expected = undisturbed[way]  # made before the clock runs
+    _start_and_kill(way, target, seed, settings, folder)
+    resume_until_done(settings, folder, way)
+    assert_same_run(folder, expected)
+
+
+def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> None:
+    chosen = random.Random(f"{way} {target} {seed}")
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]
     process = _start(command)
     after = chosen.randrange(1, STEPS)
@@ -142,8 +148,6 @@ def _kill_at_random(
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    resume_until_done(settings, folder, way)
-    assert_same_run(folder, expected)
 
 
 TARGETS = ("one rank", "all ranks", "the launcher")
@@ -165,3 +169,24 @@ def test_at_random_often(
     way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:
     _kill_at_random(way, target, seed, settings, undisturbed, tmp_path / "run")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("way", "other"),
+    [
+        ("zero3 x2", "single"),
+        pytest.param("ddp x3", "zero2 x2", marks=pytest.mark.slow),
+        pytest.param("zero2 x2", "ddp x2", marks=pytest.mark.slow),
+        pytest.param("single", "zero1 x2", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_under_one_strategy_and_resumed_under_another(
+    way: str, other: str, settings: list[str], tmp_path: Path
+) -> None:
+    """Without dropout, whose masks are each process's own."""
+    same = [*settings, "--dropout", "0"]
+    _start_and_kill(way, "all ranks", 0, same, tmp_path / "run")
+    resume_until_done(same, tmp_path / "run", other)
+    resume_until_done(same, tmp_path / "undisturbed", "single")
+    assert_same_run(tmp_path / "run", tmp_path / "undisturbed", rel=1e-5)
