@@ -16,7 +16,8 @@ import pytest
 
 from toolkit.config import TaskSettings, build
 from toolkit.data import prepare
-from toolkit.data.prepare import TaskData, cache_folder, prepare_data, read_tables, text_column
+from toolkit.data.cache import cache_folder
+from toolkit.data.prepare import TaskData, prepare_data, read_tables, text_column
 from toolkit.data.read import read_file
 from toolkit.errors import UserError
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock
 
-from toolkit import launch
 from toolkit.config import DataSettings, ProblemType, TaskSettings
 from toolkit.data import demo, tokens
+from toolkit.data.cache import made_once
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.read import Table, find_column, read_file, read_hub
 from toolkit.data.tokens import Split
@@ -46,11 +42,6 @@ class TaskData:
     test: Split | None
 
 
-def cache_folder() -> Path:
-    """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
-
-
 def prepare_data(
     settings: TaskSettings, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
 ) -> TaskData:
@@ -74,7 +65,8 @@ def prepare_data(
            ("text_column", "label_column", "drop_empty_text", "validation_split")},
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
-    folder = _made_once(
+    folder = made_once(
+        "tokens",
         digest,
         lambda draft: _make(draft, tables, data, tokenizer, max_length, problem_type, seed),
         accelerator,
@@ -96,26 +88,7 @@ def prepare_texts(
         tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)}, None)
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
-    return tokens.load_split(_made_once(digest, make, accelerator), "texts")
-
-
-def _made_once(digest: str, make: Callable[[Path], None], accelerator: Accelerator | None) -> Path:
-    """The cache folder named `digest`, made by one process per machine beside its final name and then
-    renamed: a killed build is never taken for one."""
-    folder = cache_folder() / "tokens" / digest
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if not (folder / "meta.json").is_file():
-        with FileLock(f"{folder}.lock"):
-            if not (folder / "meta.json").is_file():
-                draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
-                for dead in folder.parent.glob(f"{folder.name}.{socket.gethostname()}.*.draft"):
-                    shutil.rmtree(dead, ignore_errors=True)  # of a build that was killed: the lock is ours
-                make(draft)
-                draft.replace(folder)
-    if accelerator is not None:
-        launch.wait_for_all(accelerator, f"the tokens {digest}")
-        launch.same_everywhere(accelerator, "the data", digest)
-    return folder
+    return tokens.load_split(made_once("tokens", digest, make, accelerator), "texts")
 
 
 def read_tables(settings: DataSettings) -> dict[str, Table]:

@@ -17,8 +17,8 @@ import numpy as np
 
 from toolkit.config import ProblemType
 from toolkit.data import demo
+from toolkit.data.cache import cache_folder
 from toolkit.data.labels import Labels
-from toolkit.data.prepare import cache_folder
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation

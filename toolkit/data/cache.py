@@ -1,0 +1,45 @@
+"""What is made once per machine and kept: tokens, and models made longer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from toolkit import launch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def cache_folder() -> Path:
+    """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
+    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
+
+
+def made_once(kind: str, digest: str, make: Callable[[Path], None], accelerator: Accelerator | None) -> Path:
+    """The cache folder `kind`/`digest`, made by one process per machine beside its final name and then
+    renamed: a killed build is never taken for one. `make` must write a `meta.json`.
+
+    Who comes second waits on a file lock, not in a collective, so that no time limit of the process group
+    counts. Raises UserError where processes asked for different digests.
+    """
+    folder = cache_folder() / kind / digest
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not (folder / "meta.json").is_file():
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "meta.json").is_file():
+                draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
+                for dead in folder.parent.glob(f"{folder.name}.{socket.gethostname()}.*.draft"):
+                    shutil.rmtree(dead, ignore_errors=True)  # of a build that was killed: the lock is ours
+                make(draft)
+                draft.replace(folder)
+    if accelerator is not None:
+        launch.wait_for_all(accelerator, f"the {kind} {digest}")
+        launch.same_everywhere(accelerator, f"what the {kind} were made of", digest)
+    return folder
