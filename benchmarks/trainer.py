@@ -111,22 +111,24 @@ def make_settings(output_dir: str, samples: int) -> Any:
     )
 
 
-def prepare(settings: Any) -> str:
-    """Makes the tokens, in a process of its own; returns their folder."""
+def prepare(settings: Any) -> dict[str, Any]:
+    """Makes the tokens, in a process of its own, so that no contestant spends time or memory on them."""
     from toolkit.data.prepare import prepare_data
     from toolkit.models.classifier import load_config, load_tokenizer
 
-    return str(prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model)).folder)
+    data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
+    return {"folder": str(data.folder)}
 
 
-def load_job(settings: Any, folder: str, samples: int) -> Job:
+def load_job(settings: Any, samples: int) -> Job:
     """The same weights (the new head too) and the same samples for every contestant."""
-    from toolkit.data.prepare import load
-    from toolkit.models.classifier import load_classifier, load_tokenizer
+    from toolkit.data.prepare import prepare_data
+    from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
 
-    data = load(Path(folder))
+    tokenizer = load_tokenizer(settings.model)
+    data = prepare_data(settings, tokenizer, load_config(settings.model))
     data = replace(data, train=sample_of(data.train, samples))
-    return Job(settings, load_tokenizer(settings.model), data, load_classifier(settings.model, data.labels, SEED))
+    return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 
 
 def sample_of(split: Any, samples: int) -> Any:
@@ -172,7 +174,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 
     data, training, labels = job.data, job.settings.training, job.data.labels
-    schedule = make_schedule(training, len(data.train), accelerator.num_processes)
+    schedule = make_schedule(training, data.train.lengths, accelerator.num_processes)
     optimizer = make_optimizer(job.model, training)
     scheduler = make_scheduler(optimizer, training, schedule.total_steps)
     align_strategy(accelerator, training, schedule)
@@ -296,15 +298,15 @@ def _trainer_metrics(outputs: Any) -> dict[str, float]:
     }
 
 
-def work(contestant: str, task: str, folder: str, samples: int) -> dict[str, Any]:
+def work(contestant: str, task: str, samples: int) -> dict[str, Any]:
     """One contestant's run in this process -> its measurements."""
     contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
     with tempfile.TemporaryDirectory() as output_dir:
         settings = make_settings(f"{output_dir}/run", samples)
         if contestant == "prepare":
-            return {"folder": prepare(settings)}
+            return prepare(settings)
         clock = Clock()
-        found = contenders[contestant](load_job(settings, folder, samples), task, clock)
+        found = contenders[contestant](load_job(settings, samples), task, clock)
     import torch
 
     if task == "train" and found["steps"] != samples // GLOBAL_BATCH:
@@ -317,9 +319,9 @@ def work(contestant: str, task: str, folder: str, samples: int) -> dict[str, Any
 # --- the comparison ---
 
 
-def spawn(contestant: str, task: str, folder: str, samples: int) -> dict[str, Any]:
+def spawn(contestant: str, task: str, samples: int) -> dict[str, Any]:
     """`work` in a fresh process."""
-    command = [sys.executable, __file__, "--worker", contestant, task, folder, "--samples", str(samples)]
+    command = [sys.executable, __file__, "--worker", contestant, task, "--samples", str(samples)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -328,12 +330,12 @@ def spawn(contestant: str, task: str, folder: str, samples: int) -> dict[str, An
 
 def compare(samples: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """Task -> contestant -> a measurement per round; the contestants take turns."""
-    folder = spawn("prepare", "train", "-", samples)["folder"]
+    spawn("prepare", "train", samples)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
     for number in range(1, rounds + 1):
         for task in TASKS:
             for who in contestants:
-                measured = spawn(who, task, folder, samples)
+                measured = spawn(who, task, samples)
                 found[task][who].append(measured)
                 print(f"round {number}/{rounds} {task} {who}: {measured['wall']:.2f} s", file=sys.stderr, flush=True)
     return found
@@ -426,7 +428,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant [3]")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     samples = max(1, given.samples // GLOBAL_BATCH) * GLOBAL_BATCH
     if given.worker:

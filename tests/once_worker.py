@@ -37,7 +37,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = make_optimizer(model, settings)
-    schedule = make_schedule(settings, 2 * global_batch + 1, accelerator.num_processes)
+    schedule = make_schedule(settings, np.full(2 * global_batch + 1, 8), accelerator.num_processes)
     scheduler = make_scheduler(optimizer, settings, 1000)
     align_strategy(accelerator, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -52,7 +52,7 @@ def main() -> None:
                 assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
         for bucketed in (True, False):
             chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed})
-            loop_schedule = make_schedule(chosen, size, accelerator.num_processes)
+            loop_schedule = make_schedule(chosen, np.full(size, 8), accelerator.num_processes)
             loop = Loop(accelerator, model, optimizer, scheduler, split, tokenizer, chosen, loop_schedule)
             seen: list[int] = []
             for step in loop.steps():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from toolkit import __version__, launch
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
+from toolkit.models import to_bigbird_command
 
 _LAUNCH_HELP = (
     "Runs alone, or on several processes: --config_file accelerate_configs/ddp.yaml, or "
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     convert.add_parser(commands)
+    to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html again")
     report.add_argument("run", help="a run's folder")
     return parser
@@ -81,6 +83,8 @@ def _run() -> None:
         predict_file(options)
     elif options.command == "convert":
         convert.run(options)
+    elif options.command == "to-bigbird":
+        to_bigbird_command.run(options)
     else:
         from toolkit.report.html import write_report_of_folder
 
@@ -88,7 +92,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("predict", "prepare", "convert", "report")
+    known = ("predict", "prepare", "convert", "to-bigbird", "report")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 

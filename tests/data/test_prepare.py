@@ -17,8 +17,9 @@ import pytest
 from toolkit.config import TaskSettings, build
 from toolkit.data import prepare
 from toolkit.data.cache import cache_folder
-from toolkit.data.prepare import TaskData, prepare_data, read_tables, text_column
+from toolkit.data.prepare import TaskData, prepare_data, read_tables
 from toolkit.data.read import read_file
+from toolkit.data.rows import text_column
 from toolkit.errors import UserError
 
 MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)

@@ -71,15 +71,14 @@ def accelerator(no_launcher: None) -> Accelerator:
 def test_outputs_come_in_the_order_of_the_file(
     accelerator: Accelerator, tmp_path: Path, count: int, batch_size: int
 ) -> None:
-    split, seen = split_of(count, tmp_path), []
+    split = split_of(count, tmp_path)
     collate = Collator(split, TOKENIZER, accelerator.device)
-    found = predict(accelerator, Echo().train(), split, collate, batch_size, seen.append)
+    found = predict(accelerator, Echo().train(), split, collate, batch_size)
     assert found is not None
     assert found.ids.tolist() == split.rows.tolist()
     assert found.logits[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
     assert found.logits.dtype == np.float32
     assert found.labels.tolist() == split.labels.tolist()
-    assert sum(seen) == count
 
 
 class Losing(Collator):

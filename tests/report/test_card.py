@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
-from toolkit.config import TaskSettings, build
+from toolkit.config import TaskSettings, TitleSettings, build
 from toolkit.data.labels import Labels
-from toolkit.data.prepare import TaskData
-from toolkit.data.tokens import Split
+from toolkit.data.prepare import TaskData, TitleData
+from toolkit.data.titles import Titles
+from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation import Evaluation
 from toolkit.report.card import cell, number, write_card
 
@@ -41,13 +45,11 @@ def split(name: str, size: int) -> Split:
     return Split(name, Path(), empty, np.zeros(size + 1, np.int64), np.zeros(size), np.arange(size))
 
 
-def card(
-    folder: Path, given: dict[str, Any], labels: Labels, numbers: dict[str, Any], test: int = 0, notes: tuple = ()
-) -> ModelCard:
-    """Writes a card for a run of these settings and loads it as the hub does."""
+def run_folder(folder: Path, architecture: str, evaluations: tuple[dict[str, Any], ...] = ()) -> tuple[Path, Path]:
+    """(the run, its model) with what a card is written from; `evaluations` are more lines of eval.jsonl."""
     model, run = folder / "run" / "model", folder / "run"
     model.mkdir(parents=True)
-    (model / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    (model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     (run / "config.json").write_text(json.dumps({
         "data": {"total_steps": 40, "steps_per_epoch": 240, "max_length": 128},
         "world": {"mixed_precision": "bf16", "num_processes": 2, "device": "A100"},
@@ -55,10 +57,25 @@ def card(
         "started": "2026-11-20T07:13:30+00:00",
     }))  # fmt: skip
     (run / "metrics.jsonl").write_text('{"step": 29}\n{"step": 30}\n')
-    (run / "eval.jsonl").write_text('{"step": 10}\n{"step": 20}\n')
+    lines = ({"step": 10}, {"step": 20}, *evaluations)
+    (run / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run, model
+
+
+def card(
+    folder: Path,
+    given: dict[str, Any],
+    labels: Labels,
+    numbers: dict[str, Any],
+    test: int = 0,
+    notes: tuple = (),
+    evaluations: tuple[dict[str, Any], ...] = (),
+) -> ModelCard:
+    """Writes a card for a run of these settings and loads it as the hub does."""
+    run, model = run_folder(folder, "BertForSequenceClassification", evaluations)
     data = TaskData(
-        folder, "d", labels, 128, notes, split("train", 7677), split("validation", 453),
-        split("test", test) if test else None,
+        folder, "d", 128, notes, split("train", 7677), split("validation", 453),
+        split("test", test) if test else None, labels,
     )  # fmt: skip
     last = Evaluation("test" if test else "validation", numbers, None)
     write_card(model, run, build(TaskSettings, given), data, last)
@@ -187,6 +204,167 @@ def test_few_samples_are_said(tmp_path: Path) -> None:
     text = card(tmp_path, DEMO, single(), SINGLE | {"num_samples": 9}).text
     assert "of 9 samples only" in text
     assert "±" not in text
+
+
+SHORTER = {"step": 20, "split": "validation_first_32", "max_length": 32, **SINGLE, "accuracy": 0.5, "f1_macro": 0.25}
+
+
+def test_reading_less_is_compared(tmp_path: Path) -> None:
+    text = card(tmp_path, DEMO, single(), SINGLE, evaluations=(SHORTER,)).text
+    table = """
+| reading | Loss | Accuracy | F1 (macro) | F1 (weighted) |
+|:---|---:|---:|---:|---:|
+| the first 128 tokens | 0.6000 | 0.7500 | 0.7000 | 0.7200 |
+| the first 32 tokens | 0.6000 | 0.5000 | 0.2500 | 0.7200 |
+"""
+    assert table in text
+    assert "the same weights on the same samples" in text
+    assert "not what a model trained on texts of that length would reach" in text
+    assert "The saved model (step 20) on the 453 samples of validation" in text
+    assert not re.search(r"\n{3,}", text)
+
+
+def test_a_comparison_is_not_the_last_evaluation(tmp_path: Path) -> None:
+    """One that is of another step than the saved model's is not shown either."""
+    text = card(tmp_path, DEMO, single(), SINGLE, evaluations=(SHORTER | {"step": 30},)).text
+    assert "The saved model (step 20)" in text
+    assert "reading" not in text
+
+
+def test_settings_of_long_texts(tmp_path: Path) -> None:
+    given = DEMO | {"max_tokens_per_batch": 8192, "min_length": 100}
+    text = card(tmp_path, given, single(), SINGLE).text
+    assert "| max_tokens_per_batch | 8192 |" in text
+    assert "| min_length | 100 |" in text
+    assert "num_beams" not in text
+
+
+def test_jieba_is_said(tmp_path: Path) -> None:
+    text = card(tmp_path, DEMO | {"tokenizer": "jieba"}, single(), SINGLE).text
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ast.parse(snippet)
+    assert "tokenizer = words_first(AutoTokenizer.from_pretrained(model))" in snippet
+    assert 'pipeline("text-classification", model=model, tokenizer=tokenizer)' in snippet
+    assert "split into words by jieba" in text
+
+
+ROUGE = {"num_samples": 50, "loss": 2.5, "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
+
+
+def titles_split(name: str, size: int) -> TitleSplit:
+    plain, offsets = split(name, size), np.zeros(size + 1, np.int64)
+    return TitleSplit(**vars(plain), target_ids=plain.input_ids, target_offsets=offsets)
+
+
+def title_card(
+    folder: Path, given: dict[str, Any], numbers: dict[str, Any] = ROUGE, saved: Path | None = None
+) -> ModelCard:
+    """The card of a run that writes titles; `saved` is a folder with a model for it."""
+    run, model = run_folder(folder, "EncoderDecoderModel")
+    if saved:
+        shutil.copytree(saved, model, dirs_exist_ok=True)
+    lines = [
+        {"id": place, "title": "a title" if place else " ", "reference": "the title", "scores": {"rougeL": place % 2}}
+        for place in range(numbers["num_samples"])
+    ]
+    (run / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = TitleData(
+        folder, "d", 128, (), titles_split("train", 2000), titles_split("validation", 50), None, Titles("标题", 24)
+    )
+    write_card(model, run, build(TitleSettings, given), data, Evaluation("validation", numbers, None))
+    return ModelCard.load(model / "README.md")
+
+
+NEWS = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:bbc"}
+
+
+def test_titles_front_matter(tmp_path: Path) -> None:
+    found = title_card(tmp_path, NEWS).data
+    assert found.pipeline_tag == "summarization"
+    assert found.metrics == ["rouge"]
+    assert found.base_model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert {(result.task_type, result.metric_type) for result in found.eval_results} == {("summarization", "rouge")}
+    assert {result.metric_name: result.metric_value for result in found.eval_results} == {
+        "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35
+    }  # fmt: skip
+    assert {result.metric_args["tokenizer"] for result in found.eval_results} == {"jieba"}
+
+
+def test_titles_text(tmp_path: Path) -> None:
+    given = NEWS | {"num_beams": 3, "length_penalty": 0.5, "max_target_length": 24, "min_length": 50}
+    text = title_card(tmp_path, given).text
+    for line in ("An `EncoderDecoderModel` that writes a title for each text, fine-tuned from "
+                 "`sentence-transformers/all-MiniLM-L6-v2`", "Of at most 24 tokens, learned from the column `标题`.",
+                 "| ROUGE-1 | 0.4100 |", "| ROUGE-L | 0.3500 |", "ROUGE was counted in Chinese words (jieba:",
+                 "| Loss (of a title's token) | 2.5000 |", "| num_beams | 3 |", "| length_penalty | 0.5 |",
+                 "| max_target_length | 24 |", "| min_length | 50 |", "| train | 2,000 |",
+                 "The saved model (step 20) on the 50 samples of validation"):  # fmt: skip
+        assert line in text
+    for word in (
+        "Labels",
+        "its classes",
+        "Classes with",
+        "LoRA",
+        "pipeline",
+        "no_repeat_ngram_size",
+        "jieba_tokenizer",
+    ):
+        assert word not in text
+    assert not re.search(r"\n{3,}", text)
+
+
+def test_titles_limits(tmp_path: Path) -> None:
+    text = title_card(tmp_path, NEWS).text
+    for said in ("reads the first 128 tokens", "chosen by ROUGE-L on the same validation samples",
+                 "may state what its text does not say", "whether it is true or reads well was not measured",
+                 "mean of 50 samples, so it is known to about ±0.140 (95 %)",  # 1.96 * sqrt(0.25 * 50/49) / sqrt(50)
+                 "Empty titles among the 50 it wrote for validation: 1.",
+                 "Licence of the data: bbc: the package is under MIT, the articles are the BBC's"):  # fmt: skip
+        assert said in text
+
+
+def test_few_titles_are_said(tmp_path: Path) -> None:
+    text = title_card(tmp_path, NEWS, ROUGE | {"num_samples": 9}).text
+    assert "of 9 samples only" in text
+    assert "±" not in text
+
+
+@pytest.fixture(scope="session")
+def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random BERT that writes, after a random one that reads."""
+    from transformers import AutoTokenizer, EncoderDecoderModel
+
+    folder = tmp_path_factory.mktemp("title-model")
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(str(tiny_model), str(tiny_model))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for config in (model.config, model.generation_config):
+        config.decoder_start_token_id, config.pad_token_id = tokenizer.cls_token_id, tokenizer.pad_token_id
+        config.eos_token_id = tokenizer.sep_token_id
+    model.generation_config.num_beams, model.generation_config.max_new_tokens = 2, 9
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", [None, "jieba"])
+def test_the_title_snippet_runs(tmp_path: Path, title_model: Path, kind: str | None) -> None:
+    if kind:
+        pytest.importorskip("jieba")
+    text = title_card(tmp_path, NEWS | {"tokenizer": kind}, saved=title_model).text
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert ("words_first" in snippet) == (kind == "jieba")
+    assert ("split into words by jieba" in text) == (kind == "jieba")
+    long = snippet.replace("Put a text here.", "很好的电影 " * 200)
+    assert long != snippet
+    names: dict[str, Any] = {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(long, names)
+    assert names["inputs"]["input_ids"].shape == (1, 128)
+    assert type(names["tokenizer"]).__name__ == ("JiebaTokenizer" if kind else "BertTokenizer")
+    assert names["written"].shape[0] == 1
+    assert names["written"].shape[1] <= 10
+    assert not {"[CLS]", "[SEP]", "[PAD]"} & set(printed.getvalue().split())
 
 
 @pytest.mark.parametrize(

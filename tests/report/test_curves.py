@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toolkit.report import curves
-from toolkit.report.curves import Series, smoothed
+from toolkit.report.curves import Series, charts, smoothed
 
 
 @pytest.mark.parametrize("window", [2, 5, 40])
@@ -25,3 +25,18 @@ def test_a_spike_stays_in_a_long_curve() -> None:
     assert len(kept.steps) <= 600
     assert kept.steps[kept.values.argmax()] == 31_337
     assert curves._outlier(series) == "up to 9 at step 31,337"
+
+
+def test_rouge_has_one_chart() -> None:
+    steps = [
+        {"step": step, "loss": 1.0, "learning_rate": 0.1, "grad_norm": 1.0, "samples_per_second": 9.0,
+         "peak_memory_bytes": 2**30}
+        for step in (1, 2)
+    ]  # fmt: skip
+    evaluations = [
+        {"step": step, "split": "validation", "loss": 2.0, "rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
+        for step in (1, 2)
+    ]
+    drawn = charts(steps, evaluations, 2, 1.0, "title_generation")
+    assert [chart.title for chart in drawn[:2]] == ["Loss", "ROUGE on validation"]
+    assert drawn[1].legend == (("one", "ROUGE-1"), ("two", "ROUGE-2"), ("three", "ROUGE-L"))

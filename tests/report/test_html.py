@@ -20,6 +20,7 @@ from toolkit.report.html import write_report, write_report_of_folder
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
+Run = tuple[Path, Evaluation, list[str]]
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
@@ -83,7 +84,7 @@ class Page(HTMLParser):
 
 def make_run(
     folder: Path,
-    labels: Labels,
+    labels: Labels | None,
     predictions: Sequence[dict[str, Any]],
     numbers: dict[str, Any],
     steps: int = 40,
@@ -91,12 +92,15 @@ def make_run(
 ) -> Evaluation:
     """A run's files, as toolkit/report/files.py writes them."""
     folder.mkdir()
+    learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "title_column": "标题",
+                               "max_target_length": 32}  # fmt: skip
+    if labels:
+        learned = {"labels": list(labels.names), "problem_type": labels.problem_type}
     config = {
         "settings": {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_file": "数据/train<1>.csv",
                      "global_batch_size": 32, "max_grad_norm": 1.0, "learning_rate": 5e-5},
-        "data": {"samples": {"train": 7677, "validation": len(predictions)}, "labels": list(labels.names),
-                 "problem_type": labels.problem_type, "max_length": 128, "digest": "none", "total_steps": steps,
-                 "steps_per_epoch": 240},
+        "data": {"samples": {"train": 7677, "validation": len(predictions)}, **learned, "max_length": 128,
+                 "digest": "none", "total_steps": steps, "steps_per_epoch": 240},
         "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
                   "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "A100", "host": "node-0"},
         "launch": {"config_file": "accelerate_configs/zero2.yaml", "command": "recipes/cls.py --seed 1"},
@@ -114,7 +118,7 @@ def make_run(
         {"step": steps * place // evaluations, "split": "validation", **whole} for place in range(1, evaluations + 1)
     ]
     for line in per_evaluation[:-1]:  # the last is the best
-        line |= {"loss": 2 * numbers["loss"], "f1_macro": 0.1, "f1_micro": 0.1}
+        line |= {"loss": 2 * numbers["loss"], "f1_macro": 0.1, "f1_micro": 0.1} if labels else {"rougeL": 0.1}
     for name, lines in (
         ("metrics.jsonl", per_step),
         ("eval.jsonl", per_evaluation),
@@ -141,17 +145,17 @@ def chances_of(size: int, count: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> tuple[Path, Labels, Evaluation, list[str]]:
+def three(tmp_path: Path) -> Run:
     """60 samples of three Chinese classes; every third text is nasty."""
     labels = Labels("single_label_classification", CHINESE, ("label",))
     predictions, numbers = single(CHINESE, chances_of(3, 60), [place % 3 for place in range(60)])
     texts = [NASTY if place % 3 == 0 else f"第{place}条 " + "很长" * 400 for place in range(60)]
-    return tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), texts
+    return tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), texts
 
 
-def test_one_file_and_nothing_loaded(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_one_file_and_nothing_loaded(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     page = Page(folder / "report.html")
     assert page.open == []
     assert page.loads() == []
@@ -163,9 +167,9 @@ def test_one_file_and_nothing_loaded(three: tuple[Path, Labels, Evaluation, list
     ]  # fmt: skip
 
 
-def test_summary(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_summary(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     text = Page(folder / "report.html").text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
@@ -173,9 +177,9 @@ def test_summary(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
         assert shown in text
 
 
-def test_text_is_shown_and_not_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_text_is_shown_and_not_run(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     page = Page(folder / "report.html")
     assert "<script" not in page.source
     shown = [row[1] for row in page.rows["mistakes"][1:]]
@@ -183,9 +187,9 @@ def test_text_is_shown_and_not_run(three: tuple[Path, Labels, Evaluation, list[s
     assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
 
 
-def test_worst_mistakes_are_the_surest(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_worst_mistakes_are_the_surest(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     rows = Page(folder / "report.html").rows["mistakes"]
     predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
@@ -197,9 +201,9 @@ def test_worst_mistakes_are_the_surest(three: tuple[Path, Labels, Evaluation, li
         assert row[3] == f"{line['prediction']}{max(line['probabilities']):.3f}"
 
 
-def test_confusion_matrix(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_confusion_matrix(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     head, *rows = Page(folder / "report.html").rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
     predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
@@ -212,24 +216,24 @@ def test_confusion_matrix(three: tuple[Path, Labels, Evaluation, list[str]]) -> 
         assert row[-1] == str(len(guesses))
 
 
-def test_classes_in_their_order(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
-    write_report(folder, labels, last, texts)
+def test_classes_in_their_order(three: Run) -> None:
+    folder, last, texts = three
+    write_report(folder, last, texts)
     rows = Page(folder / "report.html").rows["classes"]
     assert [row[0] for row in rows[1:]] == list(CHINESE)
     assert rows[1][1:] == ["0.500", "0.250", "0.333", "7"]
 
 
-def test_no_texts_no_column(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, _ = three
-    write_report(folder, labels, last, [])
+def test_no_texts_no_column(three: Run) -> None:
+    folder, last, _ = three
+    write_report(folder, last, [])
     assert Page(folder / "report.html").rows["mistakes"][0] == ["row", "true", "predicted"]
 
 
-def test_other_number_of_texts_is_an_error(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, texts = three
+def test_other_number_of_texts_is_an_error(three: Run) -> None:
+    folder, last, texts = three
     with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
-        write_report(folder, labels, last, texts[1:])
+        write_report(folder, last, texts[1:])
     assert not (folder / "report.html").exists()
 
 
@@ -237,7 +241,7 @@ def test_nothing_wrong(tmp_path: Path) -> None:
     labels = Labels("single_label_classification", CHINESE, ("label",))
     predictions, numbers = single(CHINESE, np.eye(3), [0, 1, 2])
     last = make_run(tmp_path / "run", labels, predictions, numbers)
-    write_report(tmp_path / "run", labels, last, ["a", "b", "c"])
+    write_report(tmp_path / "run", last, ["a", "b", "c"])
     assert "No sample of validation was predicted wrong." in Page(tmp_path / "run" / "report.html").text
 
 
@@ -245,7 +249,7 @@ def test_thirty_classes_have_a_matrix_and_pairs(tmp_path: Path) -> None:
     names = tuple(f"类{place}" for place in range(30))
     labels = Labels("single_label_classification", names, ("label",))
     predictions, numbers = single(names, chances_of(30, 90), [place % 30 for place in range(90)])
-    write_report(tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), [])
+    write_report(tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), [])
     rows = Page(tmp_path / "run" / "report.html").rows["confusion"]
     assert len(rows[0]) == 32
     assert len(rows) == 1 + 30 + 1 + 10
@@ -257,7 +261,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     chances = np.full((30, 2000), 1e-4)
     chances[:, 7] = 0.9
     predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
-    write_report(tmp_path / "run", labels, make_run(tmp_path / "run", labels, predictions, numbers), [])
+    write_report(tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), [])
     page = Page(tmp_path / "run" / "report.html")
     assert "A matrix of 2,000 classes could not be read, so here are the 11 pairs" in page.text
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
@@ -270,7 +274,7 @@ def test_one_step_and_one_evaluation(tmp_path: Path) -> None:
     labels = Labels("single_label_classification", CHINESE, ("label",))
     predictions, numbers = single(CHINESE, chances_of(3, 6), [0, 1, 2, 0, 1, 2])
     last = make_run(tmp_path / "run", labels, predictions, numbers, steps=1, evaluations=1)
-    write_report(tmp_path / "run", labels, last, [])
+    write_report(tmp_path / "run", last, [])
     page = Page(tmp_path / "run" / "report.html")
     assert [tag for tag, _ in page.tags].count("svg") == 6
     assert "All 1 evaluations" not in page.text
@@ -282,7 +286,7 @@ def test_regression(tmp_path: Path) -> None:
         {"id": place, "label": place / 10, "prediction": place / 10 + (-1) ** place * place / 50} for place in range(30)
     ]
     last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
-    write_report(tmp_path / "run", labels, last, [f"text {place}" for place in range(30)])
+    write_report(tmp_path / "run", last, [f"text {place}" for place in range(30)])
     page = Page(tmp_path / "run" / "report.html")
     rows = page.rows["mistakes"]
     assert rows[0] == ["row", "text", "true", "predicted", "error"]
@@ -303,7 +307,7 @@ def test_multi_label(tmp_path: Path) -> None:
     per_class = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names}
     numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5, "per_class": per_class}
     last = make_run(tmp_path / "run", labels, predictions, numbers)
-    write_report(tmp_path / "run", labels, last, ["fine", "mixed", NASTY])
+    write_report(tmp_path / "run", last, ["fine", "mixed", NASTY])
     page = Page(tmp_path / "run" / "report.html")
     loss = -(np.log(0.001) + np.log(0.8) + np.log(0.4)) / 3
     assert page.rows["mistakes"][1:] == [
@@ -314,9 +318,194 @@ def test_multi_label(tmp_path: Path) -> None:
     assert "confusion" not in page.rows
 
 
-def test_diverged_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+def add_comparison(folder: Path, **more: Any) -> None:
+    """What a run writes at its end when it was asked for one."""
+    line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
+            "accuracy": 0.625, "f1_macro": 0.99, "f1_micro": 0.625, "per_class": {}} | more  # fmt: skip
+    with (folder / "eval.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def test_reading_less_is_compared(three: Run) -> None:
+    folder, last, texts = three
+    add_comparison(folder)
+    write_report(folder, last, texts)
+    page = Page(folder / "report.html")
+    assert page.rows[""][:3] == [
+        ["reading", "Accuracy", "F1 (macro)", "Loss"],
+        ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
+        ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
+    ]
+    assert "the same weights on the same samples" in page.text
+    assert "not what a model trained on texts of that length would reach" in page.text
+
+
+@pytest.mark.parametrize("split", ["validation_first_16", "validation"])
+def test_a_comparison_is_no_evaluation_of_the_run(three: Run, split: str) -> None:
+    """Neither the last, nor the best, nor a point of a curve."""
+    folder, *_ = three
+    write_report_of_folder(folder)
+    before = Page(folder / "report.html")
+    add_comparison(folder, split=split)
+    write_report_of_folder(folder)
+    page = Page(folder / "report.html")
+    assert "Accuracy 0.7500" in page.text
+    assert "The saved model, step 40, on the 60 samples of validation" in page.text
+    assert "All 4 evaluations" in page.text
+    assert page.rows["mistakes"] == before.rows["mistakes"]
+    charts = [source[source.index('id="curves"') :].split("</section>")[0] for source in (before.source, page.source)]
+    assert charts[0] == charts[1]
+
+
+def test_a_comparison_of_an_earlier_model_is_not_shown(three: Run) -> None:
+    folder, last, texts = three
+    add_comparison(folder, step=30)
+    write_report(folder, last, texts)
+    assert "reading" not in Page(folder / "report.html").text
+
+
+ARABIC = "الذكاء الاصطناعي"
+TITLES = {"loss": 2.5, "rouge1": 0.4, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
+
+
+def title_lines(count: int) -> list[dict[str, Any]]:
+    """ROUGE-L grows with the row; row 1 has an empty title, the last an exact one."""
+    lines = [
+        {"id": 2 * place, "title": f"标题{place}", "reference": f"第{place}条 新闻",
+         "scores": {"rouge1": 0.5, "rouge2": 0.25, "rougeL": place / (count - 1)}}
+        for place in range(count)
+    ]  # fmt: skip
+    lines[0]["title"] = "  "
+    lines[1] |= {"title": ARABIC, "reference": NASTY}
+    lines[-1]["title"] = f"第{count - 1}条新闻"
+    return lines
+
+
+@pytest.fixture
+def titles(tmp_path: Path) -> Run:
+    """60 titles, mostly Chinese, one Arabic, one against markup."""
+    texts = [NASTY if place % 3 == 0 else f"正文{place} " + "很长" * 400 for place in range(60)]
+    texts[7] = f"标\n题{7}在正文里"
+    return tmp_path / "run", make_run(tmp_path / "run", None, title_lines(60), TITLES), texts
+
+
+def test_titles_summary(titles: Run) -> None:
+    folder, last, texts = titles
+    write_report(folder, last, texts)
+    page = Page(folder / "report.html")
+    for shown in ("ROUGE-1 0.4000", "ROUGE-2 0.2000", "ROUGE-L 0.3500", "Loss (of a title's token) 2.5000",
+                  "ROUGE was counted in Chinese words (jieba:", "at most 32 tokens, column 标题",
+                  "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):  # fmt: skip
+        assert shown in page.text
+    for word in ("Labels", "classes", "confus", "Confus", "mistake", "wrong", "predicted"):
+        assert word not in page.text
+    assert {"confusion", "classes", "mistakes"}.isdisjoint(page.rows)
+    assert {"ROUGE on validation", "ROUGE-1", "ROUGE-2", "ROUGE-L"} <= set(page.texts)
+    assert page.open == []
+    assert page.loads() == []
+
+
+def test_titles_curves_share_an_axis(titles: Run) -> None:
+    folder, last, texts = titles
+    write_report(folder, last, texts)
+    page = Page(folder / "report.html")
+    assert [tag for tag, _ in page.tags].count("svg") == 6
+    figures = [part for part in page.source.split("<figure") if "ROUGE on validation" in part]
+    assert len(figures) == 1
+    for colour in ("one", "two", "three"):
+        assert f'style="background:var(--{colour})"' in figures[0]
+
+
+def test_titles_examples(titles: Run) -> None:
+    folder, last, texts = titles
+    write_report(folder, last, texts)
+    page = Page(folder / "report.html")
+    rows = page.rows["examples"]
+    head = ["row", "text", "generated", "reference", "ROUGE-L"]
+    assert [place for place, row in enumerate(rows) if row == head] == [0, 9, 18]
+    at_random, worst, best = rows[1:9], rows[10:18], rows[19:]
+    assert [int(row[0]) for row in worst] == [2 * place + 1 for place in range(8)]
+    assert [int(row[0]) for row in best] == [2 * place + 1 for place in range(59, 51, -1)]
+    assert len({row[0] for row in at_random}) == 8
+    assert worst[0][1:] == [NASTY, "(empty)", "第0条 新闻", "0.000"]
+    assert worst[1][2:4] == [ARABIC, NASTY]
+    assert best[0][2:] == ["第59条新闻", "第59条 新闻", "1.000"]
+    assert max(len(row[1]) for row in worst) == html.MOST_CHARACTERS + 1
+    assert f"<bdi>{ARABIC}</bdi>" in page.source
+    assert "<script" not in page.source
+
+
+def test_titles_are_counted(titles: Run) -> None:
+    folder, last, texts = titles
+    write_report(folder, last, texts)
+    text = Page(folder / "report.html").text
+    told = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
+    assert f"Of the 60 titles of validation {'; '.join(told)}" in text
+
+
+def test_the_same_title_for_many_texts_is_told(tmp_path: Path) -> None:
+    lines = [line | {"title": "Weather <b> report"} for line in title_lines(60)]
+    write_report(tmp_path / "run", make_run(tmp_path / "run", None, lines, TITLES), [])
+    text = Page(tmp_path / "run" / "report.html").text
+    assert "The commonest was written for 60 texts: Weather <b> report" in text
+
+
+def test_titles_at_random_do_not_depend_on_the_titles(titles: Run) -> None:
+    """So that two runs on the same samples can be compared."""
+    folder, last, texts = titles
+    shown = []
+    for change in ({}, {"title": "x", "scores": {"rouge1": 0.1, "rouge2": 0.1, "rougeL": 0.1}}):
+        lines = [line | change for line in title_lines(60)]
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_report(folder, last, texts)
+        shown.append([row[0] for row in Page(folder / "report.html").rows["examples"][1:9]])
+    assert shown[0] == shown[1]
+
+
+def test_titles_without_texts(titles: Run) -> None:
+    folder, last, texts = titles
+    write_report(folder, last, [])
+    page = Page(folder / "report.html")
+    assert page.rows["examples"][0] == ["row", "generated", "reference", "ROUGE-L"]
+    assert "word for word" not in page.text
+    with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
+        write_report(folder, last, texts[1:])
+
+
+def test_few_titles_are_all_shown(tmp_path: Path) -> None:
+    last = make_run(tmp_path / "run", None, title_lines(3), TITLES)
+    write_report(tmp_path / "run", last, ["a", "b", "c"])
+    page = Page(tmp_path / "run" / "report.html")
+    assert [row[0] for row in page.rows["examples"][1:]] == ["1", "3", "5"]
+    assert "At random" not in page.text
+
+
+def test_of_folder_of_titles(titles: Run) -> None:
+    folder, last, _ = titles
+    write_report(folder, last, [])
+    before = (folder / "report.html").read_text()
+    assert write_report_of_folder(folder) == folder / "report.html"
+    assert (folder / "report.html").read_text() == before
+    (folder / "eval.jsonl").unlink()
+    (folder / "predictions.jsonl").unlink()
+    write_report_of_folder(folder)
+    assert "Not evaluated yet." in Page(folder / "report.html").text
+
+
+def test_titles_reading_less(titles: Run) -> None:
+    folder, last, texts = titles
+    line = {"step": 40, "split": "validation_first_64", "max_length": 64, "num_samples": 60} | TITLES | {"rougeL": 0.3}
+    with (folder / "eval.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    write_report(folder, last, texts)
+    rows = Page(folder / "report.html").rows[""]
+    assert rows[0] == ["reading", "ROUGE-1", "ROUGE-2", "ROUGE-L", "Loss (of a title's token)"]
+    assert rows[2] == ["the first 64 tokens", "0.4000", "0.2000", "0.3000", "2.5000"]
+
+
+def test_diverged_run(three: Run) -> None:
     """NaN and infinity are shown, and are no reason to have no report."""
-    folder, labels, last, texts = three
+    folder, last, texts = three
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines[10:]:
         line |= {"loss": float("nan"), "grad_norm": float("inf")}
@@ -324,13 +513,13 @@ def test_diverged_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None
     text = (folder / "predictions.jsonl").read_text()
     (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", "[NaN, NaN, NaN]", text))
     last.numbers["loss"] = float("nan")
-    write_report(folder, labels, last, texts)
+    write_report(folder, last, texts)
     assert "Loss nan" in Page(folder / "report.html").text
 
 
-def test_of_folder(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
-    folder, labels, last, _ = three
-    write_report(folder, labels, last, [])
+def test_of_folder(three: Run) -> None:
+    folder, last, _ = three
+    write_report(folder, last, [])
     before = (folder / "report.html").read_text()
     (folder / "report.html").unlink()
     assert write_report_of_folder(str(folder)) == folder / "report.html"
@@ -339,7 +528,7 @@ def test_of_folder(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
         write_report_of_folder(folder / "nothing")
 
 
-def test_of_folder_while_it_runs(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+def test_of_folder_while_it_runs(three: Run) -> None:
     """Killed before the first evaluation, in the middle of a line."""
     folder, *_ = three
     (folder / "eval.jsonl").unlink()
@@ -352,7 +541,7 @@ def test_of_folder_while_it_runs(three: tuple[Path, Labels, Evaluation, list[str
     assert [tag for tag, _ in page.tags].count("svg") == 5
 
 
-def test_of_folder_of_a_killed_run(three: tuple[Path, Labels, Evaluation, list[str]]) -> None:
+def test_of_folder_of_a_killed_run(three: Run) -> None:
     """Its last evaluation need not be of the model that was saved."""
     folder, *_ = three
     lines = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -109,7 +110,7 @@ SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_g
 
 
 def align(accelerator: Any, settings: TrainingSettings = SETTINGS) -> None:
-    align_strategy(accelerator, settings, make_schedule(settings, 100, accelerator.num_processes))
+    align_strategy(accelerator, settings, make_schedule(settings, np.full(100, 8), accelerator.num_processes))
 
 
 def test_without_a_config_only_the_accumulation_is_told() -> None:

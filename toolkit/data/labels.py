@@ -91,6 +91,18 @@ class Labels:
         ids = {self._id(_name(_present(name, _at(table, row))), table, row) for name in names}
         return [float(place in ids) for place in range(self.size)]
 
+    def strata(self, encoded: np.ndarray) -> np.ndarray | None:
+        """The class of each sample, where there is one, so that a part held back has some of each."""
+        return encoded if self.problem_type == "single_label_classification" else None
+
+    def arrays(self, encoded: np.ndarray, tokenizer: Any) -> dict[str, np.ndarray]:
+        """What is kept of the labels with the tokens."""
+        return {"labels": encoded}
+
+    def written(self, encoded: np.ndarray) -> None:
+        """Labels are read back from their ids."""
+        return
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

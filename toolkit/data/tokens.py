@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -46,29 +46,72 @@ class Split:
         """(length,) int32."""
         return self.input_ids[self.offsets[index] : self.offsets[index + 1]]
 
+    @property
+    def loss_terms(self) -> np.ndarray:
+        """(samples,) int64: how many terms the loss of each sample is the sum of."""
+        return np.ones(len(self), np.int64)
+
     def texts(self) -> list[str]:
         """The source texts; kept for splits that are evaluated, empty for the training split."""
-        path = self.folder / "texts.jsonl"
-        if not path.is_file():
-            return []
-        with path.open(encoding="utf-8") as file:
-            return [json.loads(line) for line in file]
+        return _read_strings(self.folder / "texts.jsonl")
+
+    def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
+        """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
+        arrays: dict[str, Any] = encode(tokenizer, self.texts(), max_length)[0]
+        return replace(self, name=name, **arrays)
 
 
-def save_split(folder: Path, arrays: dict[str, np.ndarray], texts: Sequence[str] | None) -> None:
+@dataclass(frozen=True)
+class TitleSplit(Split):
+    """A split whose samples have titles; their tokens are laid out as the texts' are."""
+
+    target_ids: np.ndarray
+    """(tokens,) int32, all titles one after another, with the tokens that begin and end them."""
+    target_offsets: np.ndarray
+    """(samples + 1,) int64."""
+
+    @property
+    def loss_terms(self) -> np.ndarray:
+        """(samples,) int64: the tokens of each title that are predicted, all but its first."""
+        return np.diff(self.target_offsets) - 1
+
+    def target(self, index: int) -> np.ndarray:
+        """(length,) int32."""
+        return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
+
+    def titles(self) -> list[str]:
+        """The titles as they were written; kept for splits that are evaluated."""
+        return _read_strings(self.folder / "titles.jsonl")
+
+
+def _read_strings(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def save_split(
+    folder: Path, arrays: dict[str, np.ndarray], texts: Sequence[str] | None, titles: Sequence[str] | None = None
+) -> None:
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
-    if texts is not None:
-        with (folder / "texts.jsonl").open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in texts)
+    for name, strings in (("texts", texts), ("titles", titles)):
+        if strings is not None:
+            with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
 
 
 def load_split(folder: Path, name: str) -> Split:
-    """Maps a saved split into memory."""
-    arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in ("input_ids", "offsets", "rows")}
+    """Maps a saved split into memory; one with titles is a `TitleSplit`."""
+    parts = ["input_ids", "offsets", "rows"]
+    titled = (folder / name / "target_ids.npy").is_file()
+    if titled:
+        parts += ["target_ids", "target_offsets"]
+    arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in parts}
     labels = np.load(folder / name / "labels.npy")
-    return Split(name, folder / name, labels=labels, **arrays)
+    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, **arrays)
 
 
 def encode(
@@ -115,6 +158,7 @@ def fingerprint(tokenizer: Any) -> str:
         described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
         described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
+    described += getattr(tokenizer, "fingerprint_extra", "")  # what cuts the text before it
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 
 
@@ -127,7 +171,7 @@ def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer can make tokens the model has no row for."""
-    rows = getattr(config, "vocab_size", None)
+    rows = getattr(_reader(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
@@ -140,6 +184,7 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
 
     Raises UserError when the model has fewer positions.
     """
+    config = _reader(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its kin count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
@@ -151,3 +196,8 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     if positions and 0 < positions < wanted:
         raise UserError(f"--max_length {wanted}: the model has {positions} positions; pass at most that")
     return wanted
+
+
+def _reader(config: Any) -> Any:
+    """The config of what reads the texts: an encoder-decoder has two."""
+    return getattr(config, "encoder", config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit.config import ProblemType, TrainingSettings
+from toolkit.config import Task, TrainingSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
+from toolkit.evaluation.answers import prediction_lines
 from toolkit.evaluation.metrics import best_metric, compute
-from toolkit.evaluation.predict import Predictions, predict
+from toolkit.evaluation.predict import predict
 
 __all__ = ["Best", "Evaluation", "evaluate"]
 
@@ -27,7 +28,8 @@ class Evaluation:
 
     split: str
     numbers: dict[str, Any]
-    predictions: Predictions | None
+    predictions: Iterable[dict[str, Any]] | None
+    """The lines of predictions.jsonl, to be read once."""
 
 
 def evaluate(
@@ -41,15 +43,16 @@ def evaluate(
     """Predicts a split exactly once; every process gets the numbers, so that all decide alike."""
     collate = Collator(split, tokenizer, accelerator.device)
     batch_size = settings.per_device_eval_batch_size or 2 * settings.per_device_batch_size
-    predictions = predict(accelerator, model, split, collate, batch_size)
+    predictions = predict(accelerator, model, split, collate, batch_size, settings.max_tokens_per_batch)
     numbers = [compute(predictions, labels) if predictions is not None else None]
-    return Evaluation(split.name, broadcast_object_list(numbers)[0], predictions)
+    lines = prediction_lines(predictions, labels) if predictions is not None else None
+    return Evaluation(split.name, broadcast_object_list(numbers)[0], lines)
 
 
 class Best:
     """The best evaluation so far, and how long ago it was."""
 
-    def __init__(self, metric: str | None, problem_type: ProblemType, patience: int | None = None) -> None:
+    def __init__(self, metric: str | None, problem_type: Task, patience: int | None = None) -> None:
         """`patience`: evaluations without a better one after which training stops. Raises UserError for a
         metric that eval.jsonl does not hold."""
         self.patience = patience or math.inf

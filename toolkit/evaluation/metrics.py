@@ -7,29 +7,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.config import ProblemType
+from toolkit.config import ProblemType, Task
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.predict import Predictions
 from toolkit.models.loss import sample_losses
 
 _AVERAGES = ("macro", "micro", "weighted")
-NUMBERS = {
+NUMBERS: dict[Task, tuple[str, ...]] = {
     "single_label_classification": ("loss", "accuracy", *(f"f1_{average}" for average in _AVERAGES)),
     "multi_label_classification": ("loss", "accuracy", *(f"f1_{average}" for average in _AVERAGES)),
     "regression": ("loss", "mse", "mae", "pearson"),
+    "title_generation": ("loss", "rouge1", "rouge2", "rougeL"),
 }
-_BEST = {
+_BEST: dict[Task, str] = {
     "single_label_classification": "f1_macro",
     "multi_label_classification": "f1_micro",
     "regression": "loss",
+    "title_generation": "rougeL",
 }
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100
 _LOWER_IS_BETTER = ("loss", "mse", "mae")
 
 
-def best_metric(wanted: str | None, problem_type: ProblemType) -> tuple[str, bool]:
+def best_metric(wanted: str | None, problem_type: Task) -> tuple[str, bool]:
     """(name, whether greater is better). Raises UserError for a name eval.jsonl does not hold."""
     name = (wanted or _BEST[problem_type]).removeprefix("eval_")
     if name not in NUMBERS[problem_type]:

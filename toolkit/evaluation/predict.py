@@ -6,17 +6,20 @@ with the data set before any number is computed from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit.data.batches import Collator, evaluation_rounds
+from toolkit import launch
+from toolkit.data.batches import Batch, Collator, evaluation_rounds
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.launch import memory
 
 
 @dataclass(frozen=True)
@@ -35,48 +38,71 @@ class ExactlyOnceError(RuntimeError):
     """Some sample was predicted never or more than once: no metric of it would be true."""
 
 
-@torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
 def predict(
     accelerator: Accelerator,
     model: torch.nn.Module,
     split: Split,
     collate: Collator,
     per_device_batch_size: int,
-    on_progress: Callable[[int], None] = lambda samples: None,
+    max_tokens: int | None = None,
 ) -> Predictions | None:
     """Outputs for a whole split on the main process, None on the others; all must call it.
 
-    Every process makes the same number of forward calls, as divided parameters need. Only the main
-    process keeps what it gathers: N x (C + 1) numbers. Raises ExactlyOnceError or, where an output is not
-    finite, UserError, in every process.
+    Raises ExactlyOnceError or, where an output is not finite, UserError, in every process.
     """
     model.eval()
+
+    def outputs(batch: Batch) -> tuple[torch.Tensor]:
+        return (model(**batch.inputs).logits.float(),)  # (B, C)
+
+    found = each_once(accelerator, split, collate, per_device_batch_size, max_tokens, outputs)
+    ids, logits = found if found else (np.zeros(0, np.int64), np.zeros((0, 1), np.float32))
+    refuse_non_finite(accelerator, ids, logits, split)
+    return Predictions(ids, logits, split.labels) if found else None
+
+
+@torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
+def each_once(
+    accelerator: Accelerator,
+    split: Split,
+    collate: Collator,
+    per_device_batch_size: int,
+    max_tokens: int | None,
+    outputs: Callable[[Batch], Sequence[torch.Tensor]],
+) -> list[np.ndarray] | None:
+    """`outputs` of every sample: [ids, (N, ...) each of them] in the order of the source, on the main process.
+
+    `outputs` turns a batch into tensors (B, ...), of the same shape but for B in every batch and process. Every
+    process makes the same number of calls of it, as divided parameters need. Only the main process keeps what
+    it gathers. Raises ExactlyOnceError in every process.
+    """
     keep = accelerator.is_main_process
-    ids: list[np.ndarray] = []
-    logits: list[np.ndarray] = []
+    kept: list[list[np.ndarray]] = []
     rank, world = accelerator.process_index, accelerator.num_processes
-    for share in evaluation_rounds(split, per_device_batch_size, rank, world):
+    for share in evaluation_rounds(split, per_device_batch_size, rank, world, max_tokens):
         batch = collate.share(share)
+        launch.explain_failures(partial(memory.of_evaluation, batch))
         with accelerator.autocast():
-            output = model(**batch.inputs).logits.float()  # (B, C)
+            found = outputs(batch)
         # gather_for_metrics wants shares of one size; with a loader of our own it cuts nothing
-        found_ids, found = accelerator.gather_for_metrics(
-            (_fill(batch.ids, per_device_batch_size, -1), _fill(output, per_device_batch_size, 0.0))
+        gathered = accelerator.gather_for_metrics(
+            (_fill(batch.ids, per_device_batch_size, -1), *(_fill(part, per_device_batch_size, 0) for part in found))
         )
         if keep:
-            host_ids = found_ids.cpu().numpy()
-            real = host_ids >= 0
-            ids.append(host_ids[real])
-            logits.append(found.cpu().numpy()[real])
-            on_progress(int(real.sum()))
-    found_all = np.concatenate(ids) if keep else np.zeros(0, np.int64)
-    outputs = np.concatenate(logits) if keep else np.zeros((0, 1), np.float32)
-    _agree(accelerator, ids_fault(found_all, split.rows) if keep else "", split, ExactlyOnceError)
-    _agree(accelerator, _finite_fault(found_all, outputs), split, UserError)
+            real = gathered[0].cpu().numpy() >= 0
+            kept.append([part.cpu().numpy()[real] for part in gathered])
+    columns = [np.concatenate(parts) for parts in zip(*kept, strict=True)]
+    _agree(accelerator, ids_fault(columns[0], split.rows) if keep else "", split, ExactlyOnceError)
     if not keep:
         return None
-    order = np.argsort(found_all, kind="stable")
-    return Predictions(found_all[order], outputs[order], split.labels)
+    order = np.argsort(columns[0], kind="stable")
+    return [column[order] for column in columns]
+
+
+def refuse_non_finite(accelerator: Accelerator, ids: np.ndarray, outputs: np.ndarray, split: Split) -> None:
+    """Raises UserError, in every process, naming the rows for which (N, C) outputs of the main process are not
+    finite."""
+    _agree(accelerator, _finite_fault(ids, outputs), split, UserError)
 
 
 def _fill(tensor: torch.Tensor, size: int, value: float) -> torch.Tensor:

@@ -14,8 +14,9 @@ from toolkit.config import ModelSettings
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels, problem_of
 from toolkit.data.parse import format_of
-from toolkit.data.prepare import prepare_texts, text_column
+from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
+from toolkit.data.rows import text_column, texts_of
 from toolkit.data.tokens import choose_max_length
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import decide
@@ -50,7 +51,7 @@ def predict_file(options: Any) -> None:
         return
     seconds = time.monotonic() - started
     write(table, predictions, labels, output, options)
-    empty = sum(not str(text or "").strip() for text in table.rows[column])
+    empty = sum(not text.strip() for text in texts_of(table, column))
     if empty:
         print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
     count = len(predictions.ids)

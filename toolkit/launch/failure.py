@@ -25,6 +25,16 @@ INTERRUPTED = 130
 _LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
 
 
+# What is being done -> what is to be said where it fails, or nothing
+_explain: Callable[[Exception], str | None] = lambda error: None  # noqa: E731
+
+
+def explain_failures(explain: Callable[[Exception], str | None]) -> None:
+    """From now on `explain` is asked first what there is to say of an exception; a line, or None for a traceback."""
+    global _explain
+    _explain = explain
+
+
 def run(main: Callable[[], None], module: str | None = None) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
@@ -45,7 +55,9 @@ def run(main: Callable[[], None], module: str | None = None) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where another process has gone."""
+    """A traceback for our own faults; one line where another process has gone, or the doing explains it."""
+    if explained := _explain(error):
+        return f"error: {explained}"
     first = str(error).strip().split("\n")[0]
     if any(words in first.lower() for words in _LOST_CONTACT):
         return f"error: lost contact with another process, which has ended or been ended ({first[:200]})"

@@ -15,29 +15,33 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from toolkit.checkpoint.model_folder import quiet_transformers
-from toolkit.config import ModelSettings
+from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.data import demo
+from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.models import bigbird
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
 
 
-def load_tokenizer(settings: ModelSettings) -> Any:
-    """Raises UserError when there is none, or it cannot pad."""
+def load_tokenizer(settings: PretrainedSettings) -> Any:
+    """Raises UserError when there is none, or it cannot pad, or cannot cut into words as it is asked to."""
     name = str(settings.model_name_or_path)
-    with _explained(name):
-        tokenizer = AutoTokenizer.from_pretrained(demo.model_path(name))
+    with explained(name):
+        path = demo.model_path(name)
+        words = settings.tokenizer == "jieba"
+        tokenizer = load_words_first(path) if words else AutoTokenizer.from_pretrained(path)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
     if tokenizer.pad_token_id is None:
         raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
-    return tokenizer
+    return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
 
 
-def load_config(settings: ModelSettings) -> Any:
+def load_config(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
-    with _explained(name):
+    with explained(name):
         return AutoConfig.from_pretrained(demo.model_path(name))
 
 
@@ -56,28 +60,50 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     config.label2id = {label: index for index, label in enumerate(labels.names)}
     if settings.dropout is not None:
         set_dropout(config, settings.dropout)
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if settings.attn_implementation:
-        options["attn_implementation"] = settings.attn_implementation
+    attention = None if config.model_type == "big_bird" else settings.attn_implementation
+    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with _explained(name, settings.attn_implementation), _undivided(), quiet_transformers():
+    with explained(name, attention), undivided(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
         )
     fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     _refuse_random_encoder(name, model, fresh)
+    if config.model_type == "big_bird":
+        choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
-        if not model.supports_gradient_checkpointing:
-            raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        recompute_activations(name, model)
     freeze_unused(model)
     read_first_token_only(model)
     if settings.lora_r:
-        with _undivided():
+        with undivided():
             model = add_lora(model, settings, fresh)
         freeze_unused(model)
     return model
+
+
+def choose_attention(model: Any, asked: str | None) -> None:
+    """Gives the BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
+
+    `eager` is transformers' own. Raises UserError for a name that BigBird does not have.
+    """
+    if asked == "eager":
+        return
+    if asked not in (None, *bigbird.ATTENTIONS):
+        raise UserError(
+            f"--attn_implementation {asked}: a BigBird has {', '.join(bigbird.ATTENTIONS)} (all tokens attend to all), "
+            "and eager (transformers' own, slow)"
+        )
+    config = getattr(model.config, "encoder", model.config)
+    bigbird.install(model, asked or ("auto" if config.attention_type == "block_sparse" else "full"))
+
+
+def recompute_activations(name: str, model: Any) -> None:
+    """Raises UserError where the model has no code for it."""
+    if not model.supports_gradient_checkpointing:
+        raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _refuse_random_encoder(name: str, model: Any, fresh: list[str]) -> None:
@@ -91,18 +117,19 @@ def _refuse_random_encoder(name: str, model: Any, fresh: list[str]) -> None:
         )
 
 
-def freeze_unused(model: torch.nn.Module) -> list[str]:
+def freeze_unused(model: torch.nn.Module, **more: torch.Tensor) -> list[str]:
     """Freezes the parameters that no output depends on (an unused pooler), and returns their names.
 
     Data parallel training would stop at them, and divided optimizers would decay them where one process
     leaves them alone. Found by one short sample on a copy: some models change at their first short batch.
+    `more` is what the model needs beside `input_ids` (1, 8).
     """
     probe = copy.deepcopy(model).train()
     for parameter in probe.parameters():
         parameter.requires_grad_(True)
     with torch.random.fork_rng(devices=[]):
         ones = torch.ones(1, 8, dtype=torch.long)
-        probe(input_ids=ones, attention_mask=ones).logits.sum().backward()
+        probe(input_ids=ones, attention_mask=ones, **more).logits.sum().backward()
     unused = [name for name, parameter in probe.named_parameters() if parameter.grad is None]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
@@ -112,7 +139,7 @@ def freeze_unused(model: torch.nn.Module) -> list[str]:
 def load_saved_classifier(settings: ModelSettings) -> Any:
     """A fine-tuned classifier as it was saved. Raises UserError for one whose head was never trained."""
     name = str(settings.model_name_or_path)
-    with _explained(name), _undivided(), quiet_transformers():
+    with explained(name), undivided(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             demo.model_path(name), output_loading_info=True, dtype=torch.float32
         )
@@ -121,6 +148,8 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
             "its predictions would be noise; fine-tune it first, or name a run's model folder"
         )
+    if model.config.model_type == "big_bird":
+        choose_attention(model, settings.attn_implementation)
     return model
 
 
@@ -132,7 +161,7 @@ def set_dropout(config: Any, probability: float) -> None:
 
 
 @contextlib.contextmanager
-def _undivided() -> Iterator[None]:
+def undivided() -> Iterator[None]:
     """Loads whole weights also under a config that would divide them on the way: a head made piecewise
     would depend on the number of processes."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
@@ -161,7 +190,7 @@ def _refuse_wrong_folder(name: str) -> None:
 
 
 @contextlib.contextmanager
-def _explained(name: str, attention: str | None = None) -> Iterator[None]:
+def explained(name: str, attention: str | None = None) -> Iterator[None]:
     """Whatever a library says of a model that was named is the fault of the name, in one line."""
     _refuse_wrong_folder(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network

@@ -22,3 +22,12 @@ def sample_losses(
     if problem_type == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=-1)
     return (logits.squeeze(-1) - labels).square()
+
+
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """(B, T, V) logits and (B, T) token ids -> (B,) float32, the sum of each sample's cross entropies.
+
+    Labels of -100 are padding, and no part of it.
+    """
+    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
+    return losses.sum(dim=1)  # (B, T) -> (B,)

@@ -6,6 +6,8 @@ import html
 import json
 import math
 import re
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,13 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit import __version__
-from toolkit.config import ProblemType, TaskSettings
+from toolkit.config import ModelSettings, ProblemType, Task, TaskSettings, TitleSettings
 from toolkit.data import demo
-from toolkit.data.prepare import TaskData
+from toolkit.data.jieba_tokenizer import is_jieba
+from toolkit.data.prepare import Prepared, TaskData, TitleData
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.metrics import best_metric
-from toolkit.report.files import last_step, write_whole
+from toolkit.report.files import last_step, read_lines, write_whole
 
 _TITLES = {
     "loss": "Loss",
@@ -29,6 +32,9 @@ _TITLES = {
     "mse": "Mean squared error",
     "mae": "Mean absolute error",
     "pearson": "Pearson correlation",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
 }
 # our name -> (the hub's name of the metric, its arguments)
 _HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
@@ -39,42 +45,66 @@ _HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
     "mse": ("mse", None),
     "mae": ("mae", None),
     "pearson": ("pearsonr", None),
+    "rouge1": ("rouge", None),
+    "rouge2": ("rouge", None),
+    "rougeL": ("rouge", None),
 }
 _KINDS: dict[ProblemType, str] = {
     "single_label_classification": "gives each text one of {size} classes",
     "multi_label_classification": "gives each text any number of {size} labels, each with a probability of its own",
     "regression": "gives each text a number (`{name}`)",
 }
+READINGS_EXPLAINED = (
+    "What the length is worth: the same weights on the same samples, with the texts cut. It is not what a model "
+    "trained on texts of that length would reach."
+)
+_COUNTED = {
+    "word": "words (word: runs of a-z and 0-9 in lower case, not stemmed)",
+    "jieba": "Chinese words (jieba: as jieba cuts them; Latin words and numbers are whole)",
+    "char": "characters (char: Chinese ones; Latin words and numbers are whole)",
+}
 _MOST_LABELS = 100
 _FEW_SAMPLES = 30
+_FEW = "The results are of {count} samples only: take them as a hint."
+_TITLE_LIMITS = (
+    "A title may state what its text does not say, with the wrong name or number: read it against the text before it "
+    "is used.",
+    "ROUGE counts what a title has in common with the one title that somebody else wrote; whether it is true or reads "
+    "well was not measured.",
+)
 
 
-def write_card(model_folder: Path, run_folder: Path, settings: TaskSettings, data: TaskData, last: Evaluation) -> None:
+Settings = TaskSettings | TitleSettings
+
+
+def write_card(model_folder: Path, run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> None:
     """Writes `model_folder`/README.md, whole or not at all.
 
-    `run_folder` holds the run's config.json, metrics.jsonl and eval.jsonl; `last` is the evaluation of
-    the saved model. Raises OSError where a file is missing or cannot be written.
+    `run_folder` holds the run's config.json, metrics.jsonl, eval.jsonl and predictions.jsonl; `last` is the
+    evaluation of the saved model. Raises OSError where a file is missing or cannot be written.
     """
+    problem_type: Task = data.facts["problem_type"]
     context = {
         "front_matter": front_matter(model_folder, settings, data, last).to_yaml(),
         "toolkit_version": __version__,
         "architecture": _architecture(model_folder),
-        "kind": _KINDS[data.labels.problem_type].format(size=data.labels.size, name=data.labels.names[0]),
+        **_learned(data),
         "base": base_name(str(settings.model.model_name_or_path)),
         "title": _model_name(settings),
         "model_path": json.dumps(str(model_folder), ensure_ascii=False),
-        "labels": list(data.labels.names[:_MOST_LABELS]),
-        "labels_left_out": max(0, data.labels.size - _MOST_LABELS),
-        "problem_type": data.labels.problem_type,
+        "jieba": settings.model.tokenizer == "jieba" or is_jieba(model_folder),
+        "problem_type": problem_type,
         "max_length": data.max_length,
         "source": demo.description_of(str(settings.data.dataset_name)) or data_name(settings),
-        "sizes": {split.name: len(split) for split in (data.train, data.validation, data.test) if split},
+        "sizes": data.sizes,
         "notes": _notes(settings, data),
-        "results": results(last, data.labels.problem_type),
+        "results": results(last, problem_type),
+        "rouge_explained": explain_rouge(last),
+        "readings_explained": READINGS_EXPLAINED,
         "per_class": last.numbers.get("per_class", {}),
         "last": last,
-        "limits": _limits(settings, data, last),
-        **_story(run_folder, settings),
+        "limits": _limits(run_folder, settings, data, last),
+        **_story(run_folder, settings, data, last),
     }
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -88,21 +118,23 @@ def write_card(model_folder: Path, run_folder: Path, settings: TaskSettings, dat
     write_whole(model_folder / "README.md", [environment.get_template("card.md").render(context)])
 
 
-def front_matter(model_folder: Path, settings: TaskSettings, data: TaskData, last: Evaluation) -> ModelCardData:
+def front_matter(model_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> ModelCardData:
     """What the hub reads; a local folder is no name there and is left out, as is a licence, which we do not know."""
     hub_data = settings.data.dataset_name
     if hub_data and (hub_data.startswith(demo.PREFIX) or Path(hub_data).exists()):
         hub_data = None
+    problem_type: Task = data.facts["problem_type"]
+    task = "summarization" if problem_type == "title_generation" else "text-classification"
     evaluated = [
         EvalResult(
-            task_type="text-classification",
-            task_name="Text Classification",
+            task_type=task,
+            task_name=task.replace("-", " ").title(),
             dataset_type=hub_data or "custom",
             dataset_name=data_name(settings),
             dataset_split=last.split,
             metric_type=_HUB_METRICS[name][0],
-            metric_name=metric_title(name, data.labels.problem_type),
-            metric_args=_HUB_METRICS[name][1],
+            metric_name=name if name.startswith("rouge") else metric_title(name, problem_type),
+            metric_args=_HUB_METRICS[name][1] or _segmenter(name, last),
             metric_value=round(value, 6),
         )
         for name, value in last.numbers.items()
@@ -113,7 +145,7 @@ def front_matter(model_folder: Path, settings: TaskSettings, data: TaskData, las
     return ModelCardData(
         base_model=None if Path(base).exists() else demo.origin_of(base) or base,
         library_name="transformers",
-        pipeline_tag="text-classification",
+        pipeline_tag=task,
         tags=["finetune-toolkit"],
         datasets=[hub_data] if hub_data else None,
         metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
@@ -122,7 +154,13 @@ def front_matter(model_folder: Path, settings: TaskSettings, data: TaskData, las
     )
 
 
-def results(last: Evaluation, problem_type: ProblemType) -> dict[str, float]:
+def _segmenter(name: str, last: Evaluation) -> dict[str, str] | None:
+    """What the hub's metric must be told to count the same."""
+    own = last.numbers.get("rouge_segmenter", "word")
+    return {"tokenizer": own} if name.startswith("rouge") and own != "word" else None
+
+
+def results(last: Evaluation, problem_type: Task) -> dict[str, float]:
     """The evaluation's single numbers by title, without the counts."""
     numbers = {name: value for name, value in last.numbers.items() if isinstance(value, float)}
     if problem_type == "single_label_classification":
@@ -134,7 +172,40 @@ def metric_title(name: str, problem_type: str | None) -> str:
     """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
     if name == "accuracy" and problem_type == "multi_label_classification":
         return "Accuracy (all labels right)"
+    if name == "loss" and problem_type == "title_generation":
+        return "Loss (of a title's token)"
     return _TITLES.get(name, name.replace("_", " "))
+
+
+def explain_rouge(last: Evaluation) -> str:
+    """What the numbers are, or nothing where there is no ROUGE."""
+    segmenter = last.numbers.get("rouge_segmenter")
+    if segmenter is None:
+        return ""
+    return (
+        f"ROUGE was counted in {_COUNTED[segmenter]}: F-measures from 0 to 1 of what a title shares with its reference "
+        "(single ones, pairs, the longest sequence). Numbers counted in anything else cannot be compared with these."
+    )
+
+
+def is_comparison(line: dict[str, Any]) -> bool:
+    """Whether a line of eval.jsonl is of texts cut on purpose: no result of the run, no candidate for the best."""
+    return "max_length" in line
+
+
+def readings(
+    lines: Iterable[dict[str, Any]], step: int | None, max_length: int, last: Evaluation
+) -> list[tuple[int, Evaluation]]:
+    """(tokens read of each text, what came of it) of the model of `step`, the run's own length first.
+
+    `lines` are those of eval.jsonl; empty where none is a comparison of that step.
+    """
+    others = {
+        line["max_length"]: Evaluation(line["split"], line, None)
+        for line in lines
+        if is_comparison(line) and line["step"] == step
+    }
+    return [(max_length, last), *sorted(others.items(), reverse=True)] if others else []
 
 
 def base_name(name_or_path: str) -> str:
@@ -144,7 +215,7 @@ def base_name(name_or_path: str) -> str:
     return Path(name_or_path).resolve().name if Path(name_or_path).exists() else name_or_path
 
 
-def data_name(settings: TaskSettings) -> str:
+def data_name(settings: Settings) -> str:
     """The data set's name, or the training file's without its folders."""
     data = settings.data
     if data.dataset_name:
@@ -172,7 +243,7 @@ def number(value: Any) -> str:
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
 
 
-def _model_name(settings: TaskSettings) -> str:
+def _model_name(settings: Settings) -> str:
     base = base_name(str(settings.model.model_name_or_path)).rsplit("/", 1)[-1]
     return f"{base} fine-tuned on {data_name(settings)}"
 
@@ -182,11 +253,31 @@ def _architecture(model_folder: Path) -> str:
     return str((loaded.get("architectures") or ["model"])[0])
 
 
-def _story(run_folder: Path, settings: TaskSettings) -> dict[str, Any]:
+def _learned(data: Prepared) -> dict[str, Any]:
+    """What it answers with."""
+    if isinstance(data, TitleData):
+        return {"kind": "writes a title for each text", "titles": data.titles}
+    assert isinstance(data, TaskData)
+    labels = data.labels
+    return {
+        "kind": _KINDS[labels.problem_type].format(size=labels.size, name=labels.names[0]),
+        "labels": list(labels.names[:_MOST_LABELS]),
+        "labels_left_out": max(0, labels.size - _MOST_LABELS),
+    }
+
+
+def _story(run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> dict[str, Any]:
     """What happened, from the run's files."""
     config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
+    evaluations = list(read_lines(run_folder / "eval.jsonl"))
+    steps = [line["step"] for line in evaluations if not is_comparison(line)]
+    saved_step = steps[-1] if steps else 0
     return {
-        "saved_step": last_step(run_folder / "eval.jsonl"),
+        "saved_step": saved_step,
+        "readings": [
+            (length, results(read, data.facts["problem_type"]))
+            for length, read in readings(evaluations, saved_step, data.max_length, last)
+        ],
         "hyperparameters": _hyperparameters(
             settings, config, last_step(run_folder / "metrics.jsonl"), _lora(run_folder, settings)
         ),
@@ -195,7 +286,7 @@ def _story(run_folder: Path, settings: TaskSettings) -> dict[str, Any]:
     }
 
 
-def _notes(settings: TaskSettings, data: TaskData) -> list[str]:
+def _notes(settings: Settings, data: Prepared) -> list[str]:
     """What was noticed while reading, with files by their names: folders say nothing elsewhere."""
     sources = settings.data
     paths = (sources.train_file, sources.validation_file, sources.test_file, sources.dataset_name)
@@ -206,9 +297,9 @@ def _notes(settings: TaskSettings, data: TaskData) -> list[str]:
     return notes
 
 
-def _lora(run_folder: Path, settings: TaskSettings) -> str | None:
+def _lora(run_folder: Path, settings: Settings) -> str | None:
     """`r=8, alpha=16, dropout 0, on query, value; merged into the weights here`."""
-    if not settings.model.lora_r:
+    if not isinstance(settings.model, ModelSettings) or not settings.model.lora_r:
         return None
     own = json.loads((run_folder / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     layers = ", ".join(sorted(own["target_modules"]))
@@ -216,7 +307,7 @@ def _lora(run_folder: Path, settings: TaskSettings) -> str | None:
     return f"{numbers}, on {layers}; merged into the weights here"
 
 
-def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int, lora: str | None) -> dict[str, Any]:
+def _hyperparameters(settings: Settings, config: dict[str, Any], steps: int, lora: str | None) -> dict[str, Any]:
     training, world = settings.training, config["world"]
     warmup = f"{training.warmup_steps or 0} steps"
     if training.warmup_ratio is not None:
@@ -228,12 +319,15 @@ def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int,
         "warm-up": warmup,
         "optimizer steps": f"{steps} of {config['data']['total_steps']}, {config['data']['steps_per_epoch']} an epoch",
         "global_batch_size": training.global_batch_size,
+        "max_tokens_per_batch": training.max_tokens_per_batch,
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
         "label_smoothing_factor": training.label_smoothing_factor or None,
         "dropout": settings.model.dropout,
         "LoRA": lora,
+        "min_length": settings.data.min_length,
         "max_length": config["data"]["max_length"],
+        **_of_titles(settings),
         "mixed_precision": world["mixed_precision"],
         "seed": training.seed,
         "processes": world["num_processes"],
@@ -242,32 +336,68 @@ def _hyperparameters(settings: TaskSettings, config: dict[str, Any], steps: int,
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _limits(settings: TaskSettings, data: TaskData, last: Evaluation) -> list[str]:
+def _of_titles(settings: Settings) -> dict[str, Any]:
+    """How titles were learned and are written."""
+    if not isinstance(settings, TitleSettings):
+        return {}
+    generation = settings.generation
+    return {
+        "max_target_length": settings.data.max_target_length,
+        "num_beams": generation.num_beams,
+        "length_penalty": generation.length_penalty,
+        "no_repeat_ngram_size": generation.no_repeat_ngram_size or None,
+    }
+
+
+def _limits(run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> list[str]:
     """Only what follows from the run itself."""
-    metric, _ = best_metric(settings.training.metric_for_best_model, data.labels.problem_type)
+    problem_type: Task = data.facts["problem_type"]
+    metric, _ = best_metric(settings.training.metric_for_best_model, problem_type)
     limits = [f"It reads the first {data.max_length} tokens of a text; what follows is cut off."]
-    if data.labels.problem_type == "single_label_classification":
+    if problem_type == "single_label_classification":
         limits.append("It answers with one of its classes for every text, also for texts that belong to none of them.")
+    if problem_type == "title_generation":
+        limits += _TITLE_LIMITS
     if last.split == "validation":
-        title = metric_title(metric, data.labels.problem_type)
+        title = metric_title(metric, problem_type)
         limits.append(
             f"The step to keep was chosen by {title} on the same validation samples that the results above are of: "
             "expect somewhat worse on new texts."
         )
-    limits += [*_uncertainty(last, data.labels.problem_type), *_rare(last)]
+    if problem_type == "title_generation":
+        limits += _uncertainty_of_titles(last, run_folder)
+    else:
+        limits += [*_uncertainty(last, problem_type), *_rare(last)]
     limits.append(
         "It was evaluated on nothing but the data named above: how it does on other sources, domains or languages, "
         "and whether it treats groups of people alike, has not been measured."
     )
-    note = demo.note_of(str(settings.model.model_name_or_path))
-    return [*limits, *([f"Licence of the base model: {note}."] if note else [])]
+    notes = {
+        "base model": demo.note_of(str(settings.model.model_name_or_path)),
+        "data": demo.data_note_of(str(settings.data.dataset_name)),
+    }
+    return [*limits, *(f"Licence of the {of}: {note}." for of, note in notes.items() if note)]
 
 
-def _uncertainty(last: Evaluation, problem_type: ProblemType) -> list[str]:
+def _uncertainty_of_titles(last: Evaluation, run_folder: Path) -> list[str]:
+    """The 95 % range of the mean ROUGE-L, by the normal approximation, and titles that are none."""
+    count = last.numbers["num_samples"]
+    lines = list(read_lines(run_folder / "predictions.jsonl"))
+    said = [_FEW.format(count=count)] if count < _FEW_SAMPLES else []
+    if len(lines) != count:
+        return said
+    empty = sum(not line["title"].strip() for line in lines)
+    if not said:
+        margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
+        said.append(f"ROUGE-L is the mean of {count:,} samples, so it is known to about ±{margin:.3f} (95 %).")
+    return [*said, *([f"Empty titles among the {count:,} it wrote for {last.split}: {empty:,}."] if empty else [])]
+
+
+def _uncertainty(last: Evaluation, problem_type: Task) -> list[str]:
     """The 95 % range of the accuracy, by the normal approximation of the binomial distribution."""
     count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
     if accuracy is None or not 0 < accuracy < 1 or count < _FEW_SAMPLES:
-        return [] if count >= _FEW_SAMPLES else [f"The results are of {count} samples only: take them as a hint."]
+        return [] if count >= _FEW_SAMPLES else [_FEW.format(count=count)]
     margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
     title = metric_title("accuracy", problem_type)
     return [f"{title} is of {count:,} samples, so it is known to about ±{margin:.1f} percentage points (95 %)."]

@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from toolkit.config import ProblemType
+from toolkit.config import Task
 from toolkit.report.card import metric_title
 from toolkit.report.files import by_step
 
@@ -56,6 +56,7 @@ _EVALUATION_CHARTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "single_label_classification": (("accuracy", "f1_macro"),),
     "multi_label_classification": (("f1_micro", "f1_macro", "accuracy"),),
     "regression": (("pearson",), ("mae",)),
+    "title_generation": (("rouge1", "rouge2", "rougeL"),),
 }
 
 
@@ -107,11 +108,12 @@ def charts(
     evaluations: Sequence[dict[str, Any]],
     saved_step: int | None,
     max_grad_norm: float | None,
-    problem_type: ProblemType,
+    problem_type: Task,
 ) -> list[Chart]:
     """The curves of a run: loss, metrics, and what each step took.
 
-    `steps` and `evaluations` are the lines of metrics.jsonl (each step once) and of eval.jsonl.
+    `steps` and `evaluations` are the lines of metrics.jsonl (each step once) and of eval.jsonl, without
+    comparisons.
     """
     if not steps:
         return []
@@ -130,7 +132,7 @@ def charts(
     during = by_step(line for line in evaluations if line["split"] == split)
     metrics = [
         _chart(
-            f"{'Metrics' if len(names) > 1 else metric_title(names[0], problem_type)} on {split}",
+            f"{_shared_title(names, problem_type)} on {split}",
             [Line(metric_title(name, problem_type), series_of(during, name), points=True) for name in names],
             end,
             dashed_at=saved_step,
@@ -139,6 +141,12 @@ def charts(
         for names in _EVALUATION_CHARTS[problem_type]
     ]
     return [_chart("Loss", [loss, Line(split, series_of(during, "loss"), points=True)], end), *metrics, *each_step]
+
+
+def _shared_title(names: Sequence[str], problem_type: Task) -> str:
+    if len(names) == 1:
+        return metric_title(names[0], problem_type)
+    return "ROUGE" if problem_type == "title_generation" else "Metrics"
 
 
 def _chart(

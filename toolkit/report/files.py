@@ -24,10 +24,8 @@ from filelock import FileLock, Timeout
 from toolkit import __version__, launch
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings, flat
-from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.answers import prediction_lines
 from toolkit.training.checkpoints import Saved
 from toolkit.training.loop import StepMetrics
 from toolkit.training.origin import Origin, choose_origin
@@ -111,15 +109,14 @@ class RunFolder:
         cost = {"checkpoint_seconds": round(saved.seconds, 3), "checkpoint_bytes": saved.size} if saved else {}
         self._append("metrics.jsonl", {**asdict(metrics), **cost})
 
-    def append_evaluation(self, evaluation: Evaluation, step: int) -> None:
-        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **evaluation.numbers})
+    def append_evaluation(self, evaluation: Evaluation, step: int, **more: Any) -> None:
+        self._append("eval.jsonl", {"step": step, "split": evaluation.split, **more, **evaluation.numbers})
 
-    def write_predictions(self, evaluation: Evaluation, labels: Labels) -> None:
+    def write_predictions(self, evaluation: Evaluation) -> None:
         """predictions.jsonl, whole or not at all."""
         if evaluation.predictions is None:
             return
-        lines = prediction_lines(evaluation.predictions, labels)
-        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in lines))
+        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self.writes:

@@ -6,6 +6,7 @@ import collections
 import heapq
 import json
 import math
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from toolkit.config import ProblemType
+from toolkit.config import Task
 from toolkit.data import demo
 from toolkit.data.cache import cache_folder
 from toolkit.data.labels import Labels
@@ -23,7 +24,15 @@ from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.report import curves
-from toolkit.report.card import base_name, metric_title, number
+from toolkit.report.card import (
+    READINGS_EXPLAINED,
+    base_name,
+    explain_rouge,
+    is_comparison,
+    metric_title,
+    number,
+    readings,
+)
 from toolkit.report.files import by_step, read_lines, write_whole
 
 MOST_MATRIX_CLASSES = 40
@@ -31,6 +40,8 @@ MOST_MATRIX_CLASSES = 40
 MOST_PAIRS = 30
 MOST_MISTAKES = 20
 MOST_CHARACTERS = 300
+HANDFUL = 8
+"""Titles that are shown of each kind."""
 
 
 @dataclass(slots=True)
@@ -47,41 +58,59 @@ class Sample:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-def write_report(folder: Path, labels: Labels, last: Evaluation, texts: Sequence[str]) -> None:
+@dataclass(frozen=True, slots=True)
+class Title:
+    """A line of predictions.jsonl of a run that writes titles."""
+
+    place: int
+    row: int
+    written: str
+    reference: str
+    rouge: float
+    """ROUGE-L."""
+
+
+def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
     """Writes `folder`/report.html, whole or not at all.
 
     `last` is the evaluation that predictions.jsonl is of, and `texts` are its samples' (or empty).
     Raises ValueError where the number of texts is another, OSError where a file is missing.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    problem_type: Task = config["data"]["problem_type"]
     steps = by_step(read_lines(folder / "metrics.jsonl"))
     # the confusion matrix of many classes is large, and each line has one
-    evaluations = [_scalars(line) for line in read_lines(folder / "eval.jsonl")]
-    samples = [_judged(place, line, labels) for place, line in enumerate(read_lines(folder / "predictions.jsonl"))]
-    if texts and len(texts) != len(samples):
-        raise ValueError(f"{folder / 'predictions.jsonl'} has {len(samples)} lines, and there are {len(texts)} texts")
-    saved_step = _saved_step(config, evaluations, labels.problem_type)
+    lines = [_scalars(line) for line in read_lines(folder / "eval.jsonl")]
+    evaluations = [line for line in lines if not is_comparison(line)]
+    last_step = evaluations[-1]["step"] if evaluations else None
+    saved_step = _saved_step(config, evaluations, problem_type)
     max_grad_norm = config["settings"].get("max_grad_norm")
+    samples = _titles_shown if problem_type == "title_generation" else _samples_shown
     context = {
         "title": _title(config),
         "config": config,
         "folder": folder.resolve().name,
-        "problem_type": labels.problem_type,
+        "problem_type": problem_type,
         "last": last,
-        "last_step": evaluations[-1]["step"] if evaluations else None,
+        "last_step": last_step,
         "saved_step": saved_step,
-        "results": _results(last, labels.problem_type),
+        "results": _results(last, problem_type),
+        "rouge_explained": explain_rouge(last),
+        "readings_explained": READINGS_EXPLAINED,
+        "readings": [
+            (length, _results(read, problem_type))
+            for length, read in readings(lines, last_step, config["data"]["max_length"], last)
+        ],
         "facts": _facts(config, steps),
         "evaluations": evaluations,
-        "charts": curves.charts(steps, evaluations, saved_step, max_grad_norm, labels.problem_type),
-        "scatter": curves.scatter(_pairs(samples)) if labels.problem_type == "regression" else None,
-        "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
-        "worst": _worst(samples, texts),
+        "charts": curves.charts(steps, evaluations, saved_step, max_grad_norm, problem_type),
         "per_class": last.numbers.get("per_class", {}),
         "has_texts": bool(texts),
-        "num_samples": len(samples),
-        "num_wrong": sum(sample.wrong for sample in samples),
+        "confusion": None,
+        "num_samples": 0,
+        "examples": {},
         "smoothed": curves.series_of(steps, "loss").window > 1,
+        **samples(folder / "predictions.jsonl", config["data"], texts),
     }
     write_whole(folder / "report.html", [_environment().get_template("report.html").render(context)])
 
@@ -96,11 +125,11 @@ def write_report_of_folder(folder: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
     data = json.loads((folder / "config.json").read_text(encoding="utf-8"))["data"]
-    lines = collections.deque(read_lines(folder / "eval.jsonl"), maxlen=1)
+    evaluated = (line for line in read_lines(folder / "eval.jsonl") if not is_comparison(line))
+    lines = collections.deque(evaluated, maxlen=1)
     numbers = {name: value for line in lines for name, value in line.items() if name not in ("step", "split")}
     split = lines[0]["split"] if lines else "validation"
-    labels = Labels(data["problem_type"], tuple(data["labels"]), ())
-    write_report(folder, labels, Evaluation(split, numbers, None), _texts_of(data["digest"], split) if lines else [])
+    write_report(folder, Evaluation(split, numbers, None), _texts_of(data["digest"], split) if lines else [])
     return folder / "report.html"
 
 
@@ -134,10 +163,11 @@ def _environment() -> jinja2.Environment:
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if isinstance(value, int | float | str)}
+    numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+    return {"step": line["step"], "split": line["split"], **numbers}
 
 
-def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], problem_type: ProblemType) -> int | None:
+def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], problem_type: Task) -> int | None:
     """The best step so far; in a run that was killed it need not be that of the last evaluation."""
     best = Best(config["settings"].get("metric_for_best_model"), problem_type)
     for line in evaluations:
@@ -146,7 +176,7 @@ def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], p
     return best.step or None
 
 
-def _results(last: Evaluation, problem_type: ProblemType) -> dict[str, float]:
+def _results(last: Evaluation, problem_type: Task) -> dict[str, float]:
     """The evaluation's single numbers by title, the loss at the end."""
     names = [name for name, value in last.numbers.items() if isinstance(value, float) and name != "loss"]
     if problem_type == "single_label_classification" and "f1_micro" in names:
@@ -170,7 +200,7 @@ def _facts(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str
         "Model": f"{settings['model_name_or_path']}",
         "Data": settings.get("dataset_name") or ", ".join(file for file in files if file),
         "Samples": sizes,
-        "Labels": f"{len(data['labels']):,} classes" if data["problem_type"] != "regression" else "a number",
+        **_learned(data, settings),
         "Length": f"at most {data['max_length']:,} tokens",
         "Steps": _steps_done(data, steps, settings),
         **_speed(steps),
@@ -181,6 +211,14 @@ def _facts(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str
         "Started": config["started"][:16].replace("T", " ") + " UTC",
     }
     return {name: fact for name, fact in facts.items() if fact}
+
+
+def _learned(data: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
+    if data["problem_type"] == "title_generation":
+        beams = settings.get("num_beams")
+        how = f", written with {beams} beam{'s' * (beams > 1)}" if beams else ""
+        return {"Titles": f"at most {data['max_target_length']:,} tokens, column {data['title_column']}{how}"}
+    return {"Labels": f"{len(data['labels']):,} classes" if data["problem_type"] != "regression" else "a number"}
 
 
 def _steps_done(data: dict[str, Any], steps: list[dict[str, Any]], settings: dict[str, Any]) -> str:
@@ -218,6 +256,25 @@ def _strategy(world: dict[str, Any]) -> str:
 
 
 # Samples
+
+
+def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """What the page says of each sample of a run with labels."""
+    labels = Labels(data["problem_type"], tuple(data["labels"]), ())
+    samples = [_judged(place, line, labels) for place, line in enumerate(read_lines(path))]
+    _check_number(path, len(samples), texts)
+    return {
+        "scatter": curves.scatter(_pairs(samples)) if labels.problem_type == "regression" else None,
+        "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
+        "worst": _worst(samples, texts),
+        "num_samples": len(samples),
+        "num_wrong": sum(sample.wrong for sample in samples),
+    }
+
+
+def _check_number(path: Path, count: int, texts: Sequence[str]) -> None:
+    if texts and len(texts) != count:
+        raise ValueError(f"{path} has {count} lines, and there are {len(texts)} texts")
 
 
 def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
@@ -284,3 +341,68 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
     ]
     shown = MOST_PAIRS if not whole else 10 if labels.size > 8 else 0
     return {"names": labels.names, "rows": rows, "pairs": pairs[:shown], "num_pairs": len(pairs)}
+
+
+# Titles
+
+
+def _titles_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """What the page says of each sample of a run that writes titles."""
+    titles = [
+        Title(place, line["id"] + 1, line["title"].strip(), line["reference"], line["scores"]["rougeL"])
+        for place, line in enumerate(read_lines(path))
+    ]
+    _check_number(path, len(titles), texts)
+    examples = {name: [_example(title, texts) for title in some] for name, some in _handfuls(titles).items()}
+    return {
+        "examples": examples,
+        "told": _told(titles, texts),
+        "commonest": _commonest(titles),
+        "num_titles": len(titles),
+    }
+
+
+def _example(title: Title, texts: Sequence[str]) -> tuple[Title, str, str, str]:
+    """(it, its text, what was written, the reference), the three as they are shown."""
+    text = texts[title.place] if texts else ""
+    return title, _shortened(text), _shortened(title.written), _shortened(title.reference)
+
+
+def _handfuls(titles: Sequence[Title]) -> dict[str, list[Title]]:
+    """Which titles are shown; those at random are the same rows in every run on the same samples."""
+    if len(titles) <= HANDFUL:
+        return {"all": list(titles)} if titles else {}
+    chosen = random.Random(0).sample(range(len(titles)), HANDFUL)
+    ordered = sorted(titles, key=lambda title: title.rouge)
+    few = min(HANDFUL, len(titles) // 2)
+    return {
+        "random": [titles[place] for place in sorted(chosen)],
+        "worst": ordered[:few],
+        "best": ordered[: -few - 1 : -1],
+    }
+
+
+def _told(titles: Sequence[Title], texts: Sequence[str]) -> list[str]:
+    """What stands out in all titles together; letter case and spaces are not looked at."""
+    plain = [_plain(title.written) for title in titles]
+    copies = sum(own == _plain(title.reference) for own, title in zip(plain, titles, strict=True))
+    told = [f"{_titles(plain.count(''))} empty", f"{_titles(copies)} exactly the reference"]
+    if texts:
+        lifted = sum(own != "" and own in _plain(text) for own, text in zip(plain, texts, strict=True))
+        told.append(f"{_titles(lifted)} a piece of the text, word for word")
+    return told
+
+
+def _commonest(titles: Sequence[Title]) -> tuple[str, int] | None:
+    """(a title, for how many texts it was written) where that is more than one."""
+    counts = collections.Counter(title.written for title in titles if title.written)
+    (written, count), *_ = counts.most_common(1) or [("", 0)]
+    return (_shortened(written), count) if count > 1 else None
+
+
+def _titles(count: int) -> str:
+    return f"{count:,} {'is' if count == 1 else 'are'}"
+
+
+def _plain(text: str) -> str:
+    return "".join(text.casefold().split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from toolkit.config import TaskSettings, flat
+from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data import demo
-from toolkit.data.prepare import TaskData
+from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Best, Evaluation
 from toolkit.launch.signals import tell_launcher
 from toolkit.models import lora
@@ -33,8 +34,8 @@ class Run:
     def __init__(
         self,
         accelerator: Accelerator,
-        settings: TaskSettings,
-        data: TaskData,
+        settings: TaskSettings | TitleSettings,
+        data: Prepared,
         schedule: Schedule,
         recipe: str,
         model: torch.nn.Module | None = None,
@@ -49,6 +50,7 @@ class Run:
         self.facts = {"settings": flat(settings), "versions": versions(), "identity": _identity(settings, data, recipe)}
         self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
         self.model_folder = self.folder.path / "model"
+        self.compared: tuple[int, Evaluation] | None = None
         self.started = time.monotonic()
 
     def start(self, loop: Loop, best: Best) -> Checkpoints:
@@ -59,39 +61,41 @@ class Run:
         resumed = self.checkpoints.resume()
         folder.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
         data = self.data
-        sizes = {split.name: len(split) for split in (data.train, data.validation, data.test) if split}
         folder.write_config(
             settings,
             self.accelerator,
-            {"samples": sizes, "labels": list(data.labels.names), "problem_type": data.labels.problem_type,
+            {"samples": data.sizes, **data.facts,
              "max_length": data.max_length, "digest": data.digest, "notes": data.notes, **asdict(schedule)},
             {"identity": self.facts["identity"], "resumed_from": str(resumed.folder) if resumed else None},
         )  # fmt: skip
         project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
         start_trackers(self.accelerator, self.trackers, project, folder.path, flat(settings), loop.done)
         self.progress = Progress(self.accelerator, schedule.total_steps, loop.done)
-        self._introduce(schedule, sizes)
-        if self.model is not None and settings.model.lora_r:
+        self._introduce(schedule)
+        if self.model is not None and isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             self.say(lora.describe(self.model, settings.model))
         for line in [*(resumed.lines if resumed else []), *self.checkpoints.notes()]:
             self.say(line)
         return self.checkpoints
 
-    def _introduce(self, schedule: Schedule, sizes: dict[str, int]) -> None:
-        accelerator, training = self.accelerator, self.settings.training
-        note = demo.note_of(str(self.settings.model.model_name_or_path))
+    def _introduce(self, schedule: Schedule) -> None:
+        accelerator, settings = self.accelerator, self.settings
+        training = settings.training
+        notes = [
+            demo.note_of(str(settings.model.model_name_or_path)),
+            demo.data_note_of(str(settings.data.dataset_name)),
+        ]
         per_step = f"{training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
             per_step += f" ({schedule.accumulation} micro-batches on each process)"
         lines = [
             f"run folder: {self.folder.path}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
-            ", ".join(f"{split}: {count} samples" for split, count in sizes.items())
-            + f"; {len(self.data.labels.names)} outputs: {', '.join(self.data.labels.names[:8])}"
-            + ("..." if len(self.data.labels.names) > 8 else ""),
+            ", ".join(f"{split}: {count} samples" for split, count in self.data.sizes.items())
+            + f"; {self.data.outputs}",
             *self.data.notes,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",
-            *([note] if note else []),
+            *filter(None, notes),
         ]
         for line in lines:
             self.say(line)
@@ -111,7 +115,7 @@ class Run:
 
     def evaluation(self, evaluation: Evaluation, step: int, improved: bool) -> None:
         self.folder.append_evaluation(evaluation, step)
-        self.folder.write_predictions(evaluation, self.data.labels)
+        self.folder.write_predictions(evaluation)
         numbers = {
             f"{evaluation.split}/{name}": value
             for name, value in evaluation.numbers.items()
@@ -119,6 +123,11 @@ class Run:
         }
         self.accelerator.log(numbers, step=step)
         self.progress.evaluation(evaluation, step, improved)
+
+    def comparison(self, evaluation: Evaluation, step: int, max_length: int) -> None:
+        """Records what the saved model makes of the same samples, cut at `max_length` tokens."""
+        self.folder.append_evaluation(evaluation, step, max_length=max_length)
+        self.compared = (max_length, evaluation)
 
     def stop(self, loop: Loop) -> None:
         """Ends a run that was told to stop, and says how it goes on."""
@@ -149,20 +158,26 @@ class Run:
 
         split = self.data.test if self.data.test and last.split == "test" else self.data.validation
         write_card(self.model_folder, self.folder.path, self.settings, self.data, last)
-        write_report(self.folder.path, self.data.labels, last, split.texts())
+        write_report(self.folder.path, last, split.texts())
         for line in self._summary(last):
             print(line, file=sys.stderr, flush=True)
 
     def _summary(self, last: Evaluation) -> list[str]:
         folder, script = self.folder.path, sys.argv[0]
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in last.numbers.items() if isinstance(value, float))
+        architecture = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        compared = []
+        if self.compared is not None:
+            most, other = self.compared
+            name = f"the same model reading the first {most} tokens only"
+            compared = [f"{name}: {_shown(other)} (reading {self.data.max_length}: {_shown(last)})"]
         return [
             "",
             f"done in {time.monotonic() - self.started:.0f} s; the saved model on {last.split} "
-            f"({last.numbers['num_samples']} samples): {shown}",
-            f"  {folder}/model/            loads with AutoModelForSequenceClassification.from_pretrained",
-            f"  {folder}/report.html       curves, confusion matrix, worst mistakes: open it in a browser",
-            f"  {folder}/predictions.jsonl every {last.split} sample with its probabilities",
+            f"({last.numbers['num_samples']} samples): {_shown(last)}",
+            *compared,
+            f"  {folder}/model/            loads with {architecture}.from_pretrained",
+            f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
+            f"  {folder}/predictions.jsonl every {last.split} sample with what was predicted",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *([f"  {folder}/checkpoints/last  resumes under any launch"] if (folder / "checkpoints").is_dir() else []),
             "next:",
@@ -172,20 +187,23 @@ class Run:
         ]
 
 
-def _identity(settings: TaskSettings, data: TaskData, recipe: str) -> dict[str, Any]:
+def _shown(evaluation: Evaluation) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in evaluation.numbers.items() if isinstance(value, float))
+
+
+def _identity(settings: TaskSettings | TitleSettings, data: Prepared, recipe: str) -> dict[str, Any]:
     """What a checkpoint and the run that goes on from it must have in common; JSON."""
     model, training = settings.model, settings.training
     return {
         "recipe": recipe,
         "model": str(model.model_name_or_path),
-        "labels": list(data.labels.names),
-        "problem_type": data.labels.problem_type,
+        **data.facts,
         "data": data.digest,
         "max_length": data.max_length,
         "global_batch_size": training.global_batch_size,
         "group_by_length": training.group_by_length,
         "seed": training.seed,
-        **{name: getattr(model, name) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
+        **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
     }
 
 

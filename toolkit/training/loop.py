@@ -2,7 +2,7 @@
 
 The gradient of a step is that of the mean loss over its *global* batch, whatever the number of
 processes and micro-batches: each process adds up its samples' losses and divides by the number of
-samples of the whole global batch.
+samples of the whole global batch (of the tokens to be predicted, where the loss is theirs).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
+from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, Collator, epoch_order, rounds_of, shares
+from toolkit.data.batches import Batch, collator_of, epoch_order, most_rounds, shares
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.launch import memory
 from toolkit.launch.signals import StopSignals
 
 
@@ -45,12 +48,30 @@ class Schedule:
         return step % self.eval_every == 0 or step == self.total_steps
 
 
-def make_schedule(settings: TrainingSettings, samples: int, processes: int) -> Schedule:
-    steps_per_epoch = -(-samples // settings.global_batch_size)
+def make_schedule(settings: TrainingSettings, lengths: np.ndarray, processes: int) -> Schedule:
+    """`lengths` are the tokens of each training sample. Raises UserError when one alone exceeds the most tokens
+    that a batch may have."""
+    _refuse_too_long(settings, lengths)
+    steps_per_epoch = -(-len(lengths) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = rounds_of(settings.global_batch_size, settings.per_device_batch_size, processes)
+    accumulation = most_rounds(
+        lengths,
+        settings.global_batch_size,
+        settings.per_device_batch_size,
+        processes,
+        settings.max_tokens_per_batch,
+    )
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
+
+
+def _refuse_too_long(settings: TrainingSettings, lengths: np.ndarray) -> None:
+    longest, most = int(lengths.max()), settings.max_tokens_per_batch
+    if most is not None and longest > most:
+        raise UserError(
+            f"--max_tokens_per_batch {most} is less than the longest text, which has {longest} tokens: raise it, or "
+            f"cut texts with --max_length {most}"
+        )
 
 
 @dataclass
@@ -60,7 +81,7 @@ class StepMetrics:
     step: int
     epoch: float
     loss: float
-    """Mean over the global batch."""
+    """Mean over the global batch's samples, or over its titles' tokens."""
     learning_rate: float
     grad_norm: float
     """Before clipping."""
@@ -84,6 +105,8 @@ class Step:
     """Samples of the global batch."""
     tokens: int
     """Real tokens of the global batch."""
+    terms: int
+    """What its loss is the mean over: its samples, or the tokens of their titles."""
     started: float = field(default_factory=time.perf_counter)
     stopping: bool = False
     """After the update, in every process: whether any of them was told to stop (SIGTERM, SIGUSR1, Ctrl-C)."""
@@ -100,26 +123,29 @@ class Step:
             loop.settings.per_device_batch_size,
             accelerator.process_index,
             accelerator.num_processes,
+            loop.settings.max_tokens_per_batch,
         )
         for place, share in enumerate(mine):
             last = place == len(mine) - 1
             accelerator.sync_gradients = last
             self._batch = loop.collate.share(share)
+            launch.explain_failures(partial(memory.of_training, self._batch))
             with contextlib.nullcontext() if last else accelerator.no_sync(loop.model):
                 yield self._batch
 
     def backward(self, losses: torch.Tensor) -> None:
         """(B,) losses of the current micro-batch -> gradients of the global mean.
 
+        Where a sample's loss is the sum over its title's tokens, the mean is over the tokens of all titles.
         Data parallel training averages over processes, and accelerate (or DeepSpeed) over the declared
-        accumulation: both are undone here, the number of samples of the global batch takes their place.
+        accumulation: both are undone here, the number of terms of the global batch takes their place.
         """
         batch, accelerator = self._batch, self.loop.accelerator
         if batch is None:
             raise RuntimeError("backward() belongs inside `for batch in step.micro_batches()`")
         weighted = losses * batch.weights  # (B,)
         undone = accelerator.num_processes * accelerator.gradient_accumulation_steps
-        accelerator.backward(weighted.sum() * (undone / len(self.indices)))
+        accelerator.backward(weighted.sum() * (undone / self.terms))
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
 
@@ -142,7 +168,7 @@ class Step:
         metrics = StepMetrics(
             step=self.number,
             epoch=round(self.number / loop.schedule.steps_per_epoch, 4),
-            loss=loss_sum / len(self.indices),
+            loss=loss_sum / self.terms,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
             samples=len(self.indices),
@@ -203,8 +229,8 @@ class Loop:
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        self.lengths = self.train.lengths
-        self.collate = Collator(self.train, self.tokenizer, self.accelerator.device)
+        self.lengths, self.loss_terms = self.train.lengths, self.train.loss_terms
+        self.collate = collator_of(self.train, self.tokenizer, self.accelerator.device)
         self.done = 0
         """Optimizer steps taken."""
         self.told = 0
@@ -233,4 +259,5 @@ class Loop:
                 for number, indices in enumerate(order, epoch * per_epoch + 1):
                     if self.done < number <= self.schedule.total_steps:
                         self.model.train()
-                        yield Step(self, number, indices, tokens=int(self.lengths[indices].sum()))
+                        tokens, terms = int(self.lengths[indices].sum()), int(self.loss_terms[indices].sum())
+                        yield Step(self, number, indices, tokens, terms)

@@ -12,5 +12,6 @@ later ones run sparse again. `save_pretrained` writes an ordinary BigBird.
 """
 
 from toolkit.models.bigbird.install import install, uninstall
+from toolkit.models.bigbird.modules import ATTENTIONS
 
-__all__ = ["install", "uninstall"]
+__all__ = ["ATTENTIONS", "install", "uninstall"]

@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses, one per section, filled from a YAML file and the command line.
+"""Sections of settings (toolkit.config.sections), filled from a YAML file and the command line.
 
 A recipe's settings are a dataclass whose fields are sections; the names of all their fields share
 one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` need no prefix.
@@ -12,144 +12,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import TypeAdapter, ValidationError
 
 from toolkit.errors import Faults, UserError, did_you_mean
-
-ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-SchedulerName = Literal[
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-]
-
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class ModelSettings:
-    """The pretrained model and how it is adapted."""
-
-    model_name_or_path: str | None = None
-    """A folder or a hub name that `AutoModelForSequenceClassification` loads."""
-    problem_type: ProblemType | None = None
-    """What the labels mean; found from the label column when not given."""
-    dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Overrides every dropout probability of the model, and LoRA's."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    attn_implementation: str | None = None
-    """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`."""
-    lora_r: int | None = Field(default=None, ge=1)
-    """The rank of LoRA, 8 or 16 usually: only small added matrices and the head are trained. Off when not given."""
-    lora_alpha: int | None = Field(default=None, ge=1)
-    """What LoRA adds is scaled by lora_alpha / lora_r; twice the rank when not given."""
-    lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Of the input of LoRA's matrices; 0 when not given, and what `dropout` says where that is given."""
-    lora_target_modules: str | None = None
-    """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class DataSettings:
-    """Where the texts and labels are."""
-
-    train_file: str | None = None
-    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz)."""
-    validation_file: str | None = None
-    """Evaluated during training; without it a part of the training rows is held back."""
-    test_file: str | None = None
-    """Evaluated once, at the end, with the best model."""
-    dataset_name: str | None = None
-    """A data set on the hub, or a folder `datasets.load_dataset` reads; instead of the files."""
-    dataset_config_name: str | None = None
-    """The configuration of `dataset_name`."""
-    text_column: str | None = None
-    """Found by its name or as the only text column when not given."""
-    label_column: str | None = None
-    """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
-    encoding: str = "utf-8"
-    """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
-    validation_split: float = Field(default=0.1, gt=0, lt=1)
-    """The part of the training rows that is held back when there is no validation file."""
-    drop_empty_text: bool = False
-    """Leave out rows whose text is empty or blank; otherwise they are an error."""
-    max_length: int | None = Field(default=None, ge=2)
-    """Tokens; longer texts are cut. The model's own limit when not given."""
-
-
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
-class TrainingSettings:
-    """The optimization and what a run keeps."""
-
-    output_dir: str | None = None
-    """The run's folder; a new one under runs/ when not given."""
-    overwrite_output_dir: bool = False
-    """Where the folder holds a run, move that run aside (to NAME.old-TIME) instead of stopping."""
-    num_train_epochs: float = Field(default=3.0, gt=0)
-    """Passes over the training rows."""
-    max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps; overrides the number of epochs."""
-    global_batch_size: int = Field(default=32, ge=1)
-    """Samples per optimizer step, over all processes and micro-batches."""
-    per_device_batch_size: int = Field(default=32, ge=1)
-    """The most samples of one micro-batch on one process; accumulation follows from it."""
-    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
-    """The most samples of one evaluation batch; twice the training one when not given."""
-    group_by_length: bool = True
-    """Put texts of similar length into the same batch."""
-    learning_rate: float = Field(default=5e-5, gt=0)
-    """The peak learning rate of AdamW."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled decay of the weights; biases and norms have none."""
-    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """The part of all optimizer steps that warms up."""
-    warmup_steps: int | None = Field(default=None, ge=0)
-    """Optimizer steps that warm up; instead of the ratio."""
-    lr_scheduler_type: SchedulerName = "linear"
-    """The schedule after the warm-up, counted in optimizer steps."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Clips the norm of the whole gradient; 0 turns clipping off."""
-    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
-    """For single-label classification."""
-    seed: int = Field(default=42, ge=0)
-    """Of the split, the order of samples, the new head and dropout."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """What the accelerate config says, or `no`, when not given."""
-    eval_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between evaluations; once an epoch when not given."""
-    checkpoint_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between checkpoints; only when the run is told to stop, when not given."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """The newest checkpoints are kept, so many, and the best one."""
-    checkpoint_in_background: bool = False
-    """Copy the state in memory and write it while training goes on: three more copies of the weights."""
-    resume: Literal["auto", "no"] | str = "auto"
-    """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
-    metric_for_best_model: str | None = None
-    """Any number of eval.jsonl; macro F1, micro F1 (multi-label) or the loss (regression) when not given."""
-    early_stopping_patience: int | None = Field(default=None, ge=1)
-    """Stop after so many evaluations without a better metric."""
-    report_to: str = "tensorboard"
-    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskSettings:
-    """Everything a recipe on labelled texts can be told."""
-
-    model: ModelSettings
-    data: DataSettings
-    training: TrainingSettings
-
 
 Settings = TypeVar("Settings")
 
@@ -241,6 +109,9 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         alone = given.get("train_file") is None and given.get("dataset_name") is None
         if given.get(needs) is not None and alone:
             faults.add(f"--{needs} is given without --train_file: name the file to train on")
+    compared = given.get("compare_max_length")
+    if compared is not None and compared == given.get("max_length"):
+        faults.add(f"--compare_max_length {compared} is --max_length: name fewer tokens, or leave it out")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -279,7 +150,7 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
         return {}
     if not isinstance(loaded, dict):
         raise UserError(f"{path} must hold lines of `name: value`, and holds a {type(loaded).__name__}")
-    fields = {name: field for section in sections.values() for name, field in _fields(section).items()}
+    fields = {name: field for section in sections.values() for name, field in fields_of(section).items()}
     for name in loaded:
         if name not in fields:
             faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), fields)}")
@@ -307,9 +178,13 @@ def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
     return None
 
 
-def _fields(section: type) -> dict[str, Any]:
+def fields_of(section: type) -> dict[str, Any]:
     """Name -> pydantic's field, which holds the docstring under it as its description."""
-    return dict(section.__pydantic_fields__)  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    for part in reversed(section.__mro__):  # an inherited field has its docstring in the class that it is written in
+        fields = getattr(part, "__pydantic_fields__", {})
+        found |= {name: field for name, field in fields.items() if name not in found}
+    return found
 
 
 def _from_command_line(
@@ -330,7 +205,7 @@ def _from_command_line(
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for name in _names(section):
             known.append(name)
-            field = _fields(section)[name]
+            field = fields_of(section)[name]
             text = (field.description or "").replace("%", "%%")
             default = "" if field.default is None else f" [{field.default}]"
             # a switch may stand alone, as in transformers: `--gradient_checkpointing`

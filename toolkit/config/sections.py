@@ -1,0 +1,214 @@
+"""Settings: frozen dataclasses, one per section; every field says its unit.
+
+A recipe's settings are a dataclass whose fields are sections.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+Task = ProblemType | Literal["title_generation"]
+"""What a run learns, as config.json names it under `problem_type`."""
+SchedulerName = Literal[
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+]
+
+_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class PretrainedSettings:
+    """The pretrained model."""
+
+    model_name_or_path: str | None = None
+    """A folder or a hub name that transformers' Auto classes load."""
+    tokenizer: Literal["jieba"] | None = None
+    """`jieba` for a vocabulary built on Chinese words, as chinese-bigbird-base has; the model's own when not given."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Overrides every dropout probability of the model, and LoRA's."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    attn_implementation: str | None = None
+    """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`; for BigBird `auto`, `full`, `eager`, ..."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class ModelSettings(PretrainedSettings):
+    """The pretrained model and how it is adapted."""
+
+    problem_type: ProblemType | None = None
+    """What the labels mean; found from the label column when not given."""
+    lora_r: int | None = Field(default=None, ge=1)
+    """The rank of LoRA, 8 or 16 usually: only small added matrices and the head are trained. Off when not given."""
+    lora_alpha: int | None = Field(default=None, ge=1)
+    """What LoRA adds is scaled by lora_alpha / lora_r; twice the rank when not given."""
+    lora_dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Of the input of LoRA's matrices; 0 when not given, and what `dropout` says where that is given."""
+    lora_target_modules: str | None = None
+    """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TextSettings:
+    """Where the texts are."""
+
+    train_file: str | None = None
+    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz)."""
+    validation_file: str | None = None
+    """Evaluated during training; without it a part of the training rows is held back."""
+    test_file: str | None = None
+    """Evaluated once, at the end, with the best model."""
+    dataset_name: str | None = None
+    """A data set on the hub, or a folder `datasets.load_dataset` reads; instead of the files."""
+    dataset_config_name: str | None = None
+    """The configuration of `dataset_name`."""
+    text_column: str | None = None
+    """Found by its name or as the only text column when not given; `title,text` reads one below the other."""
+    encoding: str = "utf-8"
+    """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
+    validation_split: float = Field(default=0.1, gt=0, lt=1)
+    """The part of the training rows that is held back when there is no validation file."""
+    drop_empty_text: bool = False
+    """Leave out rows whose text is empty or blank; otherwise they are an error."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Tokens; longer texts are cut. The model's own limit when not given."""
+    min_length: int | None = Field(default=None, ge=1)
+    """Tokens; texts with fewer are left out, from training and from evaluation."""
+    max_train_samples: int | None = Field(default=None, ge=1)
+    """For a trial: train on so many rows, chosen by the seed."""
+    max_eval_samples: int | None = Field(default=None, ge=1)
+    """For a trial: evaluate so many rows of each split, chosen by the seed."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class DataSettings(TextSettings):
+    """Where the texts and labels are."""
+
+    label_column: str | None = None
+    """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TitleDataSettings(TextSettings):
+    """Where the texts and titles are."""
+
+    title_column: str | None = None
+    """Found by its name (title, summary, ...) when not given."""
+    max_target_length: int = Field(default=32, ge=2)
+    """Tokens of a title, its end counted; longer ones are cut in training, and no longer ones are written."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class GenerationSettings:
+    """How titles are written and judged."""
+
+    num_beams: int = Field(default=4, ge=1)
+    """Beams of the search; 1 takes the likeliest token each time."""
+    length_penalty: float = 1.0
+    """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    """No sequence of so many tokens occurs twice in a title; 0 allows it."""
+    rouge_segmenter: Literal["auto", "word", "jieba", "char"] = "auto"
+    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LongTextSettings:
+    """What reading to the end is worth."""
+
+    compare_max_length: int | None = Field(default=None, ge=2)
+    """Tokens; at the end the saved model is also evaluated on the same texts cut at so many."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class TrainingSettings:
+    """The optimization and what a run keeps."""
+
+    output_dir: str | None = None
+    """The run's folder; a new one under runs/ when not given."""
+    overwrite_output_dir: bool = False
+    """Where the folder holds a run, move that run aside (to NAME.old-TIME) instead of stopping."""
+    num_train_epochs: float = Field(default=3.0, gt=0)
+    """Passes over the training rows."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; overrides the number of epochs."""
+    global_batch_size: int = Field(default=32, ge=1)
+    """Samples per optimizer step, over all processes and micro-batches."""
+    per_device_batch_size: int = Field(default=32, ge=1)
+    """The most samples of one micro-batch on one process; accumulation follows from it."""
+    per_device_eval_batch_size: int | None = Field(default=None, ge=1)
+    """The most samples of one evaluation batch; twice the training one when not given."""
+    max_tokens_per_batch: int | None = Field(default=None, ge=2)
+    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
+    group_by_length: bool = True
+    """Put texts of similar length into the same batch."""
+    learning_rate: float = Field(default=5e-5, gt=0)
+    """The peak learning rate of AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled decay of the weights; biases and norms have none."""
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1)
+    """The part of all optimizer steps that warms up."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimizer steps that warm up; instead of the ratio."""
+    lr_scheduler_type: SchedulerName = "linear"
+    """The schedule after the warm-up, counted in optimizer steps."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """Clips the norm of the whole gradient; 0 turns clipping off."""
+    label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
+    """For single-label classification."""
+    seed: int = Field(default=42, ge=0)
+    """Of the split, the order of samples, the new head and dropout."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """What the accelerate config says, or `no`, when not given."""
+    eval_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between evaluations; once an epoch when not given."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Optimizer steps between checkpoints; only when the run is told to stop, when not given."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """The newest checkpoints are kept, so many, and the best one."""
+    checkpoint_in_background: bool = False
+    """Copy the state in memory and write it while training goes on: three more copies of the weights."""
+    resume: Literal["auto", "no"] | str = "auto"
+    """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
+    metric_for_best_model: str | None = None
+    """Any number of eval.jsonl; macro F1, micro F1 (multi-label) or the loss (regression) when not given."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Stop after so many evaluations without a better metric."""
+    report_to: str = "tensorboard"
+    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """Everything a recipe on labelled texts can be told."""
+
+    model: ModelSettings
+    data: DataSettings
+    training: TrainingSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongTaskSettings(TaskSettings):
+    """The same on long texts."""
+
+    long: LongTextSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class TitleSettings:
+    """Everything a recipe on texts and their titles can be told."""
+
+    model: PretrainedSettings
+    data: TitleDataSettings
+    generation: GenerationSettings
+    training: TrainingSettings

@@ -1,0 +1,80 @@
+"""The titles of texts: their column, their rows, their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from toolkit.data.read import Table, find_column
+from toolkit.data.rows import columns_of
+from toolkit.data.tokens import encode
+from toolkit.errors import UserError, listing
+
+USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
+
+
+@dataclass(frozen=True)
+class Titles:
+    """Where titles stand, and how long they may be; stands where `Labels` stands for classes."""
+
+    column: str
+    max_length: int
+    """Tokens that are predicted, the end counted."""
+
+    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """(samples,) str objects. Raises UserError naming the rows without a title."""
+        found = self._cells(table)
+        empty = [row + 1 for row in rows.tolist() if not found[row]]
+        if empty:
+            raise UserError(
+                f"{table.name}: no title in column {self.column!r} of rows {listing(empty)}: fill or remove them"
+            )
+        return np.array([found[row] for row in rows.tolist()], object)
+
+    def all_missing(self, table: Table) -> bool:
+        """Whether a table has the title column and nothing in it."""
+        return self.column in table.rows.column_names and not any(self._cells(table))
+
+    def strata(self, encoded: np.ndarray) -> None:
+        """Titles have no classes to divide a set by."""
+        return
+
+    def arrays(self, encoded: np.ndarray, tokenizer: Any) -> dict[str, np.ndarray]:
+        """Titles -> what is kept of them: `target_ids`, `target_offsets`, and a `labels` that means nothing."""
+        tokens, _ = encode(tokenizer, encoded.tolist(), self.max_length + 1)  # the first token is given, not predicted
+        return {
+            "target_ids": tokens["input_ids"],
+            "target_offsets": tokens["offsets"],
+            "labels": np.zeros(len(encoded), np.int64),
+        }
+
+    def written(self, encoded: np.ndarray) -> list[str]:
+        return list(encoded.tolist())
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _cells(self, table: Table) -> list[str]:
+        if self.column not in table.rows.column_names:
+            raise UserError(
+                f"{table.name} has no title column {self.column!r}: it has {listing(table.rows.column_names)}"
+            )
+        cells = table.rows.with_format(None)[self.column][:]
+        return ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
+
+
+def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
+    """The column of titles. Raises UserError when it cannot be told."""
+    column = find_column(table, title_column, USUAL, "title_column")
+    texts = columns_of(table, text_column)
+    others = [name for name in table.rows.column_names if name not in texts]
+    if column is None:
+        named = f"Name one of {listing(others)} with --title_column" if others else "There is no other than the text"
+        raise UserError(f"{table.name}: which column is the title? {named}")
+    if column in texts:
+        raise UserError(
+            f"{table.name}: column {column!r} cannot be both text and title: name --text_column and --title_column"
+        )
+    return Titles(column, max_length)

@@ -1,0 +1,138 @@
+"""An encoder that reads long texts and a decoder that writes their titles, both from one checkpoint.
+
+As BERT2BERT of Rothe, Narayan and Severyn (2020, arXiv:1907.12461): encoder and decoder start from the same weights;
+the decoder's attention to the encoder's output is new, and learned from the titles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from transformers import AutoModel, AutoModelForCausalLM, EncoderDecoderModel, GenerationConfig
+
+from toolkit.checkpoint.model_folder import quiet_transformers
+from toolkit.config import GenerationSettings, PretrainedSettings
+from toolkit.data import demo
+from toolkit.errors import UserError, listing
+from toolkit.models.classifier import (
+    choose_attention,
+    explained,
+    freeze_unused,
+    load_config,
+    recompute_activations,
+    set_dropout,
+    undivided,
+)
+
+KIND = "encoder-decoder"
+
+
+def load_title_model(
+    settings: PretrainedSettings,
+    long: PretrainedSettings,
+    generation: GenerationSettings,
+    tokenizer: Any,
+    max_target_length: int,
+    seed: int,
+) -> EncoderDecoderModel:
+    """The encoder of `long`, the decoder of `settings`, in float32 on the CPU, the same in every process.
+
+    `settings` names a BERT, a BigBird, or an encoder-decoder that was saved before; `long` is what
+    `toolkit.models.to_bigbird.long_model` made of it. Raises UserError when they cannot be loaded, or the decoder has
+    fewer positions than a title may have tokens.
+    """
+    name = str(settings.model_name_or_path)
+    set_seed(seed)
+    with explained(name), undivided(), quiet_transformers():
+        if load_config(settings).model_type == KIND:
+            model = _saved(settings)
+        else:
+            model = EncoderDecoderModel(encoder=_encoder(long), decoder=_decoder(settings))
+    _refuse_short_decoder(name, model.config.decoder, max_target_length)
+    _describe(model, tokenizer, generation, max_target_length)
+    if model.config.encoder.model_type == "big_bird":
+        choose_attention(model, settings.attn_implementation)
+    if settings.gradient_checkpointing:
+        recompute_activations(name, model)
+    probe = torch.ones(1, 8, dtype=torch.long)
+    freeze_unused(model, decoder_input_ids=probe)
+    return model
+
+
+def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
+    """A fine-tuned encoder-decoder as it was saved."""
+    with explained(str(settings.model_name_or_path)), undivided(), quiet_transformers():
+        model = _saved(settings)
+    if model.config.encoder.model_type == "big_bird":
+        choose_attention(model, settings.attn_implementation)
+    return model
+
+
+def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
+    name = str(settings.model_name_or_path)
+    config = load_config(settings)
+    for part in (config.encoder, config.decoder):
+        if settings.dropout is not None:
+            set_dropout(part, settings.dropout)
+    model, loading = EncoderDecoderModel.from_pretrained(
+        demo.model_path(name), config=config, dtype=torch.float32, output_loading_info=True
+    )
+    lost = [key for key in loading["missing_keys"] if "pooler" not in key]
+    if lost:
+        raise UserError(
+            f"{name}: its weights do not fit its config.json ({listing(sorted(lost), 3)} would be random): name the "
+            "folder the weights belong to"
+        )
+    return model
+
+
+def _encoder(long: PretrainedSettings) -> Any:
+    config = load_config(long)
+    if long.dropout is not None:
+        set_dropout(config, long.dropout)
+    return AutoModel.from_pretrained(str(long.model_name_or_path), config=config, dtype=torch.float32)
+
+
+def _decoder(settings: PretrainedSettings) -> Any:
+    config = load_config(settings)
+    config.is_decoder = config.add_cross_attention = True
+    if config.model_type == "big_bird":
+        config.attention_type = "original_full"  # titles are short, and a decoder has no sparse pattern
+    if settings.dropout is not None:
+        set_dropout(config, settings.dropout)
+    path = demo.model_path(str(settings.model_name_or_path))
+    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+
+
+def _refuse_short_decoder(name: str, config: Any, max_target_length: int) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and max_target_length >= positions:
+        raise UserError(
+            f"--max_target_length {max_target_length}: the decoder of {name} has {positions} positions; pass at most "
+            f"{positions - 1}"
+        )
+
+
+def _describe(model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int) -> None:
+    """What begins, ends and fills a title, and how it is searched for; saved with the model."""
+    ends = {
+        "decoder_start_token_id": tokenizer.cls_token_id,
+        "eos_token_id": tokenizer.sep_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    for key, value in ends.items():
+        setattr(model.config, key, value)
+    model.config.vocab_size = model.config.decoder.vocab_size
+    beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
+    model.generation_config = GenerationConfig(
+        **ends,
+        **beams,
+        bos_token_id=tokenizer.cls_token_id,
+        max_new_tokens=max_target_length,
+        num_beams=generation.num_beams,
+        no_repeat_ngram_size=generation.no_repeat_ngram_size,
+        do_sample=False,
+        use_cache=True,
+    )

@@ -1,0 +1,76 @@
+"""The command line of `toolkit to-bigbird`; imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from toolkit.errors import UserError, listing
+
+if TYPE_CHECKING:
+    from toolkit.models.to_bigbird import Converted
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """`toolkit to-bigbird`'s arguments."""
+    parser = commands.add_parser(
+        "to-bigbird",
+        help="make a BERT read long texts",
+        description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
+        epilog="OUT appears whole or not at all. Its vocabulary and language are BERT's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
+    parser.add_argument("out", metavar="OUT", help="the folder to make")
+    parser.add_argument("--max_length", type=int, default=4096, metavar="TOKENS", help="it is to read [4096]")
+    parser.add_argument("--block_size", type=int, default=64, metavar="TOKENS", help="of BigBird's attention [64]")
+    parser.add_argument("--num_random_blocks", type=int, default=3, metavar="BLOCKS", help="of its attention [3]")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT, if it is as this command wrote it")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Does what the command line asks. Raises UserError."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
+    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no accelerator is used: without DeepSpeed's word that it has none
+    from toolkit.models.to_bigbird import to_bigbird
+
+    try:
+        done = to_bigbird(
+            arguments.bert,
+            Path(arguments.out),
+            max_length=arguments.max_length,
+            block_size=arguments.block_size,
+            num_random_blocks=arguments.num_random_blocks,
+            overwrite=arguments.overwrite,
+        )
+    except UserError as error:  # a recipe's setting, which has no name here
+        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
+    print("\n".join(lines(done)))
+
+
+def lines(done: Converted) -> list[str]:
+    """What was made, what of the BERT is in it, and what to type next."""
+    heads = (
+        f"{' and '.join(done.heads)} head{'s' * (len(done.heads) > 1)} kept"
+        if done.heads
+        else "the BERT has no MLM head to keep"
+    )
+    pooler = "" if done.has_pooler else "; no pooler, which the BERT has not"
+    left = f"; left behind: {listing(done.left_behind, 4)}" if done.left_behind else ""
+    return [
+        f"wrote {done.output}: a BigBird of {done.parameters:,} parameters and {done.positions} positions (the BERT "
+        f"had {done.positions_before}), sparse above {done.sparse_above} tokens",
+        f"{heads}{pooler}{left}",
+        f"next: python recipes/bigbird.py --model_name_or_path {shlex.quote(str(done.output))} --train_file "
+        "YOUR_FILE.csv",
+    ]
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
