@@ -39,5 +39,5 @@ def test_settings_and_subcommands_exist(page: Path) -> None:
     )
     known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
     assert not named - known - OTHERS
-    commands = set(re.findall(r"^toolkit (\w+)|`toolkit (\w+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^toolkit ([\w-]+)|`toolkit (\w+)", text, re.MULTILINE))
     assert {one or other for one, other in commands} <= set(subcommands)

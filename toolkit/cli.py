@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.checkpoint.convert import command as convert
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         "prepare",
         help="make the tokens of a job ahead of time",
         description="Takes the settings of a recipe and makes its tokens, as the first run of it would.",
-        usage="toolkit prepare [SETTINGS.yaml] [--name value ...]",
+        usage="toolkit prepare [cls|bigbird|title] [SETTINGS.yaml] [--name value ...]",
         add_help=False,
     )
     convert.add_parser(commands)
@@ -48,12 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict = commands.add_parser(
         "predict",
-        help="label every row of a file",
-        description="Labels every row of FILE, each exactly once, in its order and with its columns.",
+        help="label every row of a file, or give it a title",
+        description="Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
         epilog=_LAUNCH_HELP,
         allow_abbrev=False,
     )
-    predict.add_argument("model", help="a run's model folder, any classification checkpoint, or a hub name")
+    predict.add_argument("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
     predict.add_argument("file", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz")
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
@@ -98,23 +99,32 @@ def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence
 
 
 def _prepare(arguments: list[str]) -> None:
-    """Makes the tokens a recipe with these settings would make."""
+    """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
     from toolkit import config
 
-    settings = config.parse(config.TaskSettings, arguments, description="Make the tokens of a job ahead of time.")
+    tasks: dict[str, type] = {
+        "cls": config.TaskSettings,
+        "bigbird": config.LongTaskSettings,
+        "title": config.TitleSettings,
+    }
+    task = arguments.pop(0) if arguments and arguments[0] in tasks else "cls"
+    settings: Any = config.parse(tasks[task], arguments, description="Make the tokens of a job ahead of time.")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
-    from toolkit.data.prepare import prepare_data
+    from toolkit.data.prepare import prepare_data, prepare_titles
     from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.models.to_bigbird import long_model
 
-    data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
+    pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
+    prepare = prepare_titles if task == "title" else prepare_data
+    data = prepare(settings, load_tokenizer(pretrained), load_config(pretrained))
     for split in (data.train, data.validation, data.test):
         if split is not None:
             lengths = split.lengths
             print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
     for note in data.notes:
         print(note)
-    print(f"{data.labels.problem_type}, {data.labels.size} outputs: {', '.join(data.labels.names[:10])}")
+    print(data.outputs)
     print(f"kept in {data.folder}")
 
 

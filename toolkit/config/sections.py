@@ -79,7 +79,7 @@ class TextSettings:
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held back when there is no validation file."""
     drop_empty_text: bool = False
-    """Leave out rows whose text is empty or blank; otherwise they are an error."""
+    """Leave out rows whose text (or title) is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)
     """Tokens; longer texts are cut. The model's own limit when not given."""
     min_length: int | None = Field(default=None, ge=1)

@@ -64,6 +64,10 @@ class Labels:
             return np.array([self._id(_name(_present(value, _at(table, row))), table, row) for row, value in cells])
         return np.array([self._flags_of(value, table, row) for row, value in cells], np.float32)
 
+    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """None: a row without a label is an error, whatever is done with empty texts."""
+        return rows[:0]
+
     def all_missing(self, table: Table) -> bool:
         """Whether a table has the label column and nothing in it, as the test splits of many hub data sets."""
         if any(column not in table.rows.column_names for column in self.columns):

@@ -26,6 +26,7 @@ from toolkit.data.rows import (
     text_column,
     texts_of,
     usable_texts,
+    with_targets,
 )
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
@@ -265,6 +266,8 @@ def _choose(
     chosen: dict[str, Rows] = {}
     for split, table in tables.items():
         texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
+        if settings.drop_empty_text:
+            texts, kept = with_targets(table, texts, kept, targets, notes)
         rows = Rows(table, texts, kept, targets.encode(table, kept))
         chosen[split] = long_enough(rows, settings.min_length, tokenizer, notes)
     if "validation" not in chosen:

@@ -20,6 +20,8 @@ class Targets(Protocol):
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray: ...
 
+    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray: ...
+
     def all_missing(self, table: Table) -> bool: ...
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None: ...
@@ -99,6 +101,16 @@ def usable_texts(table: Table, column: str, drop_empty: bool, notes: list[str]) 
     dropped = set(empty)
     kept = np.array([row for row in range(len(texts)) if row not in dropped], np.int64)
     return [texts[row] for row in kept], kept
+
+
+def with_targets(
+    table: Table, texts: list[str], kept: np.ndarray, targets: Targets, notes: list[str]
+) -> tuple[list[str], np.ndarray]:
+    """(texts, row numbers) of those rows that have a target."""
+    present = ~np.isin(kept, targets.missing(table, kept))
+    if not present.all():
+        notes.append(f"{table.name}: {int((~present).sum())} rows without a title are left out")
+    return [texts[place] for place in np.flatnonzero(present)], kept[present]
 
 
 def long_enough(rows: Rows, min_length: int | None, tokenizer: Any, notes: list[str]) -> Rows:

@@ -25,13 +25,18 @@ class Titles:
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """(samples,) str objects. Raises UserError naming the rows without a title."""
-        found = self._cells(table)
-        empty = [row + 1 for row in rows.tolist() if not found[row]]
-        if empty:
+        found, empty = self._cells(table), self.missing(table, rows)
+        if len(empty):
             raise UserError(
-                f"{table.name}: no title in column {self.column!r} of rows {listing(empty)}: fill or remove them"
+                f"{table.name}: no title in column {self.column!r} of rows {listing((empty + 1).tolist())}: fill them, "
+                "or pass --drop_empty_text"
             )
         return np.array([found[row] for row in rows.tolist()], object)
+
+    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows that have no title."""
+        found = self._cells(table)
+        return np.array([row for row in rows.tolist() if not found[row]], np.int64)
 
     def all_missing(self, table: Table) -> bool:
         """Whether a table has the title column and nothing in it."""

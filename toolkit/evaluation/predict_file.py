@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +18,70 @@ from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
 from toolkit.data.rows import text_column, texts_of
-from toolkit.data.tokens import choose_max_length
+from toolkit.data.tokens import Split, choose_max_length
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import decide
 from toolkit.evaluation.metrics import probabilities_of
-from toolkit.evaluation.predict import Predictions, predict
-from toolkit.models.classifier import load_saved_classifier, load_tokenizer
+from toolkit.evaluation.predict import predict
+from toolkit.evaluation.titles import generate_titles
+from toolkit.models import title_model
+from toolkit.models.classifier import load_config, load_saved_classifier, load_tokenizer
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 def predict_file(options: Any) -> None:
-    """Writes the rows of `options.file` with a prediction and its probabilities; all processes call it.
+    """Writes the rows of `options.file` with what the model says of each; all processes call it.
 
-    `options` holds the arguments of `toolkit predict`. Raises UserError for a model or file that cannot
-    be read, an output that exists, or a column of the file that would be overwritten.
+    A classifier adds a prediction and its probabilities, an encoder-decoder a title. `options` holds the arguments
+    of `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a
+    column of the file that would be overwritten.
     """
     accelerator = launch.make_accelerator(options.mixed_precision)
     output = _output_of(options)
     named = ModelSettings(model_name_or_path=options.model)
-    tokenizer, model = load_tokenizer(named), load_saved_classifier(named)
-    labels = labels_of(model.config)
+    tokenizer, config = load_tokenizer(named), load_config(named)
+    titles = config.model_type == title_model.KIND
+    model = title_model.load_saved_title_model(named) if titles else load_saved_classifier(named)
+    labels = None if titles else labels_of(model.config)
     table = read_file(options.file, options.encoding)
-    _refuse_columns(table, labels, output)
+    flat = format_of(output) in _SEPARATORS
+    _refuse_columns(table, _names(labels, flat) if labels else {"prediction": []})
     column = text_column(table, options.text_column)
     max_length = choose_max_length(options.max_length, tokenizer, model.config)
     split = prepare_texts(table, column, tokenizer, max_length, accelerator)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
-    collate = Collator(split, tokenizer, accelerator.device)
-    predictions = predict(accelerator, model, split, collate, options.per_device_batch_size)
-    if predictions is None:
+    if labels is None:
+        columns = _titles(accelerator, model, split, tokenizer, options.per_device_batch_size)
+    else:
+        columns = _classes(accelerator, model, split, tokenizer, options.per_device_batch_size, labels, flat)
+    if columns is None:
         return
     seconds = time.monotonic() - started
-    write(table, predictions, labels, output, options)
+    write(table, columns, output, options.encoding)
     empty = sum(not text.strip() for text in texts_of(table, column))
     if empty:
         print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
-    count = len(predictions.ids)
-    print(f"{count} rows in {seconds:.1f} s ({count / max(seconds, 1e-9):.0f} a second): {output}", file=sys.stderr)
+    print(
+        f"{len(split)} rows in {seconds:.1f} s ({len(split) / max(seconds, 1e-9):.0f} a second): {output}",
+        file=sys.stderr,
+    )
+
+
+def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, batch_size: int) -> dict[str, Any] | None:
+    found = generate_titles(accelerator, model, split, tokenizer, batch_size)
+    return None if found is None else {"prediction": found}
+
+
+def _classes(
+    accelerator: Any, model: Any, split: Split, tokenizer: Any, batch_size: int, labels: Labels, flat: bool
+) -> dict[str, Any] | None:
+    predictions = predict(accelerator, model, split, Collator(split, tokenizer, accelerator.device), batch_size)
+    if predictions is None:
+        return None
+    chances = probabilities_of(predictions.logits, labels.problem_type)
+    return _columns([decide(row, labels) for row in chances], labels, flat)
 
 
 def labels_of(config: Any) -> Labels:
@@ -64,18 +90,16 @@ def labels_of(config: Any) -> Labels:
     return Labels(problem_of(config.problem_type), names, ())
 
 
-def write(table: Table, predictions: Predictions, labels: Labels, output: Path, options: Any) -> None:
+def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) -> None:
     """The input's rows and columns, with what was predicted, written whole or not at all."""
-    chances = probabilities_of(predictions.logits, labels.problem_type)
-    decided = [decide(row, labels) for row in chances]
     frame = table.rows.to_pandas()
     kind = format_of(output)
-    for name, values in _columns(decided, labels, flat=kind in _SEPARATORS).items():
+    for name, values in columns.items():
         frame[name] = values
     suffix = "".join(output.suffixes[-2:]) if output.suffixes[-1] == ".gz" else output.suffix
     draft = output.with_name(f".{output.stem}.{os.getpid()}{suffix}")
     if kind in _SEPARATORS:
-        frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=options.encoding)
+        frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding)
     elif kind == ".parquet":
         frame.to_parquet(draft, index=False)
     else:
@@ -97,10 +121,13 @@ def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[
     return columns
 
 
-def _refuse_columns(table: Table, labels: Labels, output: Path) -> None:
-    flat = format_of(output) in _SEPARATORS
-    blank: dict[str, Any] = {"prediction": "", "probabilities": [0.0] * labels.size}
-    taken = [name for name in _columns([blank], labels, flat) if name in table.rows.column_names]
+def _names(labels: Labels, flat: bool) -> list[str]:
+    """Of the columns that will be added."""
+    return list(_columns([{"prediction": "", "probabilities": [0.0] * labels.size}], labels, flat))
+
+
+def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
+    taken = [name for name in columns if name in table.rows.column_names]
     if taken:
         raise UserError(f"{table.name} already has a column {listing(taken)}: rename it, nothing is overwritten")
 

@@ -125,6 +125,7 @@ def _describe(model: Any, tokenizer: Any, generation: GenerationSettings, max_ta
     for key, value in ends.items():
         setattr(model.config, key, value)
     model.config.vocab_size = model.config.decoder.vocab_size
+    model.config.hidden_size = model.config.encoder.hidden_size  # DeepSpeed's `auto` sizes are looked up here
     beams = {"length_penalty": generation.length_penalty} if generation.num_beams > 1 else {}
     model.generation_config = GenerationConfig(
         **ends,
