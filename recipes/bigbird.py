@@ -76,10 +76,11 @@ def main() -> None:
     if best.step != loop.done:
         load_weights(accelerator, model, run.model_folder)
     final = data.test or data.validation
+    evaluation = evaluate(accelerator, model, final, tokenizer, labels, training)
     if most := settings.long.compare_max_length:
+        # after the whole texts: short ones leave transformers' own attention (eager) full for good
         beginnings = final.cut(tokenizer, most, name=f"{final.name}_first_{most}")
         run.comparison(evaluate(accelerator, model, beginnings, tokenizer, labels, training), best.step, most)
-    evaluation = evaluate(accelerator, model, final, tokenizer, labels, training)
     run.evaluation(evaluation, best.step, improved=False)
     run.finish(evaluation)
 

@@ -3,7 +3,8 @@
     once_worker.py MODEL PER_DEVICE
 
 For every size from 1 to two global batches plus 1, and for even and uneven lengths: which ids an
-evaluation returns, and which ids a training epoch visits, bucketed and not.
+evaluation returns, and which ids a training epoch visits, bucketed and not, with batches counted in
+samples and in tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from toolkit.models.loss import sample_losses
 from toolkit.training.loop import Loop, make_schedule
 from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 
+# Batches of one, two or more samples, as their lengths allow.
+_MOST_TOKENS = 24
+
 
 def main() -> None:
     model_path, per_device = sys.argv[1], int(sys.argv[2])
@@ -42,21 +46,24 @@ def main() -> None:
     align_strategy(accelerator, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
     for size in range(1, 2 * global_batch + 2):
-        for even in (True, False):
+        for even, most in ((True, None), (False, None), (False, _MOST_TOKENS)):
             split = fake_split(size, even)
-            predictions = predict(accelerator, model, split, Collator(split, tokenizer, accelerator.device), per_device)
+            collate = Collator(split, tokenizer, accelerator.device)
+            predictions = predict(accelerator, model, split, collate, per_device, most)
             if predictions is not None:
-                assert predictions.ids.tolist() == split.rows.tolist(), (size, even, predictions.ids)
+                assert predictions.ids.tolist() == split.rows.tolist(), (size, even, most, predictions.ids)
                 assert len(predictions.logits) == size
                 rows = predictions.logits.reshape(size, -1)
                 assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
-        for bucketed in (True, False):
-            chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed})
-            loop_schedule = make_schedule(chosen, np.full(size, 8), accelerator.num_processes)
+        for bucketed, most in ((True, None), (False, _MOST_TOKENS)):
+            chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most})
+            loop_schedule = make_schedule(chosen, split.lengths, accelerator.num_processes)
             loop = Loop(accelerator, model, optimizer, scheduler, split, tokenizer, chosen, loop_schedule)
             seen: list[int] = []
             for step in loop.steps():
-                for batch in step.micro_batches():
+                for count, batch in enumerate(step.micro_batches(), 1):
+                    assert count <= loop_schedule.accumulation
+                    assert most is None or batch.inputs["input_ids"].numel() <= most
                     seen += batch.ids[batch.weights > 0].tolist()
                     step.backward(
                         sample_losses(model(**batch.inputs).logits, batch.labels, "single_label_classification")

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,9 @@ from toolkit.errors import UserError
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
 SECTIONS = sections_of(TaskSettings)
-EVERY_SECTION = dict.fromkeys(
-    section for task in (TaskSettings, LongTaskSettings, TitleSettings) for section in sections_of(task).values()
-)
+# what each recipe is told
+TASKS: dict[str, type] = {"cls": TaskSettings, "bigbird": LongTaskSettings, "title": TitleSettings}
+EVERY_SECTION = dict.fromkeys(section for task in TASKS.values() for section in sections_of(task).values())
 ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 
@@ -232,6 +233,19 @@ def test_contradictions_name_both_settings(names: tuple[str, str], given: dict[s
     assert all(f"--{name}" in str(caught.value) for name in names)
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [(512, 512), ("512", "512"), (512, "512"), ("512", 512), (256, 512)],
+)
+def test_a_comparison_with_as_many_tokens_is_refused(wanted: tuple[Any, Any]) -> None:
+    """Also where one stands in a file, as a number, and the other on the command line, as a string."""
+    given = dict(zip(("max_length", "compare_max_length"), wanted, strict=True))
+    with pytest.raises(UserError, match=r"--compare_max_length 512 is no less than --max_length"):
+        build(LongTaskSettings, given)
+    build(LongTaskSettings, given | {"compare_max_length": 255})
+    build(LongTaskSettings, {"compare_max_length": 512})
+
+
 def test_contradictions_are_found_all_at_once() -> None:
     given = {"train_file": "t", "dataset_name": "d", "test_file": "x", "warmup_ratio": 0.1, "warmup_steps": 3}
     with pytest.raises(UserError, match=r"^3 faults:"):
@@ -294,8 +308,14 @@ def test_flat_is_what_build_takes() -> None:
     assert sorted(flat(settings)) == sorted(ALL_NAMES)
 
 
-def test_names_are_unique_over_the_sections() -> None:
-    assert len(set(ALL_NAMES)) == len(ALL_NAMES)
+@pytest.mark.parametrize("task", TASKS)
+def test_names_are_unique_over_the_sections(task: str) -> None:
+    """They share one flat name space: of two alike one would be lost."""
+    sections = sections_of(TASKS[task])
+    names = [field.name for section in sections.values() for field in dataclasses.fields(section)]
+    assert sorted(set(names)) == sorted(names)
+    assert set(flat(build(TASKS[task], {}))) == set(names)
+    assert len({section.__doc__ for section in sections.values()}) == len(sections)  # --help groups them by it
 
 
 @pytest.mark.parametrize("section", EVERY_SECTION, ids=lambda section: section.__name__)
@@ -325,7 +345,7 @@ def test_the_run_contract_names_exist() -> None:
 
 @pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda path: path.name)
 def test_every_shipped_settings_file_parses(path: Path) -> None:
-    settings = parse(TaskSettings, [str(path)])
+    settings = parse(TASKS[path.name.split("_")[0]], [str(path)])
     assert settings.model.model_name_or_path
     assert settings.data.train_file or settings.data.dataset_name
 

@@ -10,8 +10,9 @@ import pytest
 
 from tests.runs import ROOT
 from toolkit.cli import build_parser
-from toolkit.config import TaskSettings, sections_of
+from toolkit.config import LongTaskSettings, TaskSettings, TitleSettings, sections_of
 
+TASKS = (TaskSettings, LongTaskSettings, TitleSettings)
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",
@@ -32,12 +33,13 @@ def test_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    known = {name for section in sections_of(TaskSettings).values() for name in section.__dataclass_fields__}
+    known = {name for task in TASKS for section in sections_of(task).values()
+             for name in section.__dataclass_fields__}  # fmt: skip
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
     subcommands: dict[str, argparse.ArgumentParser] = dict(
         next(action for action in build_parser()._actions if action.dest == "command").choices or {}
     )
     known |= {option.removeprefix("--") for parser in subcommands.values() for option in parser._option_string_actions}
     assert not named - known - OTHERS
-    commands = set(re.findall(r"^toolkit ([\w-]+)|`toolkit (\w+)", text, re.MULTILINE))
+    commands = set(re.findall(r"^toolkit ([\w-]+)|`toolkit ([\w-]+)", text, re.MULTILINE))
     assert {one or other for one, other in commands} <= set(subcommands)

@@ -12,8 +12,18 @@ import pytest
 import torch
 
 from toolkit.data import batches
-from toolkit.data.batches import Collator, epoch_order, evaluation_rounds, rounds_of, shares
-from toolkit.data.tokens import Split
+from toolkit.data.batches import (
+    IGNORED,
+    Collator,
+    TitleCollator,
+    collator_of,
+    epoch_order,
+    evaluation_rounds,
+    most_rounds,
+    rounds_of,
+    shares,
+)
+from toolkit.data.tokens import Split, TitleSplit
 
 CPU = torch.device("cpu")
 
@@ -109,12 +119,87 @@ def test_neighbours_in_length_run_at_the_same_time() -> None:
         assert together[-1] - together[0] == 15  # sixteen neighbours
 
 
+def padded_tokens(share: np.ndarray, lengths: np.ndarray) -> int:
+    """Of a micro-batch on a GPU, whose width is a multiple of 8."""
+    return len(share) * -(-int(lengths[share].max(initial=0)) // 8) * 8
+
+
+def fewest_batches(lengths: list[int], per_device: int, max_tokens: int) -> int:
+    """How many batches of neighbours there must be, one sample after another, longest first."""
+    count, width, inside = 0, 0, 0
+    for length in sorted(lengths, reverse=True):
+        if not inside or inside == per_device or (inside + 1) * width > max_tokens:
+            count, width, inside = count + 1, -(-length // 8) * 8, 0
+        inside += 1
+    return count
+
+
+@pytest.mark.parametrize("max_tokens", [2, 8, 24, 100, 128, 600, 5000])
+@pytest.mark.parametrize("per_device", [1, 3, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_shares_that_are_counted_in_tokens(world: int, per_device: int, max_tokens: int) -> None:
+    lengths = lengths_of(200)
+    for size in (*range(1, 20), 50, 64, 127):
+        indices = np.random.default_rng(size).permutation(200)[:size]
+        mine = [shares(indices, lengths, per_device, rank, world, max_tokens) for rank in range(world)]
+        in_time = [share for at_once in zip(*mine, strict=True) for share in at_once]  # as many on each process
+        assert sorted(np.concatenate(in_time).tolist()) == sorted(indices.tolist())
+        assert all(len(share) <= per_device for share in in_time)
+        assert all(len(share) <= 1 or padded_tokens(share, lengths) <= max_tokens for share in in_time)
+        assert all(len(share) for share in in_time) or size < len(in_time)
+        # neighbours in length at the same time: the longest first, over all processes
+        assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
+        needed = fewest_batches(lengths[indices].tolist(), per_device, max_tokens)
+        assert len(mine[0]) == -(-needed // world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_limit_that_nothing_reaches_costs_no_round(world: int) -> None:
+    lengths = lengths_of(100)
+    for size in range(1, 40):
+        found = shares(np.arange(size), lengths, 4, 0, world, max_tokens=10**9)
+        assert len(found) == len(shares(np.arange(size), lengths, 4, 0, world))
+
+
+def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
+    lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
+    found = shares(np.arange(8), lengths, per_device=16, rank=0, world=1, max_tokens=128)
+    assert [sorted(lengths[share]) for share in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 8, 64, 300, 1000])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_no_global_batch_has_more_rounds_than_the_most(world: int, max_tokens: int | None) -> None:
+    """What is declared to DeepSpeed and to the gradient's scale must hold for every step of every epoch."""
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        lengths = lengths_of(int(generator.integers(1, 120)), seed)
+        samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
+        most = most_rounds(lengths, samples, per_device, world, max_tokens)
+        batches_of_steps = [
+            batch for grouped in (True, False) for batch in epoch_order(lengths, samples, seed, 0, grouped)
+        ]
+        batches_of_steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
+        counts = [len(shares(batch, lengths, per_device, 0, world, max_tokens)) for batch in batches_of_steps]
+        assert max(counts) <= most
+        if len(lengths) >= samples:  # and a batch of the longest has as many
+            longest = np.argsort(-lengths, kind="stable")[:samples]
+            assert len(shares(longest, lengths, per_device, 0, world, max_tokens)) == most
+
+
+@pytest.mark.parametrize("max_tokens", [None, 4, 16, 40])
 @pytest.mark.parametrize(("world", "per_device", "count"), [(1, 4, 10), (2, 4, 10), (3, 2, 7), (4, 8, 3)])
-def test_evaluation_shares_cover_the_split(world: int, per_device: int, count: int, split: Split) -> None:
+def test_evaluation_shares_cover_the_split(
+    world: int, per_device: int, count: int, max_tokens: int | None, split: Split
+) -> None:
     part = Split(
         "test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count]
     )
-    rounds = [list(evaluation_rounds(part, per_device, rank, world)) for rank in range(world)]
+    rounds = [list(evaluation_rounds(part, per_device, rank, world, max_tokens)) for rank in range(world)]
+    if max_tokens is not None:
+        every = [share for rank in rounds for share in rank]
+        assert all(len(share) <= 1 or padded_tokens(share, part.lengths) <= max_tokens for share in every)
+        assert max(len(share) for share in every) <= per_device
     assert len({len(rank) for rank in rounds}) == 1
     assert sorted(int(index) for rank in rounds for share in rank for index in share) == list(range(count))
     first = max(part.lengths[share].max() for rank in rounds for share in rank[:1] if len(share))
@@ -167,6 +252,62 @@ def test_an_empty_share_becomes_one_sample_without_weight(split: Split) -> None:
 
 def test_a_full_share_is_a_batch(split: Split) -> None:
     assert collator(split).share(np.array([3, 1])).ids.tolist() == [30, 10]
+
+
+TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3], [2, 34, 3]]
+
+
+@pytest.fixture
+def titled(split: Split) -> TitleSplit:
+    """The first four samples, with titles that begin with 2 and end with 3."""
+    offsets = np.cumsum([0, *map(len, TITLES)])
+    ids = np.array([token for title in TITLES for token in title], np.int32)
+    return TitleSplit("train", split.folder, split.input_ids, split.offsets[:5], np.zeros(4, np.int64), split.rows[:4],
+                      target_ids=ids, target_offsets=offsets)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("indices", "given", "wanted"),
+    [
+        ([2], [[2, 31, 32, 33]], [[31, 32, 33, 3]]),
+        ([3, 0], [[2, 34], [2, 31]], [[34, 3], [31, 3]]),
+        (
+            [2, 1, 0],
+            [[2, 31, 32, 33], [2, 7, 7, 7], [2, 31, 7, 7]],
+            [[31, 32, 33, 3], [3, -100, -100, -100], [31, 3, -100, -100]],
+        ),
+    ],
+)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_each_token_of_a_title_is_told_those_before_it(
+    titled: TitleSplit, side: str, indices: list[int], given: list[list[int]], wanted: list[list[int]]
+) -> None:
+    """The decoder's padding is on the right, on whichever side the text has its own."""
+    collate = TitleCollator(titled, SimpleNamespace(pad_token_id=7, padding_side=side), CPU)
+    batch, texts = collate(np.array(indices)), collator(titled, side)(np.array(indices))
+    assert batch.inputs["decoder_input_ids"].tolist() == given
+    assert batch.labels.tolist() == wanted
+    assert (batch.inputs["decoder_input_ids"].dtype, batch.labels.dtype) == (torch.int64, torch.int64)
+    assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
+    assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
+    assert (batch.samples, batch.tokens, batch.ids.tolist()) == (texts.samples, texts.tokens, texts.ids.tolist())
+    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_terms[indices].tolist()
+
+
+def test_a_padding_title_has_no_weight(titled: TitleSplit) -> None:
+    batch = collator_of(titled, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU).share(np.zeros(0, np.int64))
+    assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == ([0.0], [-1], 0, 0)
+    assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
+
+
+def test_what_is_ignored_is_what_torch_ignores() -> None:
+    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORED
+
+
+def test_each_kind_of_split_has_its_collator(split: Split, titled: TitleSplit) -> None:
+    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="right")
+    assert type(collator_of(split, tokenizer, CPU)) is Collator
+    assert type(collator_of(titled, tokenizer, CPU)) is TitleCollator
 
 
 @pytest.mark.parametrize("labels", [np.eye(12, 4, dtype=np.float32), np.linspace(0, 1, 12, dtype=np.float32)])

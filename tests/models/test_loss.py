@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, EncoderDecoderModel
 
 from toolkit.config import ProblemType
-from toolkit.models.loss import sample_losses
+from toolkit.models.loss import sample_losses, token_losses
 
 LABELS: dict[str, tuple[int, torch.Tensor]] = {
     "single_label_classification": (3, torch.tensor([0, 2, 1, 2])),
@@ -68,3 +68,77 @@ def test_label_smoothing_is_torchs() -> None:
     smoothed = sample_losses(logits, labels, "single_label_classification", label_smoothing=0.1)
     assert smoothed.mean() == F.cross_entropy(logits, labels, label_smoothing=0.1)
     assert not torch.allclose(smoothed, sample_losses(logits, labels, "single_label_classification"))
+
+
+TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  # (B, T)
+
+
+def token_logits(seed: int = 1) -> torch.Tensor:
+    """(B, T, V), with one token of the padding that would cost more than all the others."""
+    logits = torch.randn(3, 4, 11, generator=torch.Generator().manual_seed(seed))
+    logits[1, 3] = torch.linspace(-500, 500, 11)
+    return logits
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None:
+    """Token by token, each computed alone; padding is no part of it, also where it is smoothed."""
+    logits = token_logits()
+    alone = [
+        sum(
+            F.cross_entropy(logits[row, place][None], label[None], label_smoothing=smoothing)
+            for place, label in enumerate(labels)
+            if label >= 0
+        )
+        for row, labels in enumerate(TITLES)
+    ]
+    found = token_losses(logits, TITLES, smoothing)
+    assert found.shape == (3,)
+    assert torch.allclose(found, torch.stack(alone), rtol=1e-6)
+    together = F.cross_entropy(logits.reshape(-1, 11), TITLES.reshape(-1), label_smoothing=smoothing)
+    assert found.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_padding_of_titles_has_no_loss_and_no_gradient(smoothing: float) -> None:
+    logits = token_logits().requires_grad_()
+    losses = token_losses(logits, TITLES, smoothing)
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
+    assert not gradient[TITLES < 0].any()
+    assert gradient[TITLES >= 0].abs().sum(-1).min() > 0
+    with torch.no_grad():
+        other = logits.clone()
+        other[TITLES < 0] = 3.0
+        assert torch.equal(token_losses(other, TITLES, smoothing), losses)
+        wider = F.pad(TITLES, (0, 5), value=-100)  # beside a longer title
+        assert torch.allclose(token_losses(F.pad(logits, (0, 0, 0, 5), value=9.0), wider, smoothing), losses)
+
+
+def test_each_token_loss_is_of_its_own_sample() -> None:
+    logits = token_logits()
+    together = token_losses(logits, TITLES)
+    alone = torch.cat([token_losses(logits[row : row + 1], TITLES[row : row + 1]) for row in range(3)])
+    assert torch.allclose(together, alone)
+    assert len(set(together.tolist())) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_token_loss_of_half_precision_logits_is_float32(dtype: torch.dtype) -> None:
+    logits = token_logits().to(dtype)
+    losses = token_losses(logits, TITLES)
+    assert losses.dtype == torch.float32
+    assert torch.equal(losses, token_losses(logits.float(), TITLES))
+
+
+@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
+def test_the_mean_over_tokens_is_transformers_own_loss(tiny_model: Path) -> None:
+    torch.manual_seed(0)
+    model = EncoderDecoderModel.from_encoder_decoder_pretrained(tiny_model, tiny_model).eval()
+    given = torch.tensor([[2, 5, 6, 0], [2, 0, 0, 0], [2, 9, 9, 9]])
+    output = model(input_ids=torch.full((3, 5), 8), decoder_input_ids=given, labels=TITLES)
+    mean = token_losses(output.logits, TITLES).sum() / 8
+    assert mean.item() == pytest.approx(output.loss.item(), rel=1e-6)
+    weight = model.decoder.cls.predictions.transform.dense.weight
+    ours, theirs = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (mean, output.loss))
+    assert ours.abs().max() > 0
+    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)

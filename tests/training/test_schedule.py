@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.data.batches import shares
-from toolkit.training.loop import make_schedule
-from toolkit.training.optimizer import make_scheduler
+from toolkit.data.batches import Batch, epoch_order, shares
+from toolkit.data.tokens import Split, TitleSplit
+from toolkit.errors import UserError
+from toolkit.models.loss import sample_losses, token_losses
+from toolkit.training.loop import Loop, make_schedule
+from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,144 @@ def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size
     mine = [shares(np.arange(global_batch_size), lengths, 4, rank, processes) for rank in range(processes)]
     assert {len(rank) for rank in mine} == {schedule.accumulation}
     assert max(len(share) for rank in mine for share in rank) == schedule.micro_batch_size
+
+
+def uneven(count: int) -> np.ndarray:
+    """Lengths as those of texts: many short ones and a long tail up to 128."""
+    return np.minimum(2 + np.random.default_rng(3).lognormal(3.0, 0.8, count).astype(np.int64), 128)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("max_tokens", [128, 200, 1024, 10**6])
+def test_no_step_accumulates_more_than_was_declared(max_tokens: int, processes: int, grouped: bool) -> None:
+    lengths = uneven(300)
+    given = {"global_batch_size": 32, "per_device_batch_size": 8, "group_by_length": grouped}
+    schedule = make_schedule(TrainingSettings(**given, max_tokens_per_batch=max_tokens), lengths, processes)
+    counts = [
+        len(shares(batch, lengths, 8, rank, processes, max_tokens))
+        for epoch in range(3)
+        for batch in epoch_order(lengths, 32, 42, epoch, grouped)
+        for rank in range(processes)
+    ]
+    assert max(counts) <= schedule.accumulation <= 32
+    plain = make_schedule(TrainingSettings(**given), lengths, processes)
+    assert (schedule.steps_per_epoch, schedule.total_steps) == (plain.steps_per_epoch, plain.total_steps)
+    assert schedule.accumulation > plain.accumulation or max_tokens >= 1024  # where eight of the longest fit
+    assert schedule.accumulation >= plain.accumulation
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "processes", "accumulation"),
+    [(64, 1, 4), (64, 2, 2), (64, 3, 2), (128, 1, 2), (256, 1, 1), (63, 1, 8), (40, 2, 4), (39, 1, 8)],
+)
+def test_accumulation_follows_from_the_tokens(max_tokens: int, processes: int, accumulation: int) -> None:
+    """Eight texts of 32 tokens a step."""
+    settings = TrainingSettings(global_batch_size=8, max_tokens_per_batch=max_tokens)
+    assert make_schedule(settings, np.full(80, 32), processes).accumulation == accumulation
+
+
+def test_a_text_that_fits_no_batch_is_an_error() -> None:
+    lengths = np.array([8, 100, 30])
+    with pytest.raises(UserError) as caught:
+        make_schedule(TrainingSettings(max_tokens_per_batch=99), lengths, processes=1)
+    for part in ("--max_tokens_per_batch 99", "the longest text, which has 100 tokens", "--max_length 99"):
+        assert part in str(caught.value)
+    make_schedule(TrainingSettings(max_tokens_per_batch=100), lengths, processes=1)
+
+
+class Toy(torch.nn.Module):
+    """Reads a text as the mean of its tokens; answers with two numbers, or with one of 20 tokens at each place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 5)
+        self.classes = torch.nn.Linear(5, 2)
+        self.tokens = torch.nn.Linear(5, 20)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The losses (B,)."""
+        ids = batch.inputs["input_ids"]  # (B, S)
+        mask = batch.inputs.get("attention_mask", torch.ones_like(ids))[..., None]  # (B, S, 1)
+        text = (self.words(ids) * mask).sum(1) / mask.sum(1)  # (B, 5)
+        if "decoder_input_ids" not in batch.inputs:
+            return sample_losses(self.classes(text), batch.labels, "single_label_classification")
+        return token_losses(self.tokens(text[:, None] + self.words(batch.inputs["decoder_input_ids"])), batch.labels)
+
+
+def split_of(titled: bool) -> Split:
+    """50 texts of 1 to 40 tokens, in two classes or with titles of 2 to 12 tokens."""
+    generator = np.random.default_rng(5)
+
+    def tokens(most: int, least: int) -> tuple[np.ndarray, np.ndarray]:
+        offsets = np.cumsum([0, *generator.integers(least, most + 1, 50)])
+        return generator.integers(0, 20, offsets[-1]).astype(np.int32), offsets
+
+    texts, titles = tokens(40, 1), tokens(12, 2)
+    common = ("train", Path(), *texts, generator.integers(0, 2, 50), np.arange(50))
+    return TitleSplit(*common, *titles) if titled else Split(*common)
+
+
+def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor], set[int]]:
+    """(the loss and the norm of the gradient of each step, the weights at the end, the numbers of micro-batches that
+    steps had)."""
+    settings = TrainingSettings(global_batch_size=16, num_train_epochs=2, learning_rate=0.1, **given)
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = Toy()
+    optimizer = make_optimizer(model, settings)
+    schedule = make_schedule(settings, split.lengths, 1)
+    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
+    align_strategy(accelerator, settings, schedule)
+    assert accelerator.gradient_accumulation_steps == schedule.accumulation
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
+    numbers: list[float] = []
+    counts: set[int] = set()
+    for step in Loop(accelerator, model, optimizer, scheduler, split, tokenizer, settings, schedule).steps():
+        for count, batch in enumerate(step.micro_batches(), 1):
+            assert count <= schedule.accumulation
+            step.backward(model(batch))
+        counts.add(count)
+        metrics = step.update()
+        numbers += [metrics.loss, metrics.grad_norm]
+        assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
+    return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
+
+
+@pytest.mark.parametrize("titled", [False, True])
+def test_a_limit_of_tokens_changes_no_loss_no_gradient_and_no_weight(titled: bool, no_launcher: None) -> None:
+    """Steps are divided into other micro-batches, of other sizes, and some into more than others."""
+    split = split_of(titled)
+    numbers, weights, counts = trained(split)
+    assert counts == {1}
+    for given in ({"max_tokens_per_batch": 60}, {"max_tokens_per_batch": 150, "per_device_batch_size": 4}):
+        found, limited, counts = trained(split, **given)
+        assert len(counts) > 1
+        assert found == pytest.approx(numbers, rel=1e-5)
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(weights, limited, strict=True)
+        )
+
+
+def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None) -> None:
+    """Not over titles: a short one counts less than a long one."""
+    split = split_of(titled=True)
+    assert isinstance(split, TitleSplit)
+    torch.manual_seed(0)
+    model = Toy()
+    (indices, *_) = epoch_order(split.lengths, 16, 42, 0)
+    every = []
+    for index in indices:
+        text, title = (torch.from_numpy(part.astype(np.int64)) for part in (split.tokens(index), split.target(index)))
+        logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
+        every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
+    mean = torch.cat(every).mean()
+    assert torch.cat(every).shape == (split.loss_terms[indices].sum(),)
+    mean.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    found = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
+    assert found == pytest.approx([mean.item(), norm.item()], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +277,6 @@ def test_every_schedule_that_can_be_named_runs(name: str) -> None:
 def test_a_warmup_is_not_ignored(name: str) -> None:
     """`constant` has none: asking for both is a contradiction, or the warm-up happens."""
     from toolkit.config import TaskSettings, build
-    from toolkit.errors import UserError
 
     try:
         build(TaskSettings, {"lr_scheduler_type": name, "warmup_steps": 2})

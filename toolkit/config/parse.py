@@ -7,6 +7,7 @@ one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import sys
@@ -109,14 +110,19 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         alone = given.get("train_file") is None and given.get("dataset_name") is None
         if given.get(needs) is not None and alone:
             faults.add(f"--{needs} is given without --train_file: name the file to train on")
-    compared = given.get("compare_max_length")
-    if compared is not None and compared == given.get("max_length"):
-        faults.add(f"--compare_max_length {compared} is --max_length: name fewer tokens, or leave it out")
+    _add_useless_comparison(given, faults)
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
         if given.get(needs) is not None and given.get("lora_r") is None:
             faults.add(f"--{needs} is given without --lora_r, which turns LoRA on: give it (8 is usual)")
+
+
+def _add_useless_comparison(given: Mapping[str, Any], faults: Faults) -> None:
+    compared, longest = given.get("compare_max_length"), given.get("max_length")
+    with contextlib.suppress(TypeError, ValueError):  # a number may still be the command line's text
+        if int(compared) >= int(longest):  # type: ignore[arg-type]
+            faults.add(f"--compare_max_length {compared} is no less than --max_length {longest}: name fewer tokens")
 
 
 def sections_of(settings_class: type) -> dict[str, type]:

@@ -16,6 +16,7 @@ from natsort import natsorted
 
 from toolkit.config import ProblemType
 from toolkit.data.read import Table, find_column
+from toolkit.data.rows import columns_of
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
@@ -134,7 +135,7 @@ def find_labels(
         return _several_columns(table, columns, problem_type, rows)
     column = find_column(table, label_column, USUAL, "label_column")
     if column is None:
-        others = [name for name in table.rows.column_names if name != text_column]
+        others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
         several = f" (or several that hold 0 or 1: --label_column {','.join(others[:3])})" if len(others) > 1 else ""
         named = f"Name one of {listing(others)} with --label_column" if others else "There is no other than the text"
         raise UserError(f"{table.name}: which column is the label? {named}{several}")

@@ -249,6 +249,16 @@ def _make(
     (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 
+def _usable(
+    table: Table, column: str, settings: TextSettings, tokenizer: Any, notes: list[str]
+) -> tuple[list[str], np.ndarray]:
+    """(texts, their row numbers) of the rows that are neither empty nor too short."""
+    texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
+    if settings.min_length is None:
+        return texts, kept
+    return long_enough(table, texts, kept, settings.min_length, tokenizer, notes)
+
+
 def _choose(
     tables: dict[str, Table],
     settings: TextSettings,
@@ -259,17 +269,17 @@ def _choose(
 ) -> tuple[Targets, dict[str, Rows]]:
     """(what is learned, the rows of each split that take part)."""
     column = text_column(tables["train"], settings.text_column)
-    targets = find(tables["train"], column, usable_texts(tables["train"], column, settings.drop_empty_text, [])[1])
+    train = _usable(tables["train"], column, settings, tokenizer, notes)
+    targets = find(tables["train"], column, train[1])
     if "test" in tables and targets.all_missing(tables["test"]):
         notes.append(f"{tables['test'].name} has no labels: it is left out (`toolkit predict` labels it)")
         tables = {split: table for split, table in tables.items() if split != "test"}
     chosen: dict[str, Rows] = {}
     for split, table in tables.items():
-        texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
+        texts, kept = train if split == "train" else _usable(table, column, settings, tokenizer, notes)
         if settings.drop_empty_text:
             texts, kept = with_targets(table, texts, kept, targets, notes)
-        rows = Rows(table, texts, kept, targets.encode(table, kept))
-        chosen[split] = long_enough(rows, settings.min_length, tokenizer, notes)
+        chosen[split] = Rows(table, texts, kept, targets.encode(table, kept))
     if "validation" not in chosen:
         chosen = {**hold_back(chosen.pop("train"), targets, settings.validation_split, seed, notes), **chosen}
     most = {"train": settings.max_train_samples}

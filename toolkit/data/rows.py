@@ -106,27 +106,27 @@ def usable_texts(table: Table, column: str, drop_empty: bool, notes: list[str]) 
 def with_targets(
     table: Table, texts: list[str], kept: np.ndarray, targets: Targets, notes: list[str]
 ) -> tuple[list[str], np.ndarray]:
-    """(texts, row numbers) of those rows that have a target."""
+    """(texts, row numbers) of those rows that have a target. Raises UserError when there are none."""
     present = ~np.isin(kept, targets.missing(table, kept))
+    if not present.any():
+        raise UserError(f"{table.name}: no row has a title: name another column with --title_column")
     if not present.all():
         notes.append(f"{table.name}: {int((~present).sum())} rows without a title are left out")
     return [texts[place] for place in np.flatnonzero(present)], kept[present]
 
 
-def long_enough(rows: Rows, min_length: int | None, tokenizer: Any, notes: list[str]) -> Rows:
-    """Those whose text has at least `min_length` tokens. Raises UserError when there are none."""
-    if min_length is None:
-        return rows
-    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, progress=f"lengths of {rows.table.name}")
+def long_enough(
+    table: Table, texts: list[str], kept: np.ndarray, min_length: int, tokenizer: Any, notes: list[str]
+) -> tuple[list[str], np.ndarray]:
+    """(texts, row numbers) of those with at least `min_length` tokens. Raises UserError when there are none."""
+    arrays, _ = tokens.encode(tokenizer, texts, min_length, progress=f"lengths of {table.name}")
     places = np.flatnonzero(np.diff(arrays["offsets"]) >= min_length)
     if not len(places):
-        raise UserError(f"{rows.table.name}: no text has {min_length} tokens: lower --min_length, or leave it out")
-    left = len(rows.texts) - len(places)
-    notes.append(
-        f"{rows.table.name}: {left} of {len(rows.texts)} texts have fewer than {min_length} tokens and are left out "
-        "(--min_length)"
-    )
-    return rows.take(places)
+        raise UserError(f"{table.name}: no text has {min_length} tokens: lower --min_length, or leave it out")
+    left = len(texts) - len(places)
+    fewer = f"fewer than {min_length} tokens and are left out (--min_length)"
+    notes.append(f"{table.name}: {left} of {len(texts)} texts have {fewer}")
+    return [texts[place] for place in places], kept[places]
 
 
 def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str]) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -94,6 +95,7 @@ def _first_to_fail(rank: int) -> bool:
             pass  # the process that kept the store is gone, and has spoken unless it was killed
     elif rank == 0:
         return True
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish: the launcher may end it at once
     time.sleep(SILENCE_SECONDS)
     return store is None or not _store_answers(store)
 

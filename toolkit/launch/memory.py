@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any, Protocol
 
-# torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors
-_SAID = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-    "cublas_status_alloc_failed",
-    "std::bad_alloc",
+# torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors, the system an OSError, and
+# a library that no longer fits is an ImportError
+_KINDS = (RuntimeError, OSError, ImportError)
+_SAID = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|_status_alloc_failed|std::bad_alloc"
+    # oneDNN says no more; where it cannot do something at all, it is a primitive *descriptor* that it cannot create
+    r"|could not create a primitive$|failed to map segment",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 
@@ -55,7 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _SAID)
+    return isinstance(error, _KINDS) and _SAID.search(str(error)) is not None
 
 
 def _device() -> str:
@@ -68,5 +70,5 @@ def _device() -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if any(words in line.lower() for words in _SAID)]
-    return (said or lines or [""])[0][:200]
+    said = [line for line in lines if _SAID.search(line)]
+    return (said or lines or [type(error).__name__])[0][:200]

@@ -40,7 +40,7 @@ class Schedule:
     accumulation: int
     """The most micro-batches of one optimizer step on one process."""
     micro_batch_size: int
-    """The most samples of one micro-batch."""
+    """Samples of one micro-batch, as it is declared to DeepSpeed; some have more where tokens are counted."""
     eval_every: int
 
     def evaluates_after(self, step: int) -> bool:

@@ -1,0 +1,240 @@
+"""toolkit/data/titles.py: the titles of texts, from their column to the tokens that are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.config import TitleSettings, build
+from toolkit.data.prepare import TitleData, prepare_data, prepare_titles
+from toolkit.data.read import read_file
+from toolkit.data.titles import Titles, find_titles
+from toolkit.data.tokens import Split, TitleSplit, load_split
+from toolkit.errors import UserError
+
+MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
+Row = dict[str, Any]
+
+
+def news(count: int, first: int = 1) -> list[Row]:
+    """Row i has a text of its own and a title of `first` + i words."""
+    return [
+        {"text": f"the story {place} is very good", "title": " ".join(["film", *["good"] * (place + first - 1)])}
+        for place in range(count)
+    ]
+
+
+@pytest.fixture
+def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., TitleData]:
+    """`prepared(rows, validation_file=rows, max_target_length=3, ...)` -> the data of files written for it."""
+
+    def run(train: list[Row], _tokenizer: Any = tokenizer, **given: Any) -> TitleData:
+        files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
+        paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
+        return prepare_titles(build(TitleSettings, paths | given), _tokenizer, MODEL)
+
+    return run
+
+
+def titled(split: Split | None) -> TitleSplit:
+    assert isinstance(split, TitleSplit)
+    return split
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "text", "found"),
+    [
+        (["text", "title"], None, "text", "title"),
+        (["title", "text"], None, "text", "title"),
+        (["article", "highlights"], None, "article", "highlights"),
+        (["document", "summary"], None, "document", "summary"),
+        (["正文", "标题"], None, "正文", "标题"),
+        (["text", "Headline"], None, "text", "Headline"),
+        (["headline", "summary", "title", "text"], None, "text", "title"),  # a title before a summary of it
+        (["text", "title", "lead"], "lead", "text", "lead"),
+        (["lead", "text", "title"], None, "lead,text", "title"),
+        (["title", "text", "lead"], "lead", "title,text", "lead"),
+        (["title,text", "title"], None, "title,text", "title"),  # that is the name of one column
+    ],
+)
+def test_the_column_of_titles(
+    write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, found: str
+) -> None:
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    assert find_titles(table, wanted, text, 9) == Titles(found, 9)
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "text", "parts"),
+    [
+        (["text", "lead", "body"], None, "text", ["which column is the title", "lead, body", "--title_column"]),
+        (["text", "lead", "body"], None, "text,lead", ["Name one of body with --title_column"]),
+        (["text"], None, "text", ["which column is the title", "no other than the text"]),
+        (["text", "title"], "titel", "text", ["no column 'titel'", "did you mean title?", "--title_column"]),
+        (["text", "title"], "text", "text", ["'text' cannot be both text and title", "--title_column"]),
+        (["text", "title"], None, "title", ["'title' cannot be both text and title", "--text_column"]),
+        (["text", "title", "lead"], None, "title,text", ["'title' cannot be both text and title", "--title_column"]),
+        (["text", "title", "lead"], "text", "lead,text", ["'text' cannot be both text and title"]),
+    ],
+)
+def test_a_column_of_titles_that_cannot_be_told(
+    write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, parts: list[str]
+) -> None:
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    with pytest.raises(UserError) as caught:
+        find_titles(table, wanted, text, 9)
+    assert "a.jsonl" in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("empty", ["", " \n\t", None])
+def test_rows_without_a_title_are_named(prepared: Callable[..., TitleData], empty: str | None) -> None:
+    rows = news(6)
+    rows[1]["title"] = rows[4]["title"] = empty
+    with pytest.raises(UserError) as caught:
+        prepared(news(3), validation_file=rows)
+    for part in ("validation_file.jsonl", "no title in column 'title'", "rows 2, 5:", "--drop_empty_text"):
+        assert part in str(caught.value)
+
+
+def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., TitleData]) -> None:
+    rows = news(6)
+    rows[2] = {"text": " ", "title": None}  # nothing at all
+    rows[4]["title"] = "\n"
+    data = prepared(rows, validation_file=rows, drop_empty_text=True)
+    for split in (data.train, data.validation):
+        assert split.rows.tolist() == [0, 1, 3, 5]
+        assert titled(split).loss_terms.tolist() == [2, 3, 5, 7]
+    assert titled(data.validation).titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
+    assert titled(data.validation).texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
+    (said,) = [note for note in data.notes if "train_file.jsonl" in note and "without a title" in note]
+    assert "1 rows without a title are left out" in said
+
+
+@pytest.mark.parametrize("empty", ["train", "validation"])
+def test_a_column_of_empty_titles(prepared: Callable[..., TitleData], empty: str) -> None:
+    files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
+    with pytest.raises(UserError) as caught:
+        prepared(files["train"], validation_file=files["validation"], drop_empty_text=True)
+    for part in (f"{empty}_file.jsonl", "no row", "title", "--title_column"):
+        assert part in str(caught.value)
+
+
+def test_titles_are_on_one_line(prepared: Callable[..., TitleData]) -> None:
+    rows = [{"text": "a", "title": "  good\n film\t"}, {"text": "b", "title": "好　书"}]
+    assert titled(prepared(rows, validation_file=rows).validation).titles() == ["good film", "好 书"]
+
+
+def test_a_title_may_be_a_number(prepared: Callable[..., TitleData]) -> None:
+    rows = [{"text": "a", "title": 0}, {"text": "b", "title": 1984}]
+    assert titled(prepared(rows, validation_file=rows).validation).titles() == ["0", "1984"]
+
+
+@pytest.mark.parametrize("most", [2, 4, 5, 32])
+def test_titles_are_tokens_from_the_first_to_the_end(
+    prepared: Callable[..., TitleData], tokenizer: Any, most: int
+) -> None:
+    """`most` tokens are predicted, [SEP] among them; [CLS] is given."""
+    rows = news(6)
+    data = prepared(rows, validation_file=rows[:3], test_file=rows[3:], max_target_length=most)
+    for split, own in ((data.train, rows), (data.validation, rows[:3]), (data.test, rows[3:])):
+        found = titled(split)
+        whole = [tokenizer(row["title"])["input_ids"] for row in own]
+        for place, tokens in enumerate(whole):
+            target = found.target(place).tolist()
+            assert target[0] == tokenizer.cls_token_id
+            assert target[-1] == tokenizer.sep_token_id
+            assert target[1:-1] == tokens[1:-1][: most - 1]
+            assert found.tokens(place).tolist() == tokenizer(own[place]["text"])["input_ids"]
+        assert found.loss_terms.tolist() == [min(len(tokens) - 1, most) for tokens in whole]
+        assert found.loss_terms.max() <= most
+        assert found.rows.tolist() == list(range(len(own)))
+    assert data.titles == Titles("title", most)
+
+
+def test_texts_and_titles_as_written_are_kept_where_they_are_evaluated(prepared: Callable[..., TitleData]) -> None:
+    rows = news(6, first=40)  # longer than what is learned of them
+    data = prepared(rows, validation_file=rows[:2], test_file=rows[2:5], max_target_length=3, max_length=4)
+    assert (titled(data.train).texts(), titled(data.train).titles()) == ([], [])
+    for split, own in ((data.validation, rows[:2]), (data.test, rows[2:5])):
+        assert titled(split).texts() == [row["text"] for row in own]
+        assert titled(split).titles() == [row["title"] for row in own]
+
+
+def test_held_back_rows_keep_their_titles(prepared: Callable[..., TitleData], tokenizer: Any) -> None:
+    rows = news(20)
+    data = prepared(rows, validation_split=0.25, max_eval_samples=4)
+    assert data.sizes == {"train": 15, "validation": 4}
+    held = titled(data.validation)
+    assert held.titles() == [rows[row]["title"] for row in held.rows]
+    for split in (titled(data.train), held):
+        for place, row in enumerate(split.rows):
+            assert split.target(place).tolist() == tokenizer(rows[row]["title"])["input_ids"]
+            assert split.tokens(place).tolist() == tokenizer(rows[row]["text"])["input_ids"]
+
+
+def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[..., TitleData]) -> None:
+    bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
+    data = prepared(news(4), validation_file=news(2), test_file=bare)
+    assert data.test is None
+    assert [note for note in data.notes if "test_file.jsonl" in note and "left out" in note]
+    some = [*bare[:2], news(3)[2]]
+    with pytest.raises(UserError, match=r"test_file\.jsonl: no title in column 'title' of rows 1, 2:"):
+        prepared(news(4), validation_file=news(2), test_file=some)
+
+
+def test_a_file_without_the_column_of_titles(prepared: Callable[..., TitleData]) -> None:
+    bare = [{"text": "a", "headline": "b"}]
+    with pytest.raises(UserError, match=r"validation_file\.jsonl has no title column 'title': it has text, headline"):
+        prepared(news(4), validation_file=bare)
+
+
+@pytest.mark.parametrize("given", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])
+def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., TitleData], given: dict[str, Any]) -> None:
+    rows = [row | {"lead": "the room"} for row in news(4)]
+    plain = prepared(rows, validation_file=rows)
+    changed = prepared(rows, validation_file=rows, **given)
+    assert changed.folder != plain.folder
+    assert changed.facts["title_column"] == given.get("title_column", "title")
+    assert changed.facts["max_target_length"] == given.get("max_target_length", 32)
+
+
+def test_how_titles_are_written_does_not_change_the_folder(prepared: Callable[..., TitleData]) -> None:
+    rows = news(4)
+    plain = prepared(rows, validation_file=rows)
+    same = prepared(rows, validation_file=rows, num_beams=2, length_penalty=0.5, rouge_segmenter="char", dropout=0.1)
+    assert same.folder == plain.folder
+    assert same.titles == plain.titles
+
+
+def test_a_split_loads_back_as_what_it_was(
+    prepared: Callable[..., TitleData], write_rows: Callable[..., str], tokenizer: Any
+) -> None:
+    from toolkit.config import TaskSettings
+
+    rows = news(4)
+    data = prepared(rows, validation_file=rows)
+    for name, split in (("train", data.train), ("validation", data.validation)):
+        again, kept = load_split(data.folder, name), titled(split)
+        assert isinstance(again, TitleSplit)
+        assert (again.target_ids.dtype, again.target_offsets.dtype) == (np.int32, np.int64)
+        for part in ("input_ids", "offsets", "rows", "labels", "target_ids", "target_offsets"):
+            assert np.array_equal(getattr(again, part), getattr(kept, part))
+        assert isinstance(again.target_ids, np.memmap)
+        assert (again.texts(), again.titles()) == (kept.texts(), kept.titles())
+    path = write_rows("labelled.jsonl", [{"text": "a", "label": 0}, {"text": "b", "label": 1}] * 4)
+    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
+    assert type(prepare_data(settings, tokenizer, MODEL).train) is Split
+
+
+@pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])
+def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Callable[..., TitleData], missing: str) -> None:
+    bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
+    with pytest.raises(UserError, match="no tokens that begin and end a title"):
+        prepared(news(4), _tokenizer=bare, model_name_or_path="m")
