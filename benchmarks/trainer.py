@@ -174,7 +174,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 
     data, training, labels = job.data, job.settings.training, job.data.labels
-    schedule = make_schedule(training, data.train.lengths, accelerator.num_processes)
+    schedule = make_schedule(training, data.train, accelerator.num_processes)
     optimizer = make_optimizer(job.model, training)
     scheduler = make_scheduler(optimizer, training, schedule.total_steps)
     align_strategy(accelerator, training, schedule)

@@ -34,7 +34,7 @@ def main() -> None:
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
     labels = data.labels
     best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
-    schedule = make_schedule(training, data.train.lengths, accelerator.num_processes)
+    schedule = make_schedule(training, data.train, accelerator.num_processes)
 
     # Model and optimizer: the same weights in every process, then divided as the launch asks
     model = load_classifier(settings.model, labels, training.seed)

@@ -37,7 +37,7 @@ def main() -> None:
     tokenizer = load_tokenizer(pretrained)
     data = prepare_titles(settings, tokenizer, load_config(pretrained), accelerator)
     best = Best(training.metric_for_best_model, "title_generation", training.early_stopping_patience)
-    schedule = make_schedule(training, data.train.lengths, accelerator.num_processes)
+    schedule = make_schedule(training, data.train, accelerator.num_processes)
 
     # Model and optimizer: the same weights in every process, then divided as the launch asks
     model = load_title_model(

@@ -153,3 +153,35 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
     table.to_csv(path, index=False)
     return path
+
+
+@pytest.fixture(scope="session")
+def long_reviews(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
+    short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
+    from toolkit.data.demo import read_demo
+
+    table = read_demo("demo:imdb")["train"].rows.shuffle(seed=7).select(range(300))
+    lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
+    short = [row for row, length in enumerate(lengths) if length <= 704][:30]
+    long = [row for row, length in enumerate(lengths) if 800 <= length <= 1500][:60]
+    assert (len(short), len(long)) == (30, 60)
+    path = tmp_path_factory.mktemp("long-reviews") / "long_reviews.csv"
+    table.select(sorted(short + long)).to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="session")
+def articles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
+    JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
+    from toolkit.data.demo import read_demo
+
+    table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
+    rows = [
+        {"text": row["text"][: 600 + 100 * (place % 10)], "title": " ".join(row["title"].split()[: 1 + place % 7])}
+        for place, row in enumerate(table)
+    ]
+    path = tmp_path_factory.mktemp("articles") / "articles.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -41,7 +41,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = make_optimizer(model, settings)
-    schedule = make_schedule(settings, np.full(2 * global_batch + 1, 8), accelerator.num_processes)
+    schedule = make_schedule(settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes)
     scheduler = make_scheduler(optimizer, settings, 1000)
     align_strategy(accelerator, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -57,7 +57,7 @@ def main() -> None:
                 assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
         for bucketed, most in ((True, None), (False, _MOST_TOKENS)):
             chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most})
-            loop_schedule = make_schedule(chosen, split.lengths, accelerator.num_processes)
+            loop_schedule = make_schedule(chosen, split, accelerator.num_processes)
             loop = Loop(accelerator, model, optimizer, scheduler, split, tokenizer, chosen, loop_schedule)
             seen: list[int] = []
             for step in loop.steps():

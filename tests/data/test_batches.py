@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.splits import of_lengths
 from toolkit.data import batches
 from toolkit.data.batches import (
     IGNORED,
@@ -23,7 +24,7 @@ from toolkit.data.batches import (
     rounds_of,
     shares,
 )
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import SparseWidths, Split, TitleSplit
 
 CPU = torch.device("cpu")
 
@@ -94,7 +95,7 @@ def test_shares_are_exactly_the_global_batch(world: int, per_device: int) -> Non
     lengths = lengths_of(100)
     for size in range(1, 71):
         indices = np.random.default_rng(size).permutation(100)[:size]
-        mine = [shares(indices, lengths, per_device, rank, world) for rank in range(world)]
+        mine = [shares(of_lengths(lengths), indices, per_device, rank, world) for rank in range(world)]
         flat = [share for rank in mine for share in rank]
         assert sorted(np.concatenate(flat).tolist()) == sorted(indices.tolist())
         assert {len(rank) for rank in mine} == {rounds_of(size, per_device, world)}
@@ -113,7 +114,7 @@ def test_rounds_of(samples: int, per_device: int, world: int, rounds: int) -> No
 
 def test_neighbours_in_length_run_at_the_same_time() -> None:
     lengths = np.arange(1, 65)
-    mine = [shares(np.random.default_rng(1).permutation(64), lengths, 4, rank, 4) for rank in range(4)]
+    mine = [shares(of_lengths(lengths), np.random.default_rng(1).permutation(64), 4, rank, 4) for rank in range(4)]
     for at_once in zip(*mine, strict=True):
         together = sorted(lengths[np.concatenate(at_once)])
         assert together[-1] - together[0] == 15  # sixteen neighbours
@@ -141,7 +142,7 @@ def test_shares_that_are_counted_in_tokens(world: int, per_device: int, max_toke
     lengths = lengths_of(200)
     for size in (*range(1, 20), 50, 64, 127):
         indices = np.random.default_rng(size).permutation(200)[:size]
-        mine = [shares(indices, lengths, per_device, rank, world, max_tokens) for rank in range(world)]
+        mine = [shares(of_lengths(lengths), indices, per_device, rank, world, max_tokens) for rank in range(world)]
         in_time = [share for at_once in zip(*mine, strict=True) for share in at_once]  # as many on each process
         assert sorted(np.concatenate(in_time).tolist()) == sorted(indices.tolist())
         assert all(len(share) <= per_device for share in in_time)
@@ -157,13 +158,13 @@ def test_shares_that_are_counted_in_tokens(world: int, per_device: int, max_toke
 def test_a_limit_that_nothing_reaches_costs_no_round(world: int) -> None:
     lengths = lengths_of(100)
     for size in range(1, 40):
-        found = shares(np.arange(size), lengths, 4, 0, world, max_tokens=10**9)
-        assert len(found) == len(shares(np.arange(size), lengths, 4, 0, world))
+        found = shares(of_lengths(lengths), np.arange(size), 4, 0, world, max_tokens=10**9)
+        assert len(found) == len(shares(of_lengths(lengths), np.arange(size), 4, 0, world))
 
 
 def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
     lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
-    found = shares(np.arange(8), lengths, per_device=16, rank=0, world=1, max_tokens=128)
+    found = shares(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
     assert [sorted(lengths[share]) for share in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
 
 
@@ -175,16 +176,18 @@ def test_no_global_batch_has_more_rounds_than_the_most(world: int, max_tokens: i
         generator = np.random.default_rng(seed)
         lengths = lengths_of(int(generator.integers(1, 120)), seed)
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
-        most = most_rounds(lengths, samples, per_device, world, max_tokens)
+        most = most_rounds(of_lengths(lengths), samples, per_device, world, max_tokens)
         batches_of_steps = [
             batch for grouped in (True, False) for batch in epoch_order(lengths, samples, seed, 0, grouped)
         ]
         batches_of_steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
-        counts = [len(shares(batch, lengths, per_device, 0, world, max_tokens)) for batch in batches_of_steps]
+        counts = [
+            len(shares(of_lengths(lengths), batch, per_device, 0, world, max_tokens)) for batch in batches_of_steps
+        ]
         assert max(counts) <= most
         if len(lengths) >= samples:  # and a batch of the longest has as many
             longest = np.argsort(-lengths, kind="stable")[:samples]
-            assert len(shares(longest, lengths, per_device, 0, world, max_tokens)) == most
+            assert len(shares(of_lengths(lengths), longest, per_device, 0, world, max_tokens)) == most
 
 
 @pytest.mark.parametrize("max_tokens", [None, 4, 16, 40])
@@ -345,3 +348,24 @@ def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_the_window_is_of_transformers_size() -> None:
     assert batches._WINDOW_BATCHES == 50
+
+
+@pytest.mark.parametrize("max_tokens", [None, 700])
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(world: int, max_tokens: int | None) -> None:
+    """Where a model attends in blocks: a batch is either all full attention, or all of one number of blocks."""
+    sparse = SparseWidths(full=100, block=16)
+    generator = np.random.default_rng(world)
+    for size in (1, 2, 5, 16, 40):
+        split = of_lengths(generator.integers(3, 300, 60), sparse)
+        batch = generator.permutation(60)[:size]
+        mine = [shares(split, batch, 4, rank, world, max_tokens) for rank in range(world)]
+        flat = [share for rank in mine for share in rank if len(share)]
+        assert sorted(np.concatenate(flat).tolist()) == sorted(batch.tolist())
+        assert len({len(rank) for rank in mine}) == 1
+        assert len(mine[0]) <= most_rounds(split, size, 4, world, max_tokens)
+        for share in flat:
+            lengths = split.lengths[share]
+            assert lengths.max() <= 100 or len({-(-length // 16) for length in lengths}) == 1
+            assert len(share) <= 4
+            assert max_tokens is None or len(share) == 1 or len(share) * lengths.max() <= max_tokens

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.runs import Finished, recipe
+from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.data.batches import shares
 from toolkit.launch import failure, memory
@@ -134,7 +135,7 @@ def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
         lengths = np.full(4 * samples, width)
         assert tokens >= width  # otherwise it would be refused
         for per_device, max_tokens in ((fewer, None), (samples, tokens)):
-            found = shares(np.arange(len(lengths)), lengths, per_device, 0, 1, max_tokens)
+            found = shares(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
             assert max(len(share) for share in found) <= max(1, samples // 2)
 
 

@@ -26,7 +26,6 @@ from transformers import (
 from toolkit.errors import UserError
 from toolkit.models import bigbird
 
-
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "sep_token_id": 2, "num_labels": 3,

@@ -11,7 +11,6 @@ from tests.models.test_bigbird import _seeded, batch, compare, fast, make
 from tests.runs import WAYS, recipe
 from toolkit.models.bigbird import flex
 
-
 __all__ = ["_seeded"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training.loop import make_schedule
@@ -110,7 +111,9 @@ SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_g
 
 
 def align(accelerator: Any, settings: TrainingSettings = SETTINGS) -> None:
-    align_strategy(accelerator, settings, make_schedule(settings, np.full(100, 8), accelerator.num_processes))
+    align_strategy(
+        accelerator, settings, make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
+    )
 
 
 def test_without_a_config_only_the_accumulation_is_told() -> None:

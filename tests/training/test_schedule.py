@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from tests.splits import of_lengths
 from toolkit.config import SchedulerName, TrainingSettings
 from toolkit.data.batches import Batch, epoch_order, shares
 from toolkit.data.tokens import Split, TitleSplit
@@ -35,13 +36,13 @@ from toolkit.training.optimizer import align_strategy, make_optimizer, make_sche
     ],
 )
 def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    schedule = make_schedule(TrainingSettings(**given), np.full(samples, 8), processes=1)
+    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(samples, 8)), processes=1)
     assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
 @pytest.mark.parametrize("processes", range(1, 9))
 def test_steps_do_not_depend_on_the_processes(processes: int) -> None:
-    schedule = make_schedule(TrainingSettings(per_device_batch_size=4), np.full(101, 8), processes)
+    schedule = make_schedule(TrainingSettings(per_device_batch_size=4), of_lengths(np.full(101, 8)), processes)
     assert (schedule.steps_per_epoch, schedule.total_steps, schedule.eval_every) == (4, 12, 4)
 
 
@@ -62,7 +63,7 @@ def test_accumulation_follows_from_the_upper_bound(
     per_device: int, processes: int, accumulation: int, micro: int
 ) -> None:
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
-    schedule = make_schedule(settings, np.full(1000, 8), processes)
+    schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
 
 
@@ -70,9 +71,9 @@ def test_accumulation_follows_from_the_upper_bound(
 @pytest.mark.parametrize("global_batch_size", [1, 5, 16, 33])
 def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size: int) -> None:
     settings = TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4)
-    schedule = make_schedule(settings, np.full(1000, 8), processes)
+    schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     lengths = np.ones(global_batch_size, np.int64)
-    mine = [shares(np.arange(global_batch_size), lengths, 4, rank, processes) for rank in range(processes)]
+    mine = [shares(of_lengths(lengths), np.arange(global_batch_size), 4, rank, processes) for rank in range(processes)]
     assert {len(rank) for rank in mine} == {schedule.accumulation}
     assert max(len(share) for rank in mine for share in rank) == schedule.micro_batch_size
 
@@ -88,15 +89,15 @@ def uneven(count: int) -> np.ndarray:
 def test_no_step_accumulates_more_than_was_declared(max_tokens: int, processes: int, grouped: bool) -> None:
     lengths = uneven(300)
     given = {"global_batch_size": 32, "per_device_batch_size": 8, "group_by_length": grouped}
-    schedule = make_schedule(TrainingSettings(**given, max_tokens_per_batch=max_tokens), lengths, processes)
+    schedule = make_schedule(TrainingSettings(**given, max_tokens_per_batch=max_tokens), of_lengths(lengths), processes)
     counts = [
-        len(shares(batch, lengths, 8, rank, processes, max_tokens))
+        len(shares(of_lengths(lengths), batch, 8, rank, processes, max_tokens))
         for epoch in range(3)
         for batch in epoch_order(lengths, 32, 42, epoch, grouped)
         for rank in range(processes)
     ]
     assert max(counts) <= schedule.accumulation <= 32
-    plain = make_schedule(TrainingSettings(**given), lengths, processes)
+    plain = make_schedule(TrainingSettings(**given), of_lengths(lengths), processes)
     assert (schedule.steps_per_epoch, schedule.total_steps) == (plain.steps_per_epoch, plain.total_steps)
     assert schedule.accumulation > plain.accumulation or max_tokens >= 1024  # where eight of the longest fit
     assert schedule.accumulation >= plain.accumulation
@@ -109,16 +110,16 @@ def test_no_step_accumulates_more_than_was_declared(max_tokens: int, processes: 
 def test_accumulation_follows_from_the_tokens(max_tokens: int, processes: int, accumulation: int) -> None:
     """Eight texts of 32 tokens a step."""
     settings = TrainingSettings(global_batch_size=8, max_tokens_per_batch=max_tokens)
-    assert make_schedule(settings, np.full(80, 32), processes).accumulation == accumulation
+    assert make_schedule(settings, of_lengths(np.full(80, 32)), processes).accumulation == accumulation
 
 
 def test_a_text_that_fits_no_batch_is_an_error() -> None:
     lengths = np.array([8, 100, 30])
     with pytest.raises(UserError) as caught:
-        make_schedule(TrainingSettings(max_tokens_per_batch=99), lengths, processes=1)
+        make_schedule(TrainingSettings(max_tokens_per_batch=99), of_lengths(lengths), processes=1)
     for part in ("--max_tokens_per_batch 99", "the longest text, which has 100 tokens", "--max_length 99"):
         assert part in str(caught.value)
-    make_schedule(TrainingSettings(max_tokens_per_batch=100), lengths, processes=1)
+    make_schedule(TrainingSettings(max_tokens_per_batch=100), of_lengths(lengths), processes=1)
 
 
 class Toy(torch.nn.Module):
@@ -161,7 +162,7 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
     torch.manual_seed(0)
     model = Toy()
     optimizer = make_optimizer(model, settings)
-    schedule = make_schedule(settings, split.lengths, 1)
+    schedule = make_schedule(settings, split, 1)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     align_strategy(accelerator, settings, schedule)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
@@ -220,7 +221,7 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     [({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]), ({"max_steps": 6}, [4, 6])],
 )
 def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**given), np.full(100, 8), 1)
+    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), 1)
     assert [step for step in range(1, schedule.total_steps + 1) if schedule.evaluates_after(step)] == steps
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import SparseWidths, Split, TitleSplit
 
 # Samples are sorted by length within windows of so many global batches (as transformers' Trainer does):
 # nearly no padding, and an order that still differs in each epoch.
@@ -66,19 +66,21 @@ def _cut(order: np.ndarray, size: int) -> list[np.ndarray]:
 
 
 def shares(
-    indices: np.ndarray, lengths: np.ndarray, per_device: int, rank: int, world: int, max_tokens: int | None = None
+    split: Split, indices: np.ndarray, per_device: int, rank: int, world: int, max_tokens: int | None = None
 ) -> list[np.ndarray]:
     """One global batch -> this process's micro-batches: as many, at the same time, on every process.
 
     None has more than `per_device` samples, nor more than `max_tokens` tokens with its padding, unless one
-    text alone has. Neighbours in length run at the same time on different processes, so none waits long for
-    another. A share can be empty when there are fewer samples than processes.
+    text alone has; and all of a micro-batch are read as each is alone (`Split.sparse`). Neighbours in length run
+    at the same time on different processes, so none waits long for another. A share can be empty when there
+    are fewer samples than processes.
     """
-    by_length = indices[np.argsort(-lengths[indices], kind="stable")]
-    if max_tokens is None:
+    by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
+    if max_tokens is None and split.sparse is None:
         rounds = rounds_of(len(indices), per_device, world)
         return np.array_split(by_length, rounds * world)[rank::world]
-    return _within(by_length, lengths, per_device, world, max_tokens)[rank::world]
+    groups = _groups(by_length, split.lengths[by_length], per_device, max_tokens, split.sparse)
+    return _divisible(groups, split.lengths, world)[rank::world]
 
 
 def rounds_of(samples: int, per_device: int, world: int) -> int:
@@ -86,29 +88,38 @@ def rounds_of(samples: int, per_device: int, world: int) -> int:
     return max(1, -(-samples // (per_device * world)))
 
 
-def most_rounds(lengths: np.ndarray, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
-    """The most micro-batches of each process for any `samples` texts of a set: those of its longest."""
-    if max_tokens is None:
-        return rounds_of(samples, per_device, world)
-    longest = np.argsort(-lengths, kind="stable")[:samples]
-    return len(_within(longest, lengths, per_device, world, max_tokens)) // world
+def most_rounds(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
+    """At least as many micro-batches as any `samples` texts of a split need on each process."""
+    samples = min(samples, len(split))
+    longest = np.argsort(-split.lengths, kind="stable")[:samples]
+    groups = len(_groups(longest, split.lengths[longest], per_device, max_tokens, None))
+    if split.sparse is not None:  # where one kind ends, a group can end before it is full
+        groups = min(samples, groups + len(np.unique(split.sparse.kinds(split.lengths))) - 1)
+    return max(1, -(-groups // world))
 
 
-def _within(
-    by_length: np.ndarray, lengths: np.ndarray, per_device: int, world: int, max_tokens: int
+def _groups(
+    by_length: np.ndarray, lengths: np.ndarray, per_device: int, max_tokens: int | None, sparse: SparseWidths | None
 ) -> list[np.ndarray]:
-    """Samples, longest first -> neighbours that fit together, in a number that divides among the processes."""
+    """Samples, longest first, and their lengths -> neighbours that fit together."""
+    kinds = np.zeros_like(lengths) if sparse is None else sparse.kinds(lengths)
     groups: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
-        size = min(per_device, max(1, max_tokens // _width(lengths[by_length[start]])))
-        groups.append(by_length[start : start + size])
-        start += size
+        size = per_device if max_tokens is None else min(per_device, max(1, max_tokens // _width(lengths[start])))
+        alike = int(np.argmin(kinds[start : start + size] == kinds[start])) or size  # 0: all of them are
+        groups.append(by_length[start : start + alike])
+        start += len(groups[-1])
+    return groups
+
+
+def _divisible(groups: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
+    """Divides the largest groups, until there are as many for each process."""
     while len(groups) % world or not groups:
         padded = [len(group) * _width(lengths[group[0]]) if len(group) > 1 else 0 for group in groups]
         largest = int(np.argmax(padded)) if groups else 0
         if not groups or not padded[largest]:
-            groups.append(by_length[:0])  # fewer samples than processes
+            groups.append(np.zeros(0, np.int64))  # fewer samples than processes
         else:
             groups[largest : largest + 1] = np.array_split(groups[largest], 2)
     return groups
@@ -193,4 +204,4 @@ def evaluation_rounds(
     split: Split, per_device: int, rank: int, world: int, max_tokens: int | None = None
 ) -> Iterator[np.ndarray]:
     """This process's batches of a whole split, longest first, so that memory runs out at once or never."""
-    yield from shares(np.arange(len(split)), split.lengths, per_device, rank, world, max_tokens)
+    yield from shares(split, np.arange(len(split)), per_device, rank, world, max_tokens)

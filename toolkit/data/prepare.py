@@ -117,7 +117,7 @@ def prepare_data(
 
     asked = {"problem_type": problem_type, "label_column": data.label_column}
     folder, meta = _prepared(data, settings.training.seed, asked, find, tokenizer, model_config, accelerator)
-    return TaskData(**_common(folder, meta), labels=Labels.from_json(meta["labels"]))
+    return TaskData(**_common(folder, meta, model_config), labels=Labels.from_json(meta["labels"]))
 
 
 def prepare_titles(
@@ -133,11 +133,16 @@ def prepare_titles(
 
     asked = {"title_column": data.title_column, "max_target_length": data.max_target_length}
     folder, meta = _prepared(data, settings.training.seed, asked, find, tokenizer, model_config, accelerator)
-    return TitleData(**_common(folder, meta), titles=Titles(**meta["labels"]))
+    return TitleData(**_common(folder, meta, model_config), titles=Titles(**meta["labels"]))
 
 
 def prepare_texts(
-    table: Table, column: str, tokenizer: Any, max_length: int, accelerator: Accelerator | None = None
+    table: Table,
+    column: str,
+    tokenizer: Any,
+    model_config: Any,
+    max_length: int,
+    accelerator: Accelerator | None = None,
 ) -> Split:
     """Tokens of every row of a table, without labels (all 0), made once per machine."""
     asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length]
@@ -150,7 +155,8 @@ def prepare_texts(
         tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)}, None)
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
-    return tokens.load_split(made_once("tokens", digest, make, accelerator), "texts")
+    folder = made_once("tokens", digest, make, accelerator)
+    return tokens.load_split(folder, "texts", tokens.sparse_widths(model_config))
 
 
 def _prepared(
@@ -204,9 +210,10 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     return {split: read_file(name, settings.encoding) for split, name in files.items() if name}
 
 
-def _common(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    splits = {name: tokens.load_split(folder, name) for name in meta["splits"]}
+    sparse = tokens.sparse_widths(model_config)
+    splits = {name: tokens.load_split(folder, name, sparse) for name in meta["splits"]}
     return {
         "folder": folder,
         "digest": folder.name,

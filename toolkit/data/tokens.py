@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,27 @@ from tqdm import tqdm
 from toolkit.errors import UserError
 
 _BATCH_TEXTS = 2000
+
+
+@dataclass(frozen=True)
+class SparseWidths:
+    """A BigBird reads batches of up to `full` tokens with full attention, which padding does not change, and wider
+    ones in blocks: which of them a text attends to follows from how many the batch has, padding counted."""
+
+    full: int
+    block: int
+
+    def kinds(self, lengths: np.ndarray) -> np.ndarray:
+        """(samples,) int64: texts of one kind are read together as each is alone."""
+        return np.where(lengths <= self.full, 0, -(-lengths // self.block))
+
+
+def sparse_widths(config: Any) -> SparseWidths | None:
+    """Of a model's config; None where the width of a batch changes nothing."""
+    config = _reader(config)
+    if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
+        return None
+    return SparseWidths((5 + 2 * config.num_random_blocks) * config.block_size, config.block_size)
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,8 @@ class Split:
     """(samples,) int64, (samples, classes) float32 or (samples,) float32."""
     rows: np.ndarray
     """(samples,) int64, each sample's row in its source, counted from 0: its id."""
+    sparse: SparseWidths | None = field(default=None, kw_only=True)
+    """Of the model that reads it, where how it reads a text depends on the width of the batch."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -103,7 +126,7 @@ def save_split(
                 file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
 
 
-def load_split(folder: Path, name: str) -> Split:
+def load_split(folder: Path, name: str, sparse: SparseWidths | None = None) -> Split:
     """Maps a saved split into memory; one with titles is a `TitleSplit`."""
     parts = ["input_ids", "offsets", "rows"]
     titled = (folder / name / "target_ids.npy").is_file()
@@ -111,7 +134,7 @@ def load_split(folder: Path, name: str) -> Split:
         parts += ["target_ids", "target_offsets"]
     arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in parts}
     labels = np.load(folder / name / "labels.npy")
-    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, **arrays)
+    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, sparse=sparse, **arrays)
 
 
 def encode(

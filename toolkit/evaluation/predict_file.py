@@ -49,7 +49,7 @@ def predict_file(options: Any) -> None:
     _refuse_columns(table, _names(labels, flat) if labels else {"prediction": []})
     column = text_column(table, options.text_column)
     max_length = choose_max_length(options.max_length, tokenizer, model.config)
-    split = prepare_texts(table, column, tokenizer, max_length, accelerator)
+    split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
     if labels is None:

@@ -60,6 +60,11 @@ def _describe(error: Exception) -> str:
     if explained := _explain(error):
         return f"error: {explained}"
     first = str(error).strip().split("\n")[0]
+    if "eaddrinuse" in first.lower() or "address already in use" in first.lower():
+        return (
+            f"error: port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: choose another with "
+            "--main_process_port (accelerate, or behind the script) or --master_port (deepspeed, torchrun)"
+        )
     if any(words in first.lower() for words in _LOST_CONTACT):
         return f"error: lost contact with another process, which has ended or been ended ({first[:200]})"
     return "".join(traceback.format_exception(error)).rstrip()

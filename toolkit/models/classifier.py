@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
 from toolkit.checkpoint.model_folder import quiet_transformers
 from toolkit.config import ModelSettings, PretrainedSettings
@@ -88,15 +89,24 @@ def choose_attention(model: Any, asked: str | None) -> None:
 
     `eager` is transformers' own. Raises UserError for a name that BigBird does not have.
     """
+    config = getattr(model.config, "encoder", model.config)
     if asked == "eager":
+        if config.attention_type == "block_sparse":
+            _keep_sparse(model)
         return
     if asked not in (None, *bigbird.ATTENTIONS):
         raise UserError(
             f"--attn_implementation {asked}: a BigBird has {', '.join(bigbird.ATTENTIONS)} (all tokens attend to all), "
             "and eager (transformers' own, slow)"
         )
-    config = getattr(model.config, "encoder", model.config)
     bigbird.install(model, asked or ("auto" if config.attention_type == "block_sparse" else "full"))
+
+
+def _keep_sparse(model: Any) -> None:
+    """transformers' own attention, at its first short batch, becomes full attention for good: not ours to pass on."""
+    for part in model.modules():
+        if isinstance(part, BigBirdModel) and not part.config.is_decoder:
+            part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
 
 
 def recompute_activations(name: str, model: Any) -> None:

@@ -87,7 +87,9 @@ class Run:
         ]
         per_step = f"{training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
-            per_step += f" ({schedule.accumulation} micro-batches on each process)"
+            uneven = training.max_tokens_per_batch is not None or self.data.train.sparse is not None
+            at_most = "at most " if uneven else ""
+            per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         lines = [
             f"run folder: {self.folder.path}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",

@@ -162,6 +162,8 @@ class Checkpoints:
             return
         module = self.accelerator.unwrap_model(self.loop.model)
         module.config.save_pretrained(folder / "model")
+        if module.config.is_encoder_decoder:  # how long its texts are, and how they are searched for
+            module.generation_config.save_pretrained(folder / "model")
         self.loop.tokenizer.save_pretrained(folder / "model")
         if adapter.config_of(module):
             adapter.write_config(module, folder / "model")

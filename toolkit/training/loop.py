@@ -48,14 +48,13 @@ class Schedule:
         return step % self.eval_every == 0 or step == self.total_steps
 
 
-def make_schedule(settings: TrainingSettings, lengths: np.ndarray, processes: int) -> Schedule:
-    """`lengths` are the tokens of each training sample. Raises UserError when one alone exceeds the most tokens
-    that a batch may have."""
-    _refuse_too_long(settings, lengths)
-    steps_per_epoch = -(-len(lengths) // settings.global_batch_size)
+def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
+    """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
+    _refuse_too_long(settings, train.lengths)
+    steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
     accumulation = most_rounds(
-        lengths,
+        train,
         settings.global_batch_size,
         settings.per_device_batch_size,
         processes,
@@ -118,8 +117,8 @@ class Step:
         """This process's micro-batches; gradients travel between processes in the last one only."""
         loop, accelerator = self.loop, self.loop.accelerator
         mine = shares(
+            loop.train,
             self.indices,
-            loop.lengths,
             loop.settings.per_device_batch_size,
             accelerator.process_index,
             accelerator.num_processes,

@@ -1,0 +1,45 @@
+"""Runs recipes several times in one group of processes, since starting them is what takes long.
+
+    python tests/jobs_worker.py JOBS.json [--config_file ...]
+
+JOBS.json is a list of lists: a module with a `main` and the arguments it finds in `sys.argv`. Tests call `run_jobs`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.runs import Finished, recipe
+from toolkit import launch
+
+
+def run_jobs(folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300) -> Finished:
+    """Starts the group that `way` asks for; every job of it must succeed. The list is kept in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
+    finished = recipe(folder / "jobs.json", *way, script="tests/jobs_worker.py", seconds=seconds)
+    assert finished.code == 0, finished.err[-3000:]
+    return finished
+
+
+def main() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+
+    for module, *arguments in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+        sys.argv = [f"{module.replace('.', '/')}.py", *arguments]
+        importlib.import_module(module).main()
+        gc.collect()
+        AcceleratorState._reset_state(reset_partial_state=False)  # the processes stay together
+        GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,363 @@
+"""recipes/bigbird.py: the promises on long texts, its literal commands, its comparison and what it saves.
+
+Attention is sparse above 704 tokens, and which tokens a text's attention reaches then depends on how far its batch is
+padded. Where runs are compared that cut their steps into different micro-batches, texts are therefore cut at 704
+tokens; where attention is sparse, their micro-batches are the same ones on 1, 2 and 3 processes (6 of 2 texts each).
+`test_a_text_is_read_alike_in_every_batch` says what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.jobs_worker import run_jobs
+from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, recipe, start
+from tests.splits import of_lengths
+from toolkit.data.batches import epoch_order, shares
+
+STEPS, STOPPED, FIRST = 8, 4, 64
+SEED = 42
+COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixed_precision", "no", "--report_to",
+          "none", "--learning_rate", "3e-3", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2,
+          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--global_batch_size", 12, "--per_device_eval_batch_size", 3,
+          "--seed", SEED]  # fmt: skip
+SPARSE = [*COMMON, "--max_length", 4096, "--per_device_batch_size", 2, "--compare_max_length", FIRST]
+# full attention, and 9 to 12 micro-batches a step on one process, 5 or 6 on two
+TOKENS = [*COMMON, "--max_length", 704, "--per_device_batch_size", 12, "--max_tokens_per_batch", 1250]
+# the weights stand still, so that the loss of each step is known beforehand
+STILL = [*COMMON, "--max_length", 4096, "--learning_rate", "1e-30", "--warmup_steps", 0, "--weight_decay", 0]
+
+
+@pytest.fixture(scope="module")
+def sharp_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
+    alike, every pattern gives the same numbers."""
+    folder = tmp_path_factory.mktemp("sharp") / "sharp-bert"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
+            weight *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path, long_reviews: Path) -> list[str]:
+    """72 rows to train on and 18 to evaluate, in files, so that rows are known by their places."""
+    folder = tmp_path_factory.mktemp("long")
+    table = pd.read_csv(long_reviews).sample(frac=1, random_state=3)
+    table[:72].to_csv(folder / "train.csv", index=False)
+    table[72:].to_csv(folder / "validation.csv", index=False)
+    files = ["--train_file", folder / "train.csv", "--validation_file", folder / "validation.csv"]
+    return ["--model_name_or_path", str(sharp_model), *map(str, files)]
+
+
+def file_of(settings: list[str], name: str) -> Path:
+    return Path(settings[settings.index(f"--{name}_file") + 1])
+
+
+def run_all(root: Path, way: str, settings: list[str], jobs: dict[str, list[Any]]) -> dict[str, Path]:
+    """Each job in a folder of its name, all of them in one group of processes."""
+    folders = {name: root / name.replace(" ", "-") for name in jobs}
+    run_jobs(root, WAYS[way], [["recipes.bigbird", *settings, *job, "--output_dir", folders[name]]
+                               for name, job in jobs.items()])  # fmt: skip
+    return folders
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
+    stopped = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", 2]
+    jobs = {"sparse": SPARSE, "recomputed": [*SPARSE, "--gradient_checkpointing", "true"], "tokens": TOKENS,
+            "stopped": stopped}  # fmt: skip
+    return run_all(tmp_path_factory.mktemp("zero3"), "zero3 x2", settings, jobs)
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
+    """Nothing passes find_unused_parameters: a parameter without a gradient would end these runs."""
+    jobs = {"sparse": SPARSE, "recomputed": [*SPARSE, "--gradient_checkpointing", "true"], "tokens": TOKENS}
+    return run_all(tmp_path_factory.mktemp("ddp"), "ddp x2", settings, jobs)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3: dict[str, Path]) -> dict[str, Path]:
+    """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left."""
+    root = tmp_path_factory.mktemp("single")
+    shutil.copytree(zero3["stopped"], root / "resumed", symlinks=True)
+    only_long = [*SPARSE, "--min_length", 705, "--max_steps", 4]
+    alone, together = ["--per_device_batch_size", 1, "--per_device_eval_batch_size", 1], ["--per_device_batch_size", 12]
+    jobs = {
+        "sparse": SPARSE,
+        "tokens": TOKENS,
+        "one micro-batch": [*TOKENS, "--max_tokens_per_batch", 12 * 704],
+        "resumed": [*SPARSE, "--checkpoint_every", 2],
+        "alone": [*STILL, "--max_steps", 6, *alone],
+        "together": [*STILL, "--max_steps", 6, *together],
+        "auto": [*only_long, "--attn_implementation", "auto"],
+        "eager": [*only_long, "--attn_implementation", "eager"],
+        "full": [*only_long, "--attn_implementation", "full"],
+    }
+    return run_all(root, "single", settings, jobs)
+
+
+def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
+    """Promise 1: the losses, the evaluations and every probability."""
+    losses, expected = losses_of(run), losses_of(reference)
+    assert len(expected) == steps
+    assert losses == pytest.approx(expected, rel=1e-5)
+    evaluations = [lines_of(folder / "eval.jsonl") for folder in (run, reference)]
+    for mine, theirs in zip(*evaluations, strict=True):
+        assert (mine["step"], mine["split"]) == (theirs["step"], theirs["split"])
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert mine["confusion_matrix"] == theirs["confusion_matrix"]
+    for mine, theirs in zip(*(lines_of(folder / "predictions.jsonl") for folder in (run, reference)), strict=True):
+        assert (mine["id"], mine["prediction"]) == (theirs["id"], theirs["prediction"])
+        assert mine["probabilities"] == pytest.approx(theirs["probabilities"], abs=3e-6)
+
+
+def test_the_references_could_differ(single: dict[str, Path], settings: list[str]) -> None:
+    """A model that learned nothing, or for which every text is the same, would agree with anything."""
+    for name in ("sparse", "tokens"):
+        assert np.ptp(losses_of(single[name])) > 0.01
+        chances = [line["probabilities"][0] for line in lines_of(single[name] / "predictions.jsonl")]
+        assert len(chances) == 18
+        assert np.std(chances) > 3e-4  # a hundred times what they may differ by
+    # and what attention reaches matters to it, far more than two runs may differ
+    pairs = zip(losses_of(single["full"]), losses_of(single["auto"]), strict=True)
+    assert max(abs(one - other) / other for one, other in pairs) > 3e-4
+
+
+@pytest.mark.multiprocess
+def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
+    """Four steps on two processes that divide parameters, four more on one."""
+    config = json.loads((single["resumed"] / "config.json").read_text())
+    assert Path(config["resumed_from"]).name == f"step-{STOPPED:08d}"
+    assert [line["step"] for line in lines_of(single["resumed"] / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert losses_of(single["resumed"]) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
+
+
+def test_as_many_micro_batches_as_the_tokens_want(single: dict[str, Path], settings: list[str]) -> None:
+    lengths = lengths_of(settings, most=704)
+    order = [*epoch_order(lengths, 12, SEED, epoch=0), *epoch_order(lengths, 12, SEED, epoch=1)][:STEPS]
+    for world in (1, 2):
+        assert len({len(shares(of_lengths(lengths), batch, 12, 0, world, 1250)) for batch in order}) > 1
+    assert_same(single["tokens"], single["one micro-batch"])
+
+
+def lengths_of(settings: list[str], most: int) -> np.ndarray:
+    """(72,): the tokens of the training texts, without the toolkit."""
+    tokenizer = AutoTokenizer.from_pretrained(settings[1])
+    texts = list(pd.read_csv(file_of(settings, "train"))["text"])
+    return np.array([len(ids) for ids in tokenizer(texts, truncation=True, max_length=most)["input_ids"]])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", ["sparse", "recomputed", "tokens"])
+def test_data_parallel_agrees(variant: str, ddp: dict[str, Path], single: dict[str, Path]) -> None:
+    assert_same(ddp[variant], single["tokens" if variant == "tokens" else "sparse"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("variant", ["sparse", "recomputed", "tokens"])
+def test_divided_parameters_agree(variant: str, zero3: dict[str, Path], single: dict[str, Path]) -> None:
+    assert_same(zero3[variant], single["tokens" if variant == "tokens" else "sparse"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", *MORE_WAYS])
+def test_more_strategies_agree(way: str, single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
+    words = {**WAYS, **MORE_WAYS}[way]
+    run_jobs(tmp_path, words, [["recipes.bigbird", *settings, *SPARSE, "--output_dir", tmp_path / "run"]])
+    assert_same(tmp_path / "run", single["sparse"])
+
+
+# ---- the commands as they are typed
+
+COMMANDS = {
+    # name -> (words, processes, stage)
+    "deepspeed": (["deepspeed", "recipes/bigbird.py"], 1, 2),
+    "accelerate, file after the script": (
+        ["accelerate", "launch", "recipes/bigbird.py", "--config_file", "accelerate_configs/zero2.yaml"], 2, 2),
+    "deepspeed x2": (["deepspeed", "--num_gpus", "2", "recipes/bigbird.py"], 2, 2),
+    "deepspeed x2, another config": (
+        ["deepspeed", "--num_gpus", "2", "recipes/bigbird.py", "--deepspeed_config", "ds_configs/zero3.json"], 2, 3),
+}  # fmt: skip
+QUICK = list(COMMANDS)[:2]
+
+
+def on_a_free_port(words: list[str]) -> list[str]:
+    """As typed; `deepspeed` stops where another job has its port, and is then given one."""
+    with socket.socket() as probe:
+        if words[0] != "deepspeed" or probe.connect_ex(("127.0.0.1", 29500)):
+            return words
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return [words[0], "--master_port", str(free.getsockname()[1]), *words[1:]]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS]
+)
+def test_command(name: str, settings: list[str], single: dict[str, Path], tmp_path: Path) -> None:
+    words, processes, stage = COMMANDS[name]
+    finished = start([*on_a_free_port(words), *settings, *map(str, SPARSE), "--output_dir", tmp_path / "run"])
+    assert finished.code == 0, finished.err[-3000:]
+    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    assert (world["num_processes"], world["distributed_type"]) == (processes, "DEEPSPEED")
+    assert world["deepspeed"]["zero_optimization"]["stage"] == stage
+    assert_same(tmp_path / "run", single["sparse"])
+    assert_comparison(tmp_path / "run", finished)
+
+
+def assert_comparison(run: Path, finished: Finished | None = None) -> None:
+    """The last two evaluations are of the saved model: of the texts' beginnings, then of all of them."""
+    *_, beginnings, whole = lines_of(run / "eval.jsonl")
+    assert (beginnings["split"], beginnings["max_length"]) == (f"validation_first_{FIRST}", FIRST)
+    assert whole["split"] == "validation"
+    assert "max_length" not in whole
+    assert beginnings["num_samples"] == whole["num_samples"] == 18
+    assert beginnings["step"] == whole["step"]
+    assert beginnings["loss"] != whole["loss"]
+    assert len(lines_of(run / "predictions.jsonl")) == 18
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert f"{FIRST} tokens" in page
+    for line in (beginnings, whole):
+        assert f"{line['accuracy']:.4f}" in page or f"{100 * line['accuracy']:.1f}" in page
+    if finished is not None:
+        said = finished.err[finished.err.index("done in") :]
+        assert f"reading the first {FIRST} tokens only" in said
+        assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's
+        assert f"accuracy {beginnings['accuracy']:.4f}" in said
+
+
+def test_the_comparison_is_beside_the_evaluation(single: dict[str, Path]) -> None:
+    assert_comparison(single["sparse"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1600)
+def test_the_default_job_as_typed(tmp_path: Path) -> None:
+    """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM, one epoch, whole."""
+    finished = start(
+        [*on_a_free_port(["deepspeed", "recipes/bigbird.py"]), "--output_dir", tmp_path / "run"], seconds=1500
+    )
+    assert finished.code == 0, finished.err[-3000:]
+    *_, first, whole = lines_of(tmp_path / "run" / "eval.jsonl")
+    assert first["num_samples"] == whole["num_samples"] > 100
+    assert first["max_length"] == 512
+    assert whole["accuracy"] > 0.75
+    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    assert world["deepspeed"]["zero_optimization"]["stage"] == 2
+    lost = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "model", output_loading_info=True)[1]
+    assert not lost["missing_keys"]
+
+
+# ---- attention
+
+
+def test_transformers_own_attention_gives_the_same(single: dict[str, Path]) -> None:
+    assert_same(single["eager"], single["auto"], steps=4)
+
+
+def test_an_unknown_attention_is_one_line(settings: list[str], tmp_path: Path) -> None:
+    finished = recipe(*settings, "--attn_implementation", "flash_attention_2", "--output_dir", tmp_path / "run",
+                      "--max_steps", "1", script="recipes/bigbird.py")  # fmt: skip
+    assert finished.code == 1
+    (line,) = finished.error_lines
+    assert "--attn_implementation flash_attention_2: a BigBird has auto" in line
+    assert "Traceback" not in finished.err
+
+
+def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
+    """(N, C): each text alone, by nothing but transformers, whose attention stays full after a text of 704 tokens or
+    fewer unless it is told otherwise."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).train(training)
+    assert type(model).__name__ == "BigBirdForSequenceClassification"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for text in texts:
+        model.bert.set_attention_type("block_sparse")
+        with torch.no_grad():
+            found.append(model(**tokenizer(text, truncation=True, max_length=4096, return_tensors="pt")).logits)
+    return torch.cat(found)
+
+
+@pytest.fixture(scope="module")
+def still_losses(single: dict[str, Path], settings: list[str]) -> np.ndarray:
+    """(72,): the loss of each training text in a run whose weights stood still, from the model that it saved."""
+    table = pd.read_csv(file_of(settings, "train"))
+    logits = own_logits(single["alone"] / "model", list(table["text"]), training=True)
+    labels = torch.tensor((table["label"] == "pos").to_numpy(), dtype=torch.long)
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
+
+
+def expected_losses(losses: np.ndarray, settings: list[str]) -> list[float]:
+    """Of the steps of an epoch: the mean over the texts of each global batch."""
+    lengths = lengths_of(settings, most=4096)
+    order = epoch_order(lengths, 12, SEED, epoch=0)
+    kinds = [set(lengths[batch] <= 704) for batch in order]
+    assert any(True in kind for kind in kinds[:-1])  # steps with short texts, and long ones in later steps
+    return [float(losses[batch].mean()) for batch in order]
+
+
+def test_short_texts_change_nothing_for_later_ones(
+    single: dict[str, Path], settings: list[str], still_losses: np.ndarray
+) -> None:
+    """Each text alone, short ones before long ones: the losses that transformers gives each by itself."""
+    losses = losses_of(single["alone"])
+    assert len(losses) == 6
+    assert losses == pytest.approx(expected_losses(still_losses, settings), rel=1e-5)
+
+
+def test_a_text_is_read_alike_in_every_batch(single: dict[str, Path]) -> None:
+    """The same weights, texts and steps, cut into micro-batches of one text or of twelve."""
+    assert losses_of(single["together"]) == pytest.approx(losses_of(single["alone"]), rel=1e-5)
+
+
+# ---- what is saved
+
+
+@pytest.mark.multiprocess
+def test_the_saved_model_predicts_what_was_written(
+    single: dict[str, Path], settings: list[str], tmp_path: Path
+) -> None:
+    """By transformers alone, and by `toolkit predict`: a text at a time, as that run evaluated."""
+    model, file = single["alone"] / "model", file_of(settings, "validation")
+    written = lines_of(single["alone"] / "predictions.jsonl")
+    expected = np.array([line["probabilities"] for line in written])
+    own = own_logits(model, list(pd.read_csv(file)["text"]), training=False).softmax(dim=-1).numpy()
+    assert own == pytest.approx(expected, abs=3e-6)
+    output = tmp_path / "out.csv"
+    finished = start(["toolkit", "predict", model, file, "--output", output, "--per_device_batch_size", "1"])
+    assert finished.code == 0, finished.err[-3000:]
+    table = pd.read_csv(output)
+    assert list(table["prediction"]) == [line["prediction"] for line in written]
+    assert table[["probability_neg", "probability_pos"]].to_numpy() == pytest.approx(expected, abs=3e-6)
+
+
+@pytest.mark.multiprocess
+def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
+    finished = start(["toolkit", "convert", zero3["stopped"], tmp_path / "out"])
+    assert finished.code == 0, finished.err
+    model, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.attention_type == "block_sparse"
+    steps = json.loads((zero3["stopped"] / "model" / "trainer_state.json").read_text())["global_step"]
+    assert steps == STOPPED
+    saved = AutoModelForSequenceClassification.from_pretrained(zero3["stopped"] / "model").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
