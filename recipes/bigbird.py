@@ -35,6 +35,7 @@ def main() -> None:
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)
     tokenizer = load_tokenizer(pretrained)
     data = prepare_data(settings, tokenizer, load_config(pretrained), accelerator)
+    tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
     best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
     schedule = make_schedule(training, data.train, accelerator.num_processes)

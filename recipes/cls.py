@@ -32,6 +32,7 @@ def main() -> None:
     # Data: files -> columns -> tokens, made once per machine
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
+    tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
     best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
     schedule = make_schedule(training, data.train, accelerator.num_processes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
@@ -107,7 +108,10 @@ def _prepare(arguments: list[str]) -> None:
         "bigbird": config.LongTaskSettings,
         "title": config.TitleSettings,
     }
-    task = arguments.pop(0) if arguments and arguments[0] in tasks else "cls"
+    word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
+    if word and arguments[0] not in tasks:
+        raise UserError(f"toolkit prepare {arguments[0]}{did_you_mean(arguments[0], tasks)}: {', '.join(tasks)}")
+    task = arguments.pop(0) if word else "cls"
     settings: Any = config.parse(tasks[task], arguments, description="Make the tokens of a job ahead of time.")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")

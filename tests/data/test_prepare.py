@@ -379,6 +379,9 @@ class CountingTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {"a": 0}
 
+    def num_special_tokens_to_add(self) -> int:
+        return 2
+
     def __repr__(self) -> str:
         return "CountingTokenizer()"
 

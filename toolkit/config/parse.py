@@ -111,6 +111,8 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         if given.get(needs) is not None and alone:
             faults.add(f"--{needs} is given without --train_file: name the file to train on")
     _add_useless_comparison(given, faults)
+    if str(given.get("num_beams")) == "1" and given.get("length_penalty") is not None:
+        faults.add("--length_penalty means nothing for --num_beams 1: take more beams, or leave it out")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):

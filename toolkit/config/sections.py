@@ -165,7 +165,7 @@ class TrainingSettings:
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Clips the norm of the whole gradient; 0 turns clipping off."""
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
-    """For single-label classification."""
+    """For single-label classification, and for titles."""
     seed: int = Field(default=42, ge=0)
     """Of the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
@@ -181,7 +181,7 @@ class TrainingSettings:
     resume: Literal["auto", "no"] | str = "auto"
     """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
-    """Any number of eval.jsonl; macro F1, micro F1 (multi-label) or the loss (regression) when not given."""
+    """Any number of eval.jsonl; if not given macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"

@@ -100,7 +100,7 @@ class Labels:
         """The class of each sample, where there is one, so that a part held back has some of each."""
         return encoded if self.problem_type == "single_label_classification" else None
 
-    def arrays(self, encoded: np.ndarray, tokenizer: Any) -> dict[str, np.ndarray]:
+    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
         """What is kept of the labels with the tokens."""
         return {"labels": encoded}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from toolkit.errors import UserError, listing
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_LAYOUT = 1  # raise when what a prepared folder holds changes
+_LAYOUT = 2  # raise when what a prepared folder holds changes
 MENTION_UNKNOWN, MOST_UNKNOWN = 0.02, 0.5  # parts of all tokens
 # the training table, its text column, the rows that are used -> what is learned
 FindTargets = Callable[[Table, str, np.ndarray], Targets]
@@ -53,6 +53,8 @@ class Prepared:
     train: Split
     validation: Split
     test: Split | None
+    text_column: str = field(default="", kw_only=True)
+    """Several are separated by commas."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -217,6 +219,7 @@ def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, 
     return {
         "folder": folder,
         "digest": folder.name,
+        "text_column": meta["text_column"],
         "max_length": meta["max_length"],
         "notes": tuple(meta["notes"]),
         "train": splits["train"],
@@ -244,7 +247,8 @@ def _make(
         if cut:
             share = 100 * cut / len(rows.texts)
             notes.append(f"{split}: {share:.1f} % of the texts are cut at {max_length} tokens (--max_length)")
-        everything = {**arrays, **targets.arrays(rows.targets, tokenizer), "rows": rows.numbers.astype(np.int64)}
+        own = targets.arrays(split, rows.targets, tokenizer, notes)
+        everything = {**arrays, **own, "rows": rows.numbers.astype(np.int64)}
         evaluated = split != "train"
         tokens.save_split(
             draft / split,
@@ -252,7 +256,13 @@ def _make(
             rows.texts if evaluated else None,
             targets.written(rows.targets) if evaluated else None,
         )
-    meta = {"labels": targets.to_json(), "max_length": max_length, "notes": notes, "splits": list(chosen)}
+    meta = {
+        "labels": targets.to_json(),
+        "text_column": text_column(tables["train"], settings.text_column),
+        "max_length": max_length,
+        "notes": notes,
+        "splits": list(chosen),
+    }
     (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 

@@ -46,9 +46,14 @@ class Titles:
         """Titles have no classes to divide a set by."""
         return
 
-    def arrays(self, encoded: np.ndarray, tokenizer: Any) -> dict[str, np.ndarray]:
+    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
         """Titles -> what is kept of them: `target_ids`, `target_offsets`, and a `labels` that means nothing."""
-        tokens, _ = encode(tokenizer, encoded.tolist(), self.max_length + 1)  # the first token is given, not predicted
+        tokens, cut = encode(tokenizer, encoded.tolist(), self.max_length + 1)  # the first is given, not predicted
+        if cut:
+            share = 100 * cut / len(encoded)
+            notes.append(
+                f"{split}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
+            )
         return {
             "target_ids": tokens["input_ids"],
             "target_offsets": tokens["offsets"],

@@ -213,6 +213,9 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     kind = getattr(config, "model_type", "")
     if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
         positions -= (config.pad_token_id or 0) + 1
+    special = tokenizer.num_special_tokens_to_add()
+    if wanted is not None and wanted <= special:
+        raise UserError(f"--max_length {wanted} holds no token of a text beside the {special} that begin and end it")
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
     if wanted is None:
         return min(limits) if limits else 512

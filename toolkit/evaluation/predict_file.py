@@ -17,7 +17,7 @@ from toolkit.data.labels import Labels, problem_of
 from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
-from toolkit.data.rows import text_column, texts_of
+from toolkit.data.rows import columns_of, text_column, texts_of
 from toolkit.data.tokens import Split, choose_max_length
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import decide
@@ -47,8 +47,9 @@ def predict_file(options: Any) -> None:
     table = read_file(options.file, options.encoding)
     flat = format_of(output) in _SEPARATORS
     _refuse_columns(table, _names(labels, flat) if labels else {"prediction": []})
-    column = text_column(table, options.text_column)
+    column = text_column(table, options.text_column or _learned_from(Path(options.model), table))
     max_length = choose_max_length(options.max_length, tokenizer, model.config)
+    launch.say(accelerator, f"reading column {column}, at most {max_length} tokens of each text")
     split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
@@ -67,6 +68,15 @@ def predict_file(options: Any) -> None:
         f"{len(split)} rows in {seconds:.1f} s ({len(split) / max(seconds, 1e-9):.0f} a second): {output}",
         file=sys.stderr,
     )
+
+
+def _learned_from(model: Path, table: Table) -> str | None:
+    """The text columns that a run's model learned from, where the file has them too."""
+    try:
+        named = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))["data"]["text_column"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not in a run's folder
+    return named if all(part in table.rows.column_names for part in columns_of(table, named)) else None
 
 
 def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, batch_size: int) -> dict[str, Any] | None:

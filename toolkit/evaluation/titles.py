@@ -18,6 +18,8 @@ from toolkit.evaluation import Evaluation, rouge
 from toolkit.evaluation.predict import each_once, refuse_non_finite
 from toolkit.models.loss import token_losses
 
+_USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
+
 
 def evaluate_titles(
     accelerator: Accelerator,
@@ -75,7 +77,9 @@ class Writer:
     def __init__(self, accelerator: Accelerator, model: Any) -> None:
         model.eval()
         self.module = accelerator.unwrap_model(model)
-        self.generation = self.module.generation_config
+        saved = self.module.generation_config
+        self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
+        self.padding = saved.pad_token_id or 0
         plugin = accelerator.state.deepspeed_plugin
         divided = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
         # a process whose titles have all ended goes on until the others' have: each call gathers the parameters
@@ -89,10 +93,11 @@ class Writer:
         return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
-        """(B, max_new_tokens) ids, padded, without the token that begins a title."""
-        found = self.module.generate(encoder_outputs=encoded, attention_mask=mask, synced_gpus=self.synced)[:, 1:]
-        missing = self.generation.max_new_tokens - found.shape[1]
-        return torch.nn.functional.pad(found, (0, missing), value=self.generation.pad_token_id)
+        """(B, most) ids, padded, without the token that begins a title."""
+        found = self.module.generate(
+            encoder_outputs=encoded, attention_mask=mask, max_new_tokens=self.most, synced_gpus=self.synced
+        )[:, 1:]
+        return torch.nn.functional.pad(found, (0, self.most - found.shape[1]), value=self.padding)
 
 
 def _judge(

@@ -24,14 +24,18 @@ class Padded(Protocol):
     def inputs(self) -> dict[str, Any]: ...
 
 
-def of_training(batch: Padded, error: Exception) -> str | None:
-    """The answer to `error` where it is memory that ran out in a training step; None for every other."""
+def of_training(batch: Padded, recomputes: bool, error: Exception) -> str | None:
+    """The answer to `error` where it is memory that ran out in a training step; None for every other.
+
+    `recomputes`: whether activations are recomputed already.
+    """
     samples, width = batch.inputs["input_ids"].shape
     ways = [f"--max_length {width // 2}"]
     if samples > 1:
         fewer = f"--per_device_batch_size {samples // 2}, or --max_tokens_per_batch {max(width, samples * width // 2)}"
         ways.insert(0, f"{fewer} (the global batch and the losses stay the same)")
-    ways.insert(-1, "--gradient_checkpointing true")
+    if not recomputes:
+        ways.insert(-1, "--gradient_checkpointing true")
     return _answer(error, f"in a training step, with a micro-batch of {samples} x {width} tokens", ways)
 
 
@@ -42,6 +46,7 @@ def of_evaluation(batch: Padded, error: Exception) -> str | None:
     if samples > 1:
         fewer = samples // 2
         ways.insert(0, f"--per_device_eval_batch_size {fewer} (toolkit predict: --per_device_batch_size {fewer})")
+        ways.insert(1, f"--max_tokens_per_batch {max(width, samples * width // 2)} (not toolkit predict)")
     return _answer(error, f"in an evaluation, with a batch of {samples} x {width} tokens", ways)
 
 

@@ -56,6 +56,8 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     name = str(settings.model_name_or_path)
     path = demo.model_path(name)
     config = load_config(settings)
+    if config.is_encoder_decoder and config.model_type == "encoder-decoder":
+        raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
@@ -127,7 +129,7 @@ def _refuse_random_encoder(name: str, model: Any, fresh: list[str]) -> None:
         )
 
 
-def freeze_unused(model: torch.nn.Module, **more: torch.Tensor) -> list[str]:
+def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
     """Freezes the parameters that no output depends on (an unused pooler), and returns their names.
 
     Data parallel training would stop at them, and divided optimizers would decay them where one process
@@ -186,6 +188,10 @@ def _refuse_wrong_folder(name: str) -> None:
     """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
     hub is asked for a model of that name."""
     path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, siblings)
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
     if (path / "manifest.json").is_file():
         raise UserError(
             f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "

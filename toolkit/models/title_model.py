@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import set_seed
-from transformers import AutoModel, AutoModelForCausalLM, EncoderDecoderModel, GenerationConfig
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+    GenerationConfig,
+)
 
 from toolkit.checkpoint.model_folder import quiet_transformers
 from toolkit.config import GenerationSettings, PretrainedSettings
@@ -56,8 +63,7 @@ def load_title_model(
         choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         recompute_activations(name, model)
-    probe = torch.ones(1, 8, dtype=torch.long)
-    freeze_unused(model, decoder_input_ids=probe)
+    freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
 
 
@@ -97,13 +103,34 @@ def _encoder(long: PretrainedSettings) -> Any:
 
 def _decoder(settings: PretrainedSettings) -> Any:
     config = load_config(settings)
+    sparse = config.model_type == "big_bird"
+    if sparse:
+        _refuse_without_twin(str(settings.model_name_or_path), config)
+        config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
-    if config.model_type == "big_bird":
-        config.attention_type = "original_full"  # titles are short, and a decoder has no sparse pattern
     if settings.dropout is not None:
         set_dropout(config, settings.dropout)
     path = demo.model_path(str(settings.model_name_or_path))
-    return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    return _as_bert(decoder) if sparse else decoder
+
+
+def _refuse_without_twin(name: str, config: Any) -> None:
+    if not config.use_bias or config.rescale_embeddings:
+        raise UserError(
+            f"--model_name_or_path {name}: a BigBird with use_bias {config.use_bias} and rescale_embeddings "
+            f"{config.rescale_embeddings} cannot write titles: its decoder would have to be a BERT, which has neither"
+        )
+
+
+def _as_bert(decoder: Any) -> BertLMHeadModel:
+    """The BERT with a BigBird decoder's weights, which computes the same: transformers' BigBird cannot keep what
+    its decoder has read (5.23: its attention hands both kinds of memory on as one), and could not generate."""
+    config = BertConfig.from_dict({**decoder.config.to_dict(), "model_type": "bert", "architectures": None})
+    bert = BertLMHeadModel(config)
+    weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}  # read by none
+    bert.load_state_dict(weights)
+    return bert
 
 
 def _refuse_short_decoder(name: str, config: Any, max_target_length: int) -> None:

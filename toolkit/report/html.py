@@ -124,7 +124,10 @@ def write_report_of_folder(folder: str | Path) -> Path:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no run folder: it has no config.json")
-    data = json.loads((folder / "config.json").read_text(encoding="utf-8"))["data"]
+    data = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data")
+    if data is None:
+        near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
+        raise UserError(f"{folder} is no run folder, its config.json is a model's{near}")
     evaluated = (line for line in read_lines(folder / "eval.jsonl") if not is_comparison(line))
     lines = collections.deque(evaluated, maxlen=1)
     numbers = {name: value for line in lines for name, value in line.items() if name not in ("step", "split")}

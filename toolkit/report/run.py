@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -64,7 +65,7 @@ class Run:
         folder.write_config(
             settings,
             self.accelerator,
-            {"samples": data.sizes, **data.facts,
+            {"samples": data.sizes, **data.facts, "text_column": data.text_column,
              "max_length": data.max_length, "digest": data.digest, "notes": data.notes, **asdict(schedule)},
             {"identity": self.facts["identity"], "resumed_from": str(resumed.folder) if resumed else None},
         )  # fmt: skip
@@ -95,6 +96,7 @@ class Run:
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             ", ".join(f"{split}: {count} samples" for split, count in self.data.sizes.items())
             + f"; {self.data.outputs}",
+            f"texts: column {self.data.text_column}, at most {self.data.max_length} tokens",
             *self.data.notes,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",
             *filter(None, notes),
@@ -165,8 +167,9 @@ class Run:
             print(line, file=sys.stderr, flush=True)
 
     def _summary(self, last: Evaluation) -> list[str]:
-        folder, script = self.folder.path, sys.argv[0]
+        folder, script = shlex.quote(str(self.folder.path)), shlex.quote(sys.argv[0])
         architecture = json.loads((self.model_folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
+        saved = (self.folder.path / "checkpoints").is_dir()
         compared = []
         if self.compared is not None:
             most, other = self.compared
@@ -181,7 +184,7 @@ class Run:
             f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
             f"  {folder}/predictions.jsonl every {last.split} sample with what was predicted",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
-            *([f"  {folder}/checkpoints/last  resumes under any launch"] if (folder / "checkpoints").is_dir() else []),
+            *([f"  {folder}/checkpoints/last  resumes under any launch"] if saved else []),
             "next:",
             f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv",
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",

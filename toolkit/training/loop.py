@@ -128,7 +128,7 @@ class Step:
             last = place == len(mine) - 1
             accelerator.sync_gradients = last
             self._batch = loop.collate.share(share)
-            launch.explain_failures(partial(memory.of_training, self._batch))
+            launch.explain_failures(partial(memory.of_training, self._batch, loop.recomputes))
             with contextlib.nullcontext() if last else accelerator.no_sync(loop.model):
                 yield self._batch
 
@@ -230,6 +230,7 @@ class Loop:
     def __post_init__(self) -> None:
         self.lengths, self.loss_terms = self.train.lengths, self.train.loss_terms
         self.collate = collator_of(self.train, self.tokenizer, self.accelerator.device)
+        self.recomputes = any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules())
         self.done = 0
         """Optimizer steps taken."""
         self.told = 0
