@@ -63,17 +63,15 @@ class Best:
     def forget(self) -> None:
         """As before the first evaluation."""
         self.value = -math.inf
-        self.loss = math.inf
-        """Of the best evaluation; decides between equal ones."""
         self.step = 0
         self.waited = 0
         """Evaluations since the best one."""
 
     def improved(self, evaluation: Evaluation, step: int) -> bool:
         """Takes note of an evaluation; True when it is better than all before it."""
-        value, loss = self.sign * evaluation.numbers[self.metric], evaluation.numbers.get("loss", math.inf)
-        if value > self.value or (value == self.value and loss < self.loss):
-            self.value, self.loss, self.step, self.waited = value, loss, step, 0
+        value = self.sign * evaluation.numbers[self.metric]
+        if value > self.value:
+            self.value, self.step, self.waited = value, step, 0
             return True
         self.waited += 1
         return False
@@ -86,11 +84,9 @@ class Best:
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON."""
         value = None if math.isinf(self.value) else self.value
-        loss = None if math.isinf(self.loss) else self.loss
-        return {"metric": self.metric, "value": value, "loss": loss, "step": self.step, "waited": self.waited}
+        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.waited}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint's state; anew where that was of another metric."""
         if state["metric"] == self.metric and state["value"] is not None:
             self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
-            self.loss = math.inf if state.get("loss") is None else state["loss"]
