@@ -78,6 +78,7 @@ class Writer:
         model.eval()
         self.module = accelerator.unwrap_model(model)
         saved = self.module.generation_config
+        self.generation = saved
         self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
         self.padding = saved.pad_token_id or 0
         plugin = accelerator.state.deepspeed_plugin

@@ -124,8 +124,8 @@ def _refuse_without_twin(name: str, config: Any) -> None:
 
 
 def _as_bert(decoder: Any) -> BertLMHeadModel:
-    """The BERT with a BigBird decoder's weights, which computes the same: transformers' BigBird cannot keep what
-    its decoder has read (5.23: its attention hands both kinds of memory on as one), and could not generate."""
+    """The BERT with a BigBird decoder's weights, which computes the same of a text alone. With an encoder beside it
+    transformers' BigBird (5.23) gives other numbers, and it cannot generate."""
     config = BertConfig.from_dict({**decoder.config.to_dict(), "model_type": "bert", "architectures": None})
     bert = BertLMHeadModel(config)
     weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}  # read by none
