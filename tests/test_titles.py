@@ -56,9 +56,10 @@ def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
     folder = tmp_path_factory.mktemp("titles")
     rows = lines_of(articles)
     for place, row in enumerate(rows):
-        row["title"] += (" the film and the story", " very good price and service", " not a dull room", " fine")[
-            place % 4
-        ]
+        if place % 6 == 1 and place < 48:
+            row["title"] = row["title"][:2]  # of very uneven length
+        else:
+            row["title"] += (" the film and the story", " very good price", " not a dull room", " fine")[place % 4]
     for name, part in (("train", rows[:48]), ("validation", rows[48:])):
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
