@@ -185,13 +185,13 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     losses = []
     warm_up(model, bf16=True)
     clock.start()
-    for step in loop.steps():
+    for step in run.steps():
         for batch in step.micro_batches():
             logits = model(**batch.inputs).logits
             step.backward(sample_losses(logits, batch.labels, labels.problem_type))
         metrics = step.update()
         run.step(metrics)
-        run.record(metrics)
+        run.record(step, metrics)
         losses.append(metrics.loss)
     clock.stop()
     return {"loss": statistics.fmean(losses), "steps": len(losses)}

@@ -12,7 +12,7 @@ file of them may come first.
 from pathlib import Path
 
 from toolkit import config, launch
-from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_data
 from toolkit.evaluation import Best, evaluate
 from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
@@ -50,11 +50,9 @@ def main() -> None:
     # Train: each step is one global batch, however many processes share it
     run = Run(accelerator, settings, data, schedule, recipe="bigbird", model=model)
     loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
-    checkpoints = run.start(loop, best)  # at the newest checkpoint of this run, where there is one
-    for step in loop.steps():
-        if best.gives_up:
-            run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
-            break
+    run.start(loop, best)  # at the newest checkpoint of this run, where there is one
+    evaluation = None
+    for step in run.steps():
         for batch in step.micro_batches():
             logits = model(**batch.inputs).logits  # (B, C)
             losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
@@ -64,25 +62,22 @@ def main() -> None:
 
         if schedule.evaluates_after(step.number):
             evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
-            improved = best.improved(evaluation, step.number)
-            if improved:
-                save_model(accelerator, model, tokenizer, run.model_folder, step.number)
-            run.evaluation(evaluation, step.number, improved)
-        run.record(metrics, checkpoints.after(step, metrics))
+            run.evaluated(evaluation, step.number)  # saves the model, where it is the best so far
+        run.record(step, metrics)  # after a checkpoint, where one is due
         if step.stopping:
-            run.stop(loop)
+            run.stop()
             return
 
-    # The saved model: what it makes of the beginnings of the texts, and of the whole texts
+    # The saved model, on the test rows where there are any: on their beginnings, and on the whole texts
     if best.step != loop.done:
         load_weights(accelerator, model, run.model_folder)
     final = data.test or data.validation
-    evaluation = evaluate(accelerator, model, final, tokenizer, labels, training)
+    if best.step != loop.done or data.test or evaluation is None:
+        evaluation = evaluate(accelerator, model, final, tokenizer, labels, training)
     if most := settings.long.compare_max_length:
-        # after the whole texts: short ones leave transformers' own attention (eager) full for good
         beginnings = final.cut(tokenizer, most, name=f"{final.name}_first_{most}")
         run.comparison(evaluate(accelerator, model, beginnings, tokenizer, labels, training), best.step, most)
-    run.evaluation(evaluation, best.step, improved=False)
+    run.evaluation(evaluation, best.step)
     run.finish(evaluation)
 
 

@@ -11,7 +11,7 @@
 from pathlib import Path
 
 from toolkit import config, launch
-from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_data
 from toolkit.evaluation import Best, evaluate
 from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
@@ -47,12 +47,9 @@ def main() -> None:
     # Train: each step is one global batch, however many processes share it
     run = Run(accelerator, settings, data, schedule, recipe="cls", model=model)
     loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
-    checkpoints = run.start(loop, best)  # at the newest checkpoint of this run, where there is one
+    run.start(loop, best)  # at the newest checkpoint of this run, where there is one
     evaluation = None
-    for step in loop.steps():
-        if best.gives_up:
-            run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
-            break
+    for step in run.steps():
         for batch in step.micro_batches():
             logits = model(**batch.inputs).logits  # (B, C)
             losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
@@ -62,13 +59,10 @@ def main() -> None:
 
         if schedule.evaluates_after(step.number):
             evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
-            improved = best.improved(evaluation, step.number)
-            if improved:
-                save_model(accelerator, model, tokenizer, run.model_folder, step.number)
-            run.evaluation(evaluation, step.number, improved)
-        run.record(metrics, checkpoints.after(step, metrics))
+            run.evaluated(evaluation, step.number)  # saves the model, where it is the best so far
+        run.record(step, metrics)  # after a checkpoint, where one is due
         if step.stopping:
-            run.stop(loop)
+            run.stop()
             return
 
     # The last evaluation is of the saved model, on the test rows where there are any
@@ -76,7 +70,7 @@ def main() -> None:
         load_weights(accelerator, model, run.model_folder)
     if best.step != loop.done or data.test or evaluation is None:
         evaluation = evaluate(accelerator, model, data.test or data.validation, tokenizer, labels, training)
-        run.evaluation(evaluation, best.step, improved=False)
+        run.evaluation(evaluation, best.step)
     run.finish(evaluation)
 
 

@@ -11,7 +11,7 @@
 from pathlib import Path
 
 from toolkit import config, launch
-from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_titles
 from toolkit.evaluation import Best
 from toolkit.evaluation.titles import evaluate_titles
@@ -52,12 +52,9 @@ def main() -> None:
     # Train: each step is one global batch, and its loss the mean over the tokens of all its titles
     run = Run(accelerator, settings, data, schedule, recipe="title", model=model)
     loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
-    checkpoints = run.start(loop, best)  # at the newest checkpoint of this run, where there is one
+    run.start(loop, best)  # at the newest checkpoint of this run, where there is one
     evaluation = None
-    for step in loop.steps():
-        if best.gives_up:
-            run.say(f"no better {best.metric} in {best.waited} evaluations: stopping early")
-            break
+    for step in run.steps():
         for batch in step.micro_batches():
             logits = model(**batch.inputs, use_cache=False).logits  # (B, T, V)
             losses = token_losses(logits, batch.labels, training.label_smoothing_factor)
@@ -67,13 +64,10 @@ def main() -> None:
 
         if schedule.evaluates_after(step.number):
             evaluation = evaluate_titles(accelerator, model, data.validation, tokenizer, generation, training)
-            improved = best.improved(evaluation, step.number)
-            if improved:
-                save_model(accelerator, model, tokenizer, run.model_folder, step.number)
-            run.evaluation(evaluation, step.number, improved)
-        run.record(metrics, checkpoints.after(step, metrics))
+            run.evaluated(evaluation, step.number)  # saves the model, where it is the best so far
+        run.record(step, metrics)  # after a checkpoint, where one is due
         if step.stopping:
-            run.stop(loop)
+            run.stop()
             return
 
     # The last evaluation is of the saved model, on the test rows where there are any
@@ -81,7 +75,7 @@ def main() -> None:
         load_weights(accelerator, model, run.model_folder)
     if best.step != loop.done or data.test or evaluation is None:
         evaluation = evaluate_titles(accelerator, model, data.test or data.validation, tokenizer, generation, training)
-        run.evaluation(evaluation, best.step, improved=False)
+        run.evaluation(evaluation, best.step)
     run.finish(evaluation)
 
 

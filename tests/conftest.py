@@ -79,6 +79,22 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def sharp_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
+    alike, every pattern gives the same numbers."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("sharp") / "sharp-bert"
+    shutil.copytree(tiny_model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
+            weight *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tiny_model: Path) -> Any:
     from transformers import AutoTokenizer
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, recipe
 
 ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
@@ -47,9 +47,7 @@ def test_matrix(way: str, settings: list[str], sources: dict[str, Path], tmp_pat
         targets[source] = tmp_path / source.replace(" ", "-")
         saved = folder / "checkpoints" / f"step-{SAVED_AT:08d}"
         jobs.append([*settings, "--output_dir", str(targets[source]), "--resume", str(saved)])
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    finished = recipe(tmp_path / "jobs.json", *ALL[way], script="tests/recipe_worker.py")
-    assert finished.code == 0, finished.err[-3000:]
+    run_jobs(tmp_path, ALL[way], [["recipes.cls", *job] for job in jobs])
     expected = losses(sources["single"])
     for source, folder in targets.items():
         found = losses(folder)

@@ -18,7 +18,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.jobs_worker import run_jobs
@@ -37,20 +36,6 @@ SPARSE = [*COMMON, "--max_length", 4096, "--per_device_batch_size", 2, "--compar
 TOKENS = [*COMMON, "--max_length", 704, "--per_device_batch_size", 12, "--max_tokens_per_batch", 1250]
 # the weights stand still, so that the loss of each step is known beforehand
 STILL = [*COMMON, "--max_length", 4096, "--learning_rate", "1e-30", "--warmup_steps", 0, "--weight_decay", 0]
-
-
-@pytest.fixture(scope="module")
-def sharp_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does: where all count
-    alike, every pattern gives the same numbers."""
-    folder = tmp_path_factory.mktemp("sharp") / "sharp-bert"
-    shutil.copytree(tiny_model, folder)
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
-            weight *= 20
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")

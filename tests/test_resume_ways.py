@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
 from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
@@ -26,11 +26,8 @@ def settings(tiny_model: Path, reviews: Path) -> list[Any]:
 
 def run(jobs: list[list[Any]], way: str, folder: Path) -> Finished:
     """Several runs in one group of processes."""
-    path = folder / f"jobs-{way.replace(' ', '-')}-{len(list(folder.iterdir()))}.json"
-    path.write_text(json.dumps([[str(word) for word in job] for job in jobs]))
-    finished = recipe(path, *WAYS[way], script="tests/recipe_worker.py")
-    assert finished.code == 0, finished.err[-3000:]
-    return finished
+    root = folder / f"jobs-{way.replace(' ', '-')}-{len(list(folder.iterdir()))}"
+    return run_jobs(root, WAYS[way], [["recipes.cls", *job] for job in jobs])
 
 
 def saved(folder: Path, step: int = SAVED_AT) -> Path:

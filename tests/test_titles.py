@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -64,19 +63,6 @@ def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return ["--train_file", str(folder / "train.jsonl"), "--validation_file", str(folder / "validation.jsonl")]
-
-
-@pytest.fixture(scope="module")
-def sharp_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """The tiny BERT with attention that prefers some tokens to others, as a pretrained one's does."""
-    folder = tmp_path_factory.mktemp("sharp") / "sharp-bert"
-    shutil.copytree(tiny_model, folder)
-    weights = load_file(folder / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith(("query.weight", "key.weight", "value.weight", "attention.output.dense.weight")):
-            weight *= 20
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 @pytest.fixture(scope="module")

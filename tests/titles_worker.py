@@ -48,7 +48,7 @@ def main() -> None:
         assert evaluation.numbers["num_samples"] == size
         if evaluation.predictions is None:
             return []
-        lines = list(evaluation.predictions)
+        lines = list(evaluation.predictions())
         assert [line["id"] for line in lines] == split.rows.tolist(), size
         assert [line["reference"] for line in lines] == split.titles(), size
         return lines
@@ -65,7 +65,7 @@ def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
     """The main process's titles end after a token, the others' never do: all make the same number of calls where each
     needs the others' parameters."""
     writer = Writer(accelerator, model)
-    module, chosen, end = writer.module, writer.generation, writer.generation.eos_token_id
+    module, chosen, end = writer.module, writer.module.generation_config, writer.module.generation_config.eos_token_id
     if accelerator.is_main_process:
         chosen.exponential_decay_length_penalty = (0, 1000.0)
     else:

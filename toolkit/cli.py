@@ -63,6 +63,9 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
+    predict.add_argument(
+        "--max_tokens_per_batch", type=int, default=16384, metavar="TOKENS", help="padding counted [16384]"
+    )
     predict.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="[the accelerate config's, or no]")
 
 

@@ -122,7 +122,7 @@ def test_the_answer_in_an_evaluation_names_its_own_settings() -> None:
     assert "in an evaluation, with a batch of 64 x 131 tokens" in answer
     ways = (
         "--per_device_eval_batch_size 32 (toolkit predict: --per_device_batch_size 32)",
-        "--max_tokens_per_batch 4192 (not toolkit predict)",
+        "--max_tokens_per_batch 4192",
         "--max_length 65",
     )
     assert f"pass {', or '.join(ways)} [" in answer

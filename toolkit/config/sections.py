@@ -188,6 +188,14 @@ class TrainingSettings:
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
 
 
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class LongTrainingSettings(TrainingSettings):
+    """The optimization and what a run keeps."""
+
+    max_tokens_per_batch: int | None = Field(default=16384, ge=2)
+    """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     """Everything a recipe on labelled texts can be told."""
@@ -201,6 +209,7 @@ class TaskSettings:
 class LongTaskSettings(TaskSettings):
     """The same on long texts."""
 
+    training: LongTrainingSettings
     long: LongTextSettings
 
 
@@ -211,4 +220,4 @@ class TitleSettings:
     model: PretrainedSettings
     data: TitleDataSettings
     generation: GenerationSettings
-    training: TrainingSettings
+    training: LongTrainingSettings

@@ -90,11 +90,12 @@ def rounds_of(samples: int, per_device: int, world: int) -> int:
 
 def most_rounds(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
     """At least as many micro-batches as any `samples` texts of a split need on each process."""
-    samples = min(samples, len(split))
+    if max_tokens is None and split.sparse is None:
+        return rounds_of(samples, per_device, world)
     longest = np.argsort(-split.lengths, kind="stable")[:samples]
     groups = len(_groups(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.sparse is not None:  # where one kind ends, a group can end before it is full
-        groups = min(samples, groups + len(np.unique(split.sparse.kinds(split.lengths))) - 1)
+        groups = min(len(longest), groups + len(np.unique(split.sparse.kinds(split.lengths))) - 1)
     return max(1, -(-groups // world))
 
 

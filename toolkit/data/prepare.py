@@ -31,6 +31,7 @@ from toolkit.data.rows import (
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.models.bigbird.widths import sparse_widths
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -158,7 +159,7 @@ def prepare_texts(
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
     folder = made_once("tokens", digest, make, accelerator)
-    return tokens.load_split(folder, "texts", tokens.sparse_widths(model_config))
+    return tokens.load_split(folder, "texts", sparse_widths(model_config))
 
 
 def _prepared(
@@ -214,7 +215,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    sparse = tokens.sparse_widths(model_config)
+    sparse = sparse_widths(model_config)
     splits = {name: tokens.load_split(folder, name, sparse) for name in meta["splits"]}
     return {
         "folder": folder,

@@ -32,14 +32,6 @@ class SparseWidths:
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
 
-def sparse_widths(config: Any) -> SparseWidths | None:
-    """Of a model's config; None where the width of a batch changes nothing."""
-    config = _reader(config)
-    if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
-        return None
-    return SparseWidths((5 + 2 * config.num_random_blocks) * config.block_size, config.block_size)
-
-
 @dataclass(frozen=True)
 class Split:
     """The tokens and labels of one split; sample i is `input_ids[offsets[i]:offsets[i + 1]]`."""
@@ -194,7 +186,7 @@ def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer can make tokens the model has no row for."""
-    rows = getattr(_reader(config), "vocab_size", None)
+    rows = getattr(reader(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
@@ -207,7 +199,7 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
 
     Raises UserError when the model has fewer positions.
     """
-    config = _reader(config)
+    config = reader(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its kin count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
@@ -224,6 +216,6 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     return wanted
 
 
-def _reader(config: Any) -> Any:
+def reader(config: Any) -> Any:
     """The config of what reads the texts: an encoder-decoder has two."""
     return getattr(config, "encoder", config)

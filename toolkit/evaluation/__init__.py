@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ class Evaluation:
 
     split: str
     numbers: dict[str, Any]
-    predictions: Iterable[dict[str, Any]] | None
-    """The lines of predictions.jsonl, to be read once."""
+    predictions: Callable[[], Iterator[dict[str, Any]]] | None
+    """Makes the lines of predictions.jsonl."""
 
 
 def evaluate(
@@ -45,7 +46,7 @@ def evaluate(
     batch_size = settings.per_device_eval_batch_size or 2 * settings.per_device_batch_size
     predictions = predict(accelerator, model, split, collate, batch_size, settings.max_tokens_per_batch)
     numbers = [compute(predictions, labels) if predictions is not None else None]
-    lines = prediction_lines(predictions, labels) if predictions is not None else None
+    lines = partial(prediction_lines, predictions, labels) if predictions is not None else None
     return Evaluation(split.name, broadcast_object_list(numbers)[0], lines)
 
 

@@ -54,9 +54,9 @@ def predict_file(options: Any) -> None:
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
     if labels is None:
-        columns = _titles(accelerator, model, split, tokenizer, options.per_device_batch_size)
+        columns = _titles(accelerator, model, split, tokenizer, options)
     else:
-        columns = _classes(accelerator, model, split, tokenizer, options.per_device_batch_size, labels, flat)
+        columns = _classes(accelerator, model, split, tokenizer, options, labels, flat)
     if columns is None:
         return
     seconds = time.monotonic() - started
@@ -79,15 +79,17 @@ def _learned_from(model: Path, table: Table) -> str | None:
     return named if all(part in table.rows.column_names for part in columns_of(table, named)) else None
 
 
-def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, batch_size: int) -> dict[str, Any] | None:
-    found = generate_titles(accelerator, model, split, tokenizer, batch_size)
+def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any) -> dict[str, Any] | None:
+    most = options.max_tokens_per_batch
+    found = generate_titles(accelerator, model, split, tokenizer, options.per_device_batch_size, most)
     return None if found is None else {"prediction": found}
 
 
 def _classes(
-    accelerator: Any, model: Any, split: Split, tokenizer: Any, batch_size: int, labels: Labels, flat: bool
+    accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any, labels: Labels, flat: bool
 ) -> dict[str, Any] | None:
-    predictions = predict(accelerator, model, split, Collator(split, tokenizer, accelerator.device), batch_size)
+    collate, most = Collator(split, tokenizer, accelerator.device), options.max_tokens_per_batch
+    predictions = predict(accelerator, model, split, collate, options.per_device_batch_size, most)
     if predictions is None:
         return None
     chances = probabilities_of(predictions.logits, labels.problem_type)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ def generate_titles(
     split: Split,
     tokenizer: Any,
     per_device_batch_size: int,
+    max_tokens: int | None = None,
 ) -> list[str] | None:
     """A title for every text of a split without titles, in its order, on the main process; all must call it."""
     writer = Writer(accelerator, model)
@@ -67,7 +68,7 @@ def generate_titles(
         return (writer.write(*writer.encode(batch)),)
 
     collate = Collator(split, tokenizer, accelerator.device)
-    found = each_once(accelerator, split, collate, per_device_batch_size, None, outputs)
+    found = each_once(accelerator, split, collate, per_device_batch_size, max_tokens, outputs)
     return [readable(tokenizer, row) for row in found[1].tolist()] if found else None
 
 
@@ -78,7 +79,6 @@ class Writer:
         model.eval()
         self.module = accelerator.unwrap_model(model)
         saved = self.module.generation_config
-        self.generation = saved
         self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
         self.padding = saved.pad_token_id or 0
         plugin = accelerator.state.deepspeed_plugin
@@ -108,8 +108,9 @@ def _judge(
     split: TitleSplit,
     tokenizer: Any,
     generation: GenerationSettings,
-) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-    """(the numbers of eval.jsonl, the lines of predictions.jsonl); `losses` are sums over each title's tokens."""
+) -> tuple[dict[str, Any], Callable[[], Iterator[dict[str, Any]]]]:
+    """(the numbers of eval.jsonl, what makes the lines of predictions.jsonl); `losses` are sums over each title's
+    tokens."""
     titles, references = [readable(tokenizer, row) for row in written.tolist()], split.titles()
     segmenter = rouge.resolve(generation.rouge_segmenter, references)
     scores = rouge.scores(titles, references, segmenter)
@@ -119,8 +120,10 @@ def _judge(
         **{name: float(np.mean([score[name] for score in scores])) for name in scores[0]},
         "rouge_segmenter": segmenter,
     }
-    lines = (
-        {"id": int(row), "title": title, "reference": reference, "scores": {k: round(v, 6) for k, v in score.items()}}
-        for row, title, reference, score in zip(ids, titles, references, scores, strict=True)
-    )
+
+    def lines() -> Iterator[dict[str, Any]]:
+        for row, title, reference, score in zip(ids, titles, references, scores, strict=True):
+            rounded = {name: round(value, 6) for name, value in score.items()}
+            yield {"id": int(row), "title": title, "reference": reference, "scores": rounded}
+
     return numbers, lines

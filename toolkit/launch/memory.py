@@ -46,7 +46,7 @@ def of_evaluation(batch: Padded, error: Exception) -> str | None:
     if samples > 1:
         fewer = samples // 2
         ways.insert(0, f"--per_device_eval_batch_size {fewer} (toolkit predict: --per_device_batch_size {fewer})")
-        ways.insert(1, f"--max_tokens_per_batch {max(width, samples * width // 2)} (not toolkit predict)")
+        ways.insert(1, f"--max_tokens_per_batch {max(width, samples * width // 2)}")
     return _answer(error, f"in an evaluation, with a batch of {samples} x {width} tokens", ways)
 
 

@@ -17,6 +17,7 @@ from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, 
 from toolkit.checkpoint.model_folder import quiet_transformers
 from toolkit.data import demo
 from toolkit.errors import UserError, listing
+from toolkit.models.bigbird.plan import full_up_to
 from toolkit.models.classifier import explained, undivided
 
 _ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
@@ -40,8 +41,8 @@ class Pattern:
 
     @property
     def sparse_above(self) -> int:
-        """Tokens up to which the pattern does not fit: two blocks read all, three neighbours, the random ones twice."""
-        return (5 + 2 * self.random) * self.block_size
+        """Tokens up to which the pattern does not fit."""
+        return full_up_to(self.block_size, self.random)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import importlib.metadata
 import json
 import os
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -21,11 +19,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from toolkit import __version__, launch
+from toolkit import launch
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings, flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
+from toolkit.launch.facts import versions
 from toolkit.training.checkpoints import Saved
 from toolkit.training.loop import StepMetrics
 from toolkit.training.origin import Origin, choose_origin
@@ -39,7 +38,6 @@ _MARKS = (
     "checkpoints",
     "report.html",
 )
-_PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 
 
 class RunFolder:
@@ -116,7 +114,7 @@ class RunFolder:
         """predictions.jsonl, whole or not at all."""
         if evaluation.predictions is None:
             return
-        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions))
+        write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self.writes:
@@ -266,16 +264,6 @@ def _unused(path: Path) -> Path:
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
-
-
-def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"toolkit": __version__, "python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def _device_name(device: torch.device) -> str:

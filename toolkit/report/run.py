@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from toolkit.checkpoint.model_folder import save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data import demo
 from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Best, Evaluation
+from toolkit.launch.facts import versions
 from toolkit.launch.signals import tell_launcher
 from toolkit.models import lora
-from toolkit.report.files import RunFolder, versions
+from toolkit.report.files import RunFolder
 from toolkit.report.progress import Progress
 from toolkit.report.trackers import start_trackers, tracker_names
-from toolkit.training.checkpoints import Checkpoints, Saved
-from toolkit.training.loop import Loop, Schedule, StepMetrics
+from toolkit.training.checkpoints import Checkpoints
+from toolkit.training.loop import Loop, Schedule, Step, StepMetrics
 
 
 class Run:
@@ -54,10 +57,11 @@ class Run:
         self.compared: tuple[int, Evaluation] | None = None
         self.started = time.monotonic()
 
-    def start(self, loop: Loop, best: Best) -> Checkpoints:
+    def start(self, loop: Loop, best: Best) -> None:
         """Opens the files, after the state of an earlier start of the run has been taken up where there is
         one; says what is going to happen. Raises UserError when its checkpoints are damaged or do not fit."""
         settings, schedule, folder = self.settings, self.schedule, self.folder
+        self.loop, self.best = loop, best
         self.checkpoints = Checkpoints(loop, best, folder.path, folder.origin, self.facts)
         resumed = self.checkpoints.resume()
         folder.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
@@ -77,7 +81,6 @@ class Run:
             self.say(lora.describe(self.model, settings.model))
         for line in [*(resumed.lines if resumed else []), *self.checkpoints.notes()]:
             self.say(line)
-        return self.checkpoints
 
     def _introduce(self, schedule: Schedule) -> None:
         accelerator, settings = self.accelerator, self.settings
@@ -107,17 +110,33 @@ class Run:
     def say(self, line: str) -> None:
         self.progress.say(line)
 
+    def steps(self) -> Iterator[Step]:
+        """The loop's steps, until the last, or until no evaluation has been better for too long."""
+        for step in self.loop.steps():
+            if self.best.gives_up:
+                self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
+                return
+            yield step
+
     def step(self, metrics: StepMetrics) -> None:
         """Shows a step that is done."""
         numbers = {name: value for name, value in asdict(metrics).items() if name != "step"}
         self.accelerator.log({f"train/{name}": value for name, value in numbers.items()}, step=metrics.step)
         self.progress.step(metrics)
 
-    def record(self, metrics: StepMetrics, saved: Saved | None = None) -> None:
-        """Writes the step's line, with what its checkpoint cost: the last thing that happens in a step."""
-        self.folder.append_metrics(metrics, saved)
+    def record(self, step: Step, metrics: StepMetrics) -> None:
+        """Takes a checkpoint where one is due, and writes the step's line: the last thing that happens in a step."""
+        self.folder.append_metrics(metrics, self.checkpoints.after(step, metrics))
 
-    def evaluation(self, evaluation: Evaluation, step: int, improved: bool) -> None:
+    def evaluated(self, evaluation: Evaluation, step: int) -> None:
+        """Records an evaluation of the model as it is after `step`, and saves the model where it is the best so far."""
+        improved = self.best.improved(evaluation, step)
+        if improved:
+            save_model(self.accelerator, self.loop.model, self.loop.tokenizer, self.model_folder, step)
+        self.evaluation(evaluation, step, improved)
+
+    def evaluation(self, evaluation: Evaluation, step: int, improved: bool = False) -> None:
+        """Records an evaluation of the weights of `step`."""
         self.folder.append_evaluation(evaluation, step)
         self.folder.write_predictions(evaluation)
         numbers = {
@@ -133,8 +152,9 @@ class Run:
         self.folder.append_evaluation(evaluation, step, max_length=max_length)
         self.compared = (max_length, evaluation)
 
-    def stop(self, loop: Loop) -> None:
+    def stop(self) -> None:
         """Ends a run that was told to stop, and says how it goes on."""
+        loop = self.loop
         self._close()
         tell_launcher()
         again = "the same command" + (

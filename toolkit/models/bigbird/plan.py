@@ -23,6 +23,11 @@ _PAPER_LENGTHS = (1024, 3072, 4096)
 _EARLY = 1024
 
 
+def full_up_to(block: int, random: int) -> int:
+    """Tokens up to which a BigBird runs full attention: two blocks that read all, three neighbours, 2 x random."""
+    return (5 + 2 * random) * block
+
+
 @dataclass(frozen=True)
 class Pattern:
     """What decides one layer's pattern, but for the length of the batch."""
@@ -36,7 +41,7 @@ class Pattern:
     @property
     def shortest(self) -> int:
         """Tokens up to which the pattern does not fit and transformers runs full attention."""
-        return (5 + 2 * self.random) * self.block
+        return full_up_to(self.block, self.random)
 
     @property
     def layout(self) -> list[int]:
