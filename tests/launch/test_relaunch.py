@@ -5,22 +5,37 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from tests.conftest import REPOSITORY
 from tests.launch.test_environment import BATCH_SCRIPT, DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
+from tests.launch.test_machines import ELSEWHERE, FIRST, SECOND, THIRD, pretend_network
 from toolkit.errors import UserError
-from toolkit.launch import relaunch
+from toolkit.launch import accelerate_cli, relaunch
 from toolkit.launch.environment import Place, free_port, place_of
-from toolkit.launch.relaunch import MARKER, Options, clean_environment, plan, read_config, relaunch_if_asked, split
+from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER
+from toolkit.launch.relaunch import (
+    MARKER,
+    PATIENCE,
+    Options,
+    clean_environment,
+    ddp_seconds,
+    plan,
+    read_config,
+    relaunch_if_asked,
+    rendezvous_seconds,
+    split,
+)
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -39,8 +54,26 @@ def understood(arguments: list[str]) -> Namespace:
 
 
 def planned(path: Path | str, env: dict[str, str] | None = None, **options: str) -> tuple[Namespace, dict[str, Any]]:
-    arguments, asked = plan(Options(config_file=str(path), **options), [SCRIPT, "--seed", "3"], env or {})
-    return understood(arguments), asked
+    found = plan(Options(config_file=str(path), **options), [SCRIPT, "--seed", "3"], env or {})
+    arguments = understood(found.arguments)
+    if found.machines is None:
+        assert found.asked["num_machines"] == 1
+    else:  # the launcher is told what was found out
+        assert (found.machines.count, found.machines.rank) == (found.asked["num_machines"], arguments.machine_rank)
+        there = (arguments.main_process_ip, arguments.main_process_port)
+        assert (found.machines.first, found.machines.port) == there
+    return arguments, found.asked
+
+
+@pytest.fixture(autouse=True)
+def _network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name is looked up outside, and `FIRST` is another machine's address."""
+    pretend_network(monkeypatch, [ELSEWHERE])
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda count: monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
 
 def deepspeed_file_of(arguments: Namespace) -> str | None:
@@ -74,6 +107,11 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
             Options(num_processes="2", machine_rank="1", main_process_ip="h", main_process_port="5"),
             [],
         ),
+        (
+            ["--machines", "a,b", "--max-restarts", "2", "--rendezvous_timeout=9", "--ddp-timeout", "8", "x"],
+            Options(machines="a,b", max_restarts="2", rendezvous_timeout="9", ddp_timeout="8"),
+            ["x"],
+        ),
         # deepspeed's launcher adds --local_rank; many of its scripts take a bare --deepspeed
         (
             ["--local_rank=1", "--deepspeed", "--deepspeed_config", "z.json", "--train_file", "t"],
@@ -88,10 +126,11 @@ def test_split(argv: list[str], options: Options, rest: list[str]) -> None:
     assert split(argv) == (options, rest)
 
 
-@pytest.mark.parametrize("argv", [["--config_file"], ["--config_file", "--seed"], ["--config_file="]])
-def test_split_needs_a_value(argv: list[str]) -> None:
-    with pytest.raises(UserError, match="--config_file needs a value"):
-        split(argv)
+@pytest.mark.parametrize("name", ["config_file", "machines", "max_restarts", "rendezvous_timeout", "ddp_timeout"])
+@pytest.mark.parametrize("argv", [["--{}"], ["--{}", "--seed"], ["--{}="]])
+def test_split_needs_a_value(argv: list[str], name: str) -> None:
+    with pytest.raises(UserError, match=f"--{name} needs a value"):
+        split([word.format(name) for word in argv])
 
 
 def test_there_is_a_file_for_every_way_to_run() -> None:
@@ -113,8 +152,13 @@ def test_there_is_a_file_for_every_way_to_run() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
 def test_accelerate_itself_accepts_the_file(path: Path) -> None:
-    loaded = load_config_from_file(str(path))
-    assert loaded.num_processes == yaml.safe_load(path.read_text())["num_processes"]
+    loaded, written = load_config_from_file(str(path)), yaml.safe_load(path.read_text())
+    assert loaded.num_machines == written["num_machines"] == (2 if path in TWO_MACHINES else 1)
+    if path in TWO_MACHINES:  # their number of processes is that of the devices
+        assert "num_processes" not in written
+        assert loaded.main_process_port == MEETING_PORT
+    else:
+        assert loaded.num_processes == written["num_processes"]
 
 
 @pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=by_name)
@@ -150,11 +194,20 @@ def test_plan_of_one_machine(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
-def test_the_placeholder_address_is_an_error_that_names_file_and_option(path: Path) -> None:
+def test_the_placeholder_address_is_an_error_that_names_file_line_and_option(path: Path) -> None:
     with pytest.raises(UserError) as caught:
         planned(path, machine_rank="0")
-    assert str(path) in str(caught.value)
+    (line,) = [n for n, text in enumerate(path.read_text().splitlines(), 1) if text.startswith("main_process_ip:")]
+    assert f"{path}, line {line}" in str(caught.value)
+    assert PLACEHOLDER in str(caught.value)
     assert "--main_process_ip" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_a_loopback_address_of_two_machines_is_refused(path: Path, address: str) -> None:
+    with pytest.raises(UserError, match=f"{address} means each machine itself"):
+        planned(path, main_process_ip=address)
 
 
 @pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
@@ -167,6 +220,76 @@ def test_plan_of_two_machines(path: Path, address: str) -> None:
     assert (asked["num_processes"], asked["num_machines"]) == (16, 2)
     stage = path.stem.partition("_")[2]
     assert deepspeed_file_of(arguments) == (f"{stage}.json" if stage else None)
+    assert arguments.deepspeed_multinode_launcher == ("standard" if stage else None)  # not pdsh
+
+
+def test_two_machines_meet_at_our_own_port_unless_another_is_given(config_file: Callable[..., Path]) -> None:
+    options = {"main_process_ip": FIRST, "machine_rank": "0"}
+    assert planned(TWO_MACHINES[0], **options)[0].main_process_port == MEETING_PORT
+    path = config_file(distributed_type="MULTI_GPU", num_machines=2)
+    assert planned(path, **options)[0].main_process_port == MEETING_PORT
+
+
+@pytest.mark.parametrize(("seen", "each"), [(0, 1), (1, 1), (8, 8)])
+def test_without_a_number_two_machines_run_a_process_for_each_device(
+    devices: Callable[[int], None], seen: int, each: int
+) -> None:
+    devices(seen)
+    arguments, asked = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
+    assert arguments.num_processes == asked["num_processes"] == 2 * each
+
+
+def test_a_number_of_processes_goes_before_the_devices(
+    devices: Callable[[int], None], config_file: Callable[..., Path]
+) -> None:
+    devices(8)
+    options = {"main_process_ip": FIRST, "machine_rank": "1"}
+    assert planned(TWO_MACHINES[0], **options, num_processes="4")[1]["num_processes"] == 4
+    path = config_file(distributed_type="MULTI_GPU", num_machines=2, num_processes=6)
+    assert planned(path, **options)[1]["num_processes"] == 6
+    alone = config_file(name="alone.yaml", distributed_type="MULTI_GPU")
+    assert planned(alone)[1]["num_processes"] == 1
+
+
+@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "in the file"])
+def test_of_listed_machines_each_knows_itself(
+    monkeypatch: pytest.MonkeyPatch, config_file: Callable[..., Path], own: str, rank: int, typed: bool
+) -> None:
+    pretend_network(monkeypatch, [own])
+    listed = [FIRST, SECOND, THIRD]
+    values = {"distributed_type": "MULTI_GPU", "num_machines": 3, "main_process_ip": PLACEHOLDER}
+    path = config_file(**values, **({} if typed else {"machines": listed}))
+    arguments, asked = planned(path, **({"machines": ",".join(listed)} if typed else {}))
+    assert (arguments.machine_rank, arguments.main_process_ip, asked["num_machines"]) == (rank, FIRST, 3)
+
+
+@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1)])
+def test_of_two_machines_each_knows_itself_by_the_address_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, own: str, rank: int
+) -> None:
+    pretend_network(monkeypatch, [own])
+    assert planned(TWO_MACHINES[0], main_process_ip=FIRST)[0].machine_rank == rank
+
+
+def test_slurms_list_of_the_job_fills_the_placeholder() -> None:
+    job = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
+    arguments, _ = planned(TWO_MACHINES[0], job)
+    assert (arguments.main_process_ip, arguments.machine_rank) == ("gpu03", 1)
+
+
+@pytest.mark.parametrize("name", ["machines", "main_process_ip", "machine_rank"])
+def test_options_of_several_machines_are_refused_with_a_file_for_one(name: str) -> None:
+    """Each machine would quietly train for itself."""
+    value = {"machines": f"{FIRST},{SECOND}", "main_process_ip": FIRST, "machine_rank": "1"}[name]
+    with pytest.raises(UserError, match=f"(?s)--{name}.*num_machines|num_machines.*--{name}"):
+        planned("accelerate_configs/ddp.yaml", **{name: value})
+
+
+def test_a_list_of_machines_in_a_file_that_counts_one_is_refused(config_file: Callable[..., Path]) -> None:
+    path = config_file(distributed_type="MULTI_GPU", num_processes=2, machines=[FIRST, SECOND])
+    with pytest.raises(UserError, match="num_machines"):
+        planned(path)
 
 
 @pytest.mark.parametrize(
@@ -191,14 +314,21 @@ def test_where_the_machine_rank_is_from(options: dict[str, str], env: dict[str, 
         ({"machine_rank": "2"}, {}),
         ({"machine_rank": "-1"}, {}),
         ({"machine_rank": "first"}, {}),
-        ({}, {"NODE_RANK": ""}),
+        ({}, {"NODE_RANK": "2"}),
         # `accelerate launch` without a config is a world of one machine: its group rank says nothing
         ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}),
     ],
 )
 def test_a_missing_or_impossible_machine_rank(options: dict[str, str], env: dict[str, str]) -> None:
-    with pytest.raises(UserError, match="machine_rank"):
+    with pytest.raises(UserError, match="machine_rank"):  # no name `h` is known here: nothing tells who is who
         planned(TWO_MACHINES[0], env, main_process_ip="h", **options)
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "SLURM_NODEID"])
+@pytest.mark.parametrize("garbage", ["", "first"])
+def test_a_machine_rank_in_the_environment_that_is_no_number_names_the_variable(name: str, garbage: str) -> None:
+    with pytest.raises(UserError, match=f"{name} must be a whole number, not '{garbage}'"):
+        planned(TWO_MACHINES[0], {name: garbage}, main_process_ip="h")
 
 
 def test_a_machine_rank_in_the_file_counts_last(config_file: Callable[..., Path]) -> None:
@@ -241,11 +371,24 @@ def test_several_processes_of_a_file_for_one() -> None:
 def test_ports_that_cannot_be(port: str) -> None:
     with pytest.raises(UserError, match=r"port"):
         planned("accelerate_configs/ddp.yaml", main_process_port=port)
+    with pytest.raises(UserError, match=rf"main_process_port.*{port}"):
+        planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="0", main_process_port=port)
+
+
+def test_restarts_are_handed_on() -> None:
+    assert planned("accelerate_configs/ddp.yaml", max_restarts="3")[0].max_restarts == 3
+    two = {"main_process_ip": FIRST, "machine_rank": "0"}
+    assert planned(TWO_MACHINES[0], **two, max_restarts="3")[0].max_restarts == 3
+    assert planned("accelerate_configs/ddp.yaml")[0].max_restarts == 0
+
+
+@pytest.mark.parametrize("restarts", ["x", "1.5", "-1"])
+def test_numbers_of_restarts_that_cannot_be(restarts: str) -> None:
+    with pytest.raises(UserError, match=rf"max_restarts.*{restarts}"):
+        planned("accelerate_configs/ddp.yaml", max_restarts=restarts)
 
 
 def test_a_taken_port_is_replaced_on_one_machine_and_kept_on_two() -> None:
-    import socket
-
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -323,7 +466,7 @@ def test_files_that_are_no_accelerate_config(config_file: Callable[..., Path], t
 
 
 def test_a_module_is_started_as_one() -> None:
-    arguments, _ = plan(Options(config_file="accelerate_configs/ddp.yaml"), [SCRIPT, "a.csv"], {}, "toolkit")
+    arguments = plan(Options(config_file="accelerate_configs/ddp.yaml"), [SCRIPT, "a.csv"], {}, "toolkit").arguments
     assert (understood(arguments).module, understood(arguments).training_script) == (True, "toolkit")
     assert understood(arguments).training_script_args == ["a.csv"]
 
@@ -364,7 +507,22 @@ def test_the_users_number_of_threads_stays(env: dict[str, str], kept: bool) -> N
 def replaced(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[Any]:
     """What the process would have replaced itself with."""
     calls: list[Any] = []
+    for name in ("NODE_RANK", "SLURM_NODEID", *PATIENCE.values()):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(relaunch.os, "execve", lambda *call: calls.append(call))
+    return calls
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch, replaced: list[Any]) -> list[Any]:
+    """What the machines would have met with; nothing has been replaced by then."""
+    calls: list[Any] = []
+
+    def meet(*call: object) -> None:
+        assert replaced == []
+        calls.append(call)
+
+    monkeypatch.setattr(relaunch.meeting, "meet", meet)
     return calls
 
 
@@ -376,6 +534,7 @@ def test_without_launch_options_nothing_is_replaced(replaced: list[Any]) -> None
 
 def test_a_config_replaces_the_process_with_the_launcher(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setattr(relaunch.meeting, "meet", lambda *_: pytest.fail("one machine meets nobody"))
     relaunch_if_asked([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
     ((_, command, env),) = replaced
     assert command[1:3] == ["-m", "toolkit.launch.accelerate_cli"]
@@ -395,7 +554,7 @@ def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], m
 
 
 def test_the_first_process_of_another_machine_starts_there(
-    replaced: list[Any], monkeypatch: pytest.MonkeyPatch
+    replaced: list[Any], met: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
@@ -404,11 +563,93 @@ def test_the_first_process_of_another_machine_starts_there(
     ((_, command, _),) = replaced
     assert understood(command[3:]).machine_rank == 1
     assert understood(command[3:]).num_processes == 4
+    assert [(machines.rank, processes) for machines, processes, *_ in met] == [(1, 4)]
 
 
-def test_launch_options_without_a_config(replaced: list[Any]) -> None:
-    with pytest.raises(UserError, match=r"--num_processes .* add --config_file"):
-        relaunch_if_asked([SCRIPT, "--num_processes", "2"])
+def test_several_machines_meet_before_anything_is_started(
+    replaced: list[Any], met: list[Any], devices: Callable[[int], None]
+) -> None:
+    devices(2)
+    options = ["--main_process_ip", FIRST, "--machine_rank", "0", "--rendezvous_timeout", "7"]
+    relaunch_if_asked([SCRIPT, "--config_file", "accelerate_configs/2node.yaml", *options])
+    ((machines, processes, script, seconds),) = met
+    assert (machines.count, machines.rank, machines.first, machines.port) == (2, 0, FIRST, MEETING_PORT)
+    assert (processes, script, seconds) == (4, SCRIPT, 7)
+    ((_, command, env),) = replaced
+    assert understood(command[3:]).num_processes == json.loads(env[MARKER])["num_processes"] == 4
+
+
+def test_machines_that_do_not_meet_start_nothing(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: object) -> None:
+        raise UserError("machine 1 did not come")
+
+    monkeypatch.setattr(relaunch.meeting, "meet", meet)
+    options = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", FIRST, "--machine_rank", "0"]
+    with pytest.raises(UserError, match="machine 1 did not come"):
+        relaunch_if_asked([SCRIPT, *options])
+    assert replaced == []
+
+
+@pytest.mark.parametrize("argument", [["--num_processes", "2"], ["--machines", f"{FIRST},{SECOND}"],
+                                      ["--max_restarts", "1"], ["--machine_rank=0"]])  # fmt: skip
+def test_launch_options_without_a_config(replaced: list[Any], argument: list[str]) -> None:
+    name = argument[0].partition("=")[0]
+    with pytest.raises(UserError, match=rf"{name} .* add --config_file"):
+        relaunch_if_asked([SCRIPT, *argument])
+    assert replaced == []
+
+
+PATIENCE_OF = {"rendezvous_timeout": (rendezvous_seconds, 60), "ddp_timeout": (ddp_seconds, 1800)}
+
+
+@pytest.mark.parametrize("name", PATIENCE_OF)
+def test_how_long_is_waited_needs_no_config(replaced: list[Any], name: str) -> None:
+    """Whatever launched the script."""
+    seconds, usual = PATIENCE_OF[name]
+    assert seconds() == usual
+    assert relaunch_if_asked([SCRIPT, f"--{name}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
+    assert seconds() == 77
+    assert replaced == []
+
+
+@pytest.mark.parametrize("name", PATIENCE_OF)
+def test_how_long_is_waited_reaches_the_processes_that_are_started(replaced: list[Any], name: str) -> None:
+    relaunch_if_asked([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{name}=77"])
+    ((_, command, env),) = replaced
+    assert env[PATIENCE[name]] == "77"
+    assert command[-1] == SCRIPT
+
+
+@pytest.mark.parametrize("name", PATIENCE_OF)
+@pytest.mark.parametrize("seconds", ["0", "-5", "x", "1.5"])
+def test_a_patience_that_cannot_be_names_its_option(replaced: list[Any], name: str, seconds: str) -> None:
+    with pytest.raises(UserError, match=rf"{name}.*{seconds}"):
+        relaunch_if_asked([SCRIPT, f"--{name}={seconds}"])
+
+
+@pytest.mark.parametrize("name", PATIENCE_OF)
+@pytest.mark.parametrize("garbage", ["x", "1.5", "0", "-5"])
+def test_a_patience_in_the_environment_that_cannot_be_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, garbage: str
+) -> None:
+    monkeypatch.setenv(PATIENCE[name], garbage)
+    with pytest.raises(UserError, match=PATIENCE[name]):
+        PATIENCE_OF[name][0]()
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "not listed"])
+def test_accelerate_reads_the_file_without_the_list_of_machines(
+    config_file: Callable[..., Path], tmp_path: Path, listed: bool
+) -> None:
+    values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 2}
+    path = config_file(**values, **({"machines": [FIRST, SECOND]} if listed else {}))
+    before = path.read_text()
+    (tmp_path / "copies").mkdir()
+    handed = accelerate_cli._without_ours(path, tmp_path / "copies")
+    assert yaml.safe_load(handed.read_text()) == values
+    assert load_config_from_file(str(handed)).num_machines == 2
+    assert path.read_text() == before
+    assert (handed == path) is not listed
 
 
 def test_no_launcher_variable_is_left_in_this_session() -> None:

@@ -41,5 +41,5 @@ def made_once(kind: str, digest: str, make: Callable[[Path], None], accelerator:
                 draft.replace(folder)
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
-        launch.same_everywhere(accelerator, f"what the {kind} were made of", digest)
+        launch.same_everywhere(accelerator, f"the {kind}", {"what they were made of": digest})
     return folder

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.config import Task, TaskSettings, TextSettings, TitleSettings
+from toolkit import launch
+from toolkit.config import Task, TaskSettings, TextSettings, TitleSettings, flat
 from toolkit.data import demo, tokens
 from toolkit.data.cache import made_once
 from toolkit.data.labels import Labels, find_labels
@@ -114,6 +115,7 @@ def prepare_data(
     Raises UserError for every fault of the input, and when machines hold other data.
     """
     data, problem_type = settings.data, settings.model.problem_type
+    _refuse_other_settings(settings, accelerator)
 
     def find(table: Table, column: str, kept: np.ndarray) -> Labels:
         return find_labels(table, data.label_column, problem_type, column, kept)
@@ -128,6 +130,7 @@ def prepare_titles(
 ) -> TitleData:
     """Tokens of texts and of their titles; otherwise as `prepare_data`."""
     data = settings.data
+    _refuse_other_settings(settings, accelerator)
     if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
         raise UserError(f"{settings.model.model_name_or_path}: its tokenizer has no tokens that begin and end a title")
 
@@ -187,12 +190,28 @@ def _prepared(
         **more,
     }  # fmt: skip
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+    if accelerator is not None:  # before an hour of work on what is not the same
+        content = {f"the content of the {split} data": table.digest[:12] for split, table in tables.items()}
+        launch.same_everywhere(accelerator, "the data", {**content, **_compared(asked)})
 
     def make(draft: Path) -> None:
         _make(draft, tables, data, find, tokenizer, max_length, seed)
 
     folder = made_once("tokens", digest, make, accelerator)
     return folder, json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+
+
+def _refuse_other_settings(settings: TaskSettings | TitleSettings, accelerator: Accelerator | None) -> None:
+    """Paths may differ between machines: what the files hold is compared later."""
+    if accelerator is not None:
+        paths = ("train_file", "validation_file", "test_file", "model_name_or_path")
+        values = {name: value for name, value in flat(settings).items() if name not in paths}
+        launch.same_everywhere(accelerator, "the settings", values)
+
+
+def _compared(asked: dict[str, Any]) -> dict[str, Any]:
+    values = {name: value for name, value in asked.items() if name not in ("tables", "tokenizer")}
+    return {**values, "the tokenizer": hashlib.sha256(str(asked["tokenizer"]).encode()).hexdigest()[:12]}
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:

@@ -1,6 +1,16 @@
 """However a script was started: one verified process group, and one clear line when it fails."""
 
 from toolkit.launch.failure import explain_failures, run
+from toolkit.launch.watch import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
-__all__ = ["explain_failures", "how_launched", "make_accelerator", "run", "same_everywhere", "say", "wait_for_all"]
+__all__ = [
+    "explain_failures",
+    "how_launched",
+    "make_accelerator",
+    "named_machines",
+    "run",
+    "same_everywhere",
+    "say",
+    "wait_for_all",
+]

@@ -18,11 +18,12 @@ from types import FrameType
 
 import psutil
 import torch
+import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from toolkit.launch.signals import STOPPED_FILE
+from toolkit.launch.restarts import ENDED_FILE, HOPELESS, STOPPED
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = "600"
@@ -37,12 +38,23 @@ def main() -> None:
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        stopped = Path(folder) / "stopped"
-        os.environ[STOPPED_FILE] = str(stopped)
-        _launch(arguments, stopped)
+        ended = Path(folder) / "ended"
+        os.environ[ENDED_FILE] = str(ended)
+        arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
+        _launch(arguments, ended)
 
 
-def _launch(arguments: argparse.Namespace, stopped: Path) -> None:
+def _without_ours(path: Path, folder: Path) -> Path:
+    """The config file without the list of machines, which accelerate does not know."""
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "machines" not in config:
+        return path
+    copy = folder / path.name
+    copy.write_text(yaml.safe_dump({name: config[name] for name in config if name != "machines"}), encoding="utf-8")
+    return copy
+
+
+def _launch(arguments: argparse.Namespace, ended: Path) -> None:
     if hasattr(signal, "SIGUSR1"):  # a scheduler's warning; it would end this process and leave the others
         signal.signal(signal.SIGUSR1, _pass_on)
     try:
@@ -55,8 +67,9 @@ def _launch(arguments: argparse.Namespace, stopped: Path) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SignalException as error:
-        if stopped.exists():  # they saved a checkpoint and said so
-            sys.exit(0)
+        how = ended.read_text(encoding="ascii") if ended.exists() else ""
+        if how:  # they saved a checkpoint, or failed in a way that will not go away, and said so
+            sys.exit({STOPPED: 0, HOPELESS: 1}.get(how, 1))
         if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
             print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)

@@ -15,15 +15,26 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError
+from toolkit.launch import watch
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.relaunch import relaunch_if_asked
+from toolkit.launch.restarts import give_up
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
 SILENCE_SECONDS = 10.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
 INTERRUPTED = 130
-_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_LOST_CONTACT = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "connection was likely closed",
+    "timed out waiting",
+)
+# How long the news of who is gone may take: longer than a machine that does not answer is waited for.
+_NEWS_SECONDS = 20.0
 
 
 # What is being done -> what is to be said where it fails, or nothing
@@ -36,23 +47,32 @@ def explain_failures(explain: Callable[[Exception], str | None]) -> None:
     _explain = explain
 
 
-def run(main: Callable[[], None], module: str | None = None) -> None:
+def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
-    Exit codes: 0 done, 1 failed, 130 interrupted. `module` is the package when started by `-m`.
+    Exit codes: 0 done, 1 failed, 130 interrupted. `module` is the package when started by `-m`; without
+    `relaunches` the launch options are left to `main`.
     """
     try:
-        sys.argv, options = relaunch_if_asked(sys.argv, module)
-        if options.deepspeed_config:
-            os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
+        if relaunches:
+            sys.argv, options = relaunch_if_asked(sys.argv, module)
+            if options.deepspeed_config:
+                os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
         main()
         _leave_group()
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
+    except SystemExit as leaving:
+        if leaving.code and watch.current is not None:  # the others would wait for it
+            watch.current.failed("failed", f"it left with exit code {leaving.code}")
+        raise
     except UserError as error:
-        _leave(f"error: {error}", 1)
+        _leave(f"error: {error}", 1, str(error), hopeless=True)
     except Exception as error:
-        _leave(_describe(error), 1)
+        if _lost_contact(error) and watch.current is not None:
+            _leave_for(watch.current.cause_within(_NEWS_SECONDS))
+        message = _describe(error)
+        _leave(message, 1, message.removeprefix("error: ").strip().split("\n")[-1])
 
 
 def _describe(error: Exception) -> str:
@@ -65,51 +85,70 @@ def _describe(error: Exception) -> str:
             f"error: port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: choose another with "
             "--main_process_port (accelerate, or behind the script) or --master_port (deepspeed, torchrun)"
         )
-    if any(words in first.lower() for words in _LOST_CONTACT):
+    if _lost_contact(error):
         return f"error: lost contact with another process, which has ended or been ended ({first[:200]})"
     return "".join(traceback.format_exception(error)).rstrip()
 
 
-def _leave(message: str, code: int) -> NoReturn:
-    try:
-        place = place_of(os.environ)
-    except UserError:  # the launcher's variables are the fault that is being reported
-        place = Place("python", 0, 1, 0, 1)
-    where = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-    # Ctrl-C reaches every process of a terminal: none has to wait to hear of it
-    speaks = place.rank == 0 if code == INTERRUPTED else place.world_size == 1 or _first_to_fail(place.rank)
+def _lost_contact(error: Exception) -> bool:
+    return any(words in str(error).lower() for words in _LOST_CONTACT)
+
+
+def _leave_for(cause: watch.Cause | None) -> None:
+    """Ends this process for what happened to another one, where that is known."""
+    if cause is None or watch.current is None:
+        return
+    if not watch.current.take_word():
+        time.sleep(SILENCE_SECONDS)  # the watch's own thread is at it
+    elif watch.current.speaks_of(cause):
+        print(f"{_where()}{watch.current.describe(cause)}", file=sys.stderr, flush=True)
+    watch.end(cause)
+
+
+def _leave(message: str, code: int, short: str = "", hopeless: bool = False) -> NoReturn:
+    """`short` is what the other machines are told; `hopeless`: it would fail again."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish: the launcher may end it at once
+    observer = watch.current
+    if observer is not None:
+        ours = observer.failed("interrupted" if code == INTERRUPTED else "failed", short, hopeless)
+        if not ours and observer.cause is not None:
+            _leave_for(observer.cause)
+        # Ctrl-C reaches every process of a terminal, and rank 0 says so
+        speaks = ours and (code != INTERRUPTED or observer.me.rank == 0 or observer.cause is None)
+    else:
+        place = _place()
+        alone = place.world_size == 1
+        speaks = place.rank == 0 if code == INTERRUPTED else alone or _first_to_fail(place.rank)
     if speaks:
-        print(f"{where}{message}", file=sys.stderr, flush=True)
+        print(f"{_where()}{message}", file=sys.stderr, flush=True)
     # No cleanup of a broken group: the exit code must reach the launcher at once.
     sys.stdout.flush()
+    if hopeless:
+        give_up()
     os._exit(code)
 
 
-def _first_to_fail(rank: int) -> bool:
-    """Whether this process is the one that reports.
-
-    With a process group the shared store decides. Before there is one every process usually fails
-    alike: rank 0 speaks, and another only when nobody has ended it after a while.
-    """
-    store = _store()
-    if store is not None:
-        try:
-            if store.add("toolkit/failed", 1) == 1:
-                return True
-        except RuntimeError:
-            pass  # the process that kept the store is gone, and has spoken unless it was killed
-    elif rank == 0:
-        return True
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish: the launcher may end it at once
-    time.sleep(SILENCE_SECONDS)
-    return store is None or not _store_answers(store)
-
-
-def _store_answers(store: Any) -> bool:
+def _place() -> Place:
     try:
-        store.num_keys()
-    except RuntimeError:
-        return False
+        return place_of(os.environ)
+    except UserError:  # the launcher's variables are the fault that is being reported
+        return Place("python", 0, 1, 0, 1)
+
+
+def _where() -> str:
+    place = _place()
+    return f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
+
+
+def _first_to_fail(rank: int) -> bool:
+    """Whether this process is the one that reports, before they know of each other.
+
+    Every process then usually fails alike: the first of each machine speaks, another only when nobody has
+    ended it after a while.
+    """
+    if _place().local_rank == 0:
+        return True
+    time.sleep(SILENCE_SECONDS)
     return True
 
 
@@ -135,6 +174,8 @@ def _leave_group() -> None:
     with contextlib.suppress(RuntimeError):  # whoever kept the store may have left already
         store.set(f"toolkit/done/{place_of(os.environ).rank}", "yes")
         store.wait([f"toolkit/done/{rank}" for rank in ranks], timedelta(seconds=LAST_WAIT_SECONDS))
+    if watch.current is not None:
+        watch.current.done()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

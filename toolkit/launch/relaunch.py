@@ -19,13 +19,24 @@ from typing import Any, NoReturn
 import yaml
 
 from toolkit.errors import UserError, did_you_mean
+from toolkit.launch import meeting
 from toolkit.launch.environment import free_port, place_of
+from toolkit.launch.machines import Machines, find_machines, whole
 
 MARKER = "TOOLKIT_LAUNCH"
-PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 DEFAULT_PORT = 29500
-_OURS = ("config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port")
+_OURS = (
+    "config_file",
+    "num_processes",
+    "machine_rank",
+    "machines",
+    "main_process_ip",
+    "main_process_port",
+    "max_restarts",
+)
 _DEEPSPEED = ("deepspeed_config", "local_rank")
+# settings of how long is waited, whatever launched the script -> the variable that carries them
+PATIENCE = {"rendezvous_timeout": "TOOLKIT_RENDEZVOUS_TIMEOUT", "ddp_timeout": "TOOLKIT_DDP_TIMEOUT"}
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*|MPI_LOCAL.*"
@@ -40,8 +51,12 @@ class Options:
     config_file: str | None = None
     num_processes: str | None = None
     machine_rank: str | None = None
+    machines: str | None = None
     main_process_ip: str | None = None
     main_process_port: str | None = None
+    max_restarts: str | None = None
+    rendezvous_timeout: str | None = None
+    ddp_timeout: str | None = None
     deepspeed_config: str | None = None
     local_rank: str | None = None
 
@@ -54,7 +69,7 @@ def split(argv: Sequence[str]) -> tuple[Options, list[str]]:
     for token in tokens:
         name, equals, value = token.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not token.startswith("--") or name not in _OURS + _DEEPSPEED:
+        if not token.startswith("--") or name not in (*_OURS, *_DEEPSPEED, *PATIENCE):
             if token != "--deepspeed":  # a bare flag many DeepSpeed scripts take
                 rest.append(token)
             continue
@@ -72,6 +87,7 @@ def relaunch_if_asked(argv: list[str], module: str | None = None) -> tuple[list[
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
     options, rest = split(argv[1:])
+    _hand_down_patience(options)
     given = [name for name in _OURS if getattr(options, name) is not None]
     if not given:
         return [argv[0], *rest], options
@@ -83,33 +99,69 @@ def relaunch_if_asked(argv: list[str], module: str | None = None) -> tuple[list[
             f"--{given[0]} says how to launch but no config file does: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
-    command, asked = plan(options, [argv[0], *rest], os.environ, module)
-    _replace_process(command, asked)
+    found = plan(options, [argv[0], *rest], os.environ, module)
+    if found.machines is not None:
+        meeting.meet(found.machines, found.asked["num_processes"], argv[0], rendezvous_seconds())
+    _replace_process(found.arguments, found.asked)
     return None
 
 
-def plan(
-    options: Options, script: Sequence[str], env: Mapping[str, str], module: str | None = None
-) -> tuple[list[str], dict[str, Any]]:
-    """Options -> (arguments for accelerate's launcher, what was asked for).
+def _hand_down_patience(options: Options) -> None:
+    for name, variable in PATIENCE.items():
+        value = getattr(options, name)
+        if value is not None:
+            if whole(name, value, None) < 1:
+                raise UserError(f"--{name} {value}: it is a number of seconds, at least 1")
+            os.environ[variable] = value
+
+
+def rendezvous_seconds() -> int:
+    """How long processes and machines wait for each other at the start."""
+    return _seconds("TOOLKIT_RENDEZVOUS_TIMEOUT", 60)
+
+
+def ddp_seconds() -> int:
+    """How long a collective may take; `transformers`' default."""
+    return _seconds("TOOLKIT_DDP_TIMEOUT", 1800)
+
+
+def _seconds(variable: str, default: int) -> int:
+    seconds = whole(variable, os.environ.get(variable) or default, None)
+    if seconds < 1:
+        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be started."""
+
+    arguments: list[str]
+    """For accelerate's launcher."""
+    asked: dict[str, Any]
+    """What was asked for, to be compared with what joins."""
+    machines: Machines | None
+    """Where there are several."""
+
+
+def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module: str | None = None) -> Plan:
+    """Options -> what is to be started.
 
     Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
     """
     path = find_beside(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    machines = _whole("num_machines", config.get("num_machines") or 1, path)
-    processes = _whole("num_processes", options.num_processes or config.get("num_processes") or machines, path)
-    if processes < 1:
-        raise UserError(f"{path}: num_processes is {processes}: at least one is needed")
-    if processes > 1 and config["distributed_type"] == "NO":
-        raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
-    if processes % machines:
-        raise UserError(
-            f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
-            f"pass --num_processes {machines * max(1, processes // machines)}"
-        )
+    count = whole("num_machines", config.get("num_machines") or 1, path)
+    processes = _processes(options, config, path, count)
+    if count == 1:
+        _refuse_without_effect(options, config, path)
+    machines = find_machines(vars(options), config, path, env) if count > 1 else None
     arguments = ["--config_file", str(path), "--num_processes", str(processes)]
-    arguments += _meeting_point(options, config, path, machines, env)
+    arguments += _meeting_point(options, config, path, machines)
+    if options.max_restarts is not None:
+        if whole("max_restarts", options.max_restarts, None) < 0:
+            raise UserError(f"--max_restarts {options.max_restarts}: it is a number of new starts, 0 or more")
+        arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
         raise UserError(f"{path}: deepspeed_config holds lines of its own: `deepspeed_config_file: {section}` below it")
@@ -121,48 +173,62 @@ def plan(
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
     if module:
         arguments.append("--module")
-    return [*arguments, module or script[0], *script[1:]], {
-        "config_file": str(path),
-        "num_processes": processes,
-        "num_machines": machines,
-    }
+    asked = {"config_file": str(path), "num_processes": processes, "num_machines": count}
+    return Plan([*arguments, module or script[0], *script[1:]], asked, machines)
 
 
-def _meeting_point(
-    options: Options, config: Mapping[str, Any], path: Path, machines: int, env: Mapping[str, str]
-) -> list[str]:
-    wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
-    port = _whole("main_process_port", wanted, path)
-    if not 0 <= port <= 65535:
-        raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
-    if machines == 1:
+def _refuse_without_effect(options: Options, config: Mapping[str, Any], path: Path) -> None:
+    """What is only for several machines is not ignored in silence."""
+    given = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if getattr(options, name)]
+    if config.get("machines"):
+        given.append("its list of machines")
+    if given:
+        raise UserError(
+            f"{path} is for one machine (num_machines), where {given[0]} would have no effect: use "
+            "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
+        )
+
+
+def _processes(options: Options, config: Mapping[str, Any], path: Path, machines: int) -> int:
+    """Over all machines; on several, without a number, as many on each as this one has devices."""
+    wanted = options.num_processes or config.get("num_processes")
+    if wanted is None:
+        wanted = machines * _devices() if machines > 1 else 1
+    processes = whole("num_processes", wanted, path)
+    if processes < 1:
+        raise UserError(f"{path}: num_processes is {processes}: at least one is needed")
+    if processes > 1 and config["distributed_type"] == "NO":
+        raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
+    if processes % machines:
+        raise UserError(
+            f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
+            f"pass --num_processes {machines * max(1, processes // machines)}"
+        )
+    return processes
+
+
+def _devices() -> int:
+    """The visible devices; 1 on a machine without any, which computes on its CPU."""
+    import torch
+
+    return torch.accelerator.device_count() or 1
+
+
+def _meeting_point(options: Options, config: Mapping[str, Any], path: Path, machines: Machines | None) -> list[str]:
+    if machines is None:
+        wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
+        port = whole("main_process_port", wanted, path)
+        if not 0 <= port <= 65535:
+            raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
         return ["--main_process_port", str(free_port(port))]
-    address = options.main_process_ip or config.get("main_process_ip")
-    if not address or PLACEHOLDER in str(address):
-        raise UserError(
-            f"{path}: main_process_ip is still {address!r}: write the first machine's address on that line, or "
-            "pass --main_process_ip ADDRESS (on the first machine, `hostname -I` shows it)"
-        )
-    rank = _machine_rank(options, config, env)
-    if rank is None or not 0 <= rank < machines:
-        raise UserError(
-            f"{path} is for {machines} machines and this one does not know which it is: pass --machine_rank 0 "
-            f"on the first and up to {machines - 1} on the others (or set NODE_RANK)"
-        )
-    return ["--main_process_ip", str(address), "--main_process_port", str(port), "--machine_rank", str(rank)]
-
-
-def _machine_rank(options: Options, config: Mapping[str, Any], env: Mapping[str, str]) -> int | None:
-    several = int(env.get("GROUP_WORLD_SIZE", "1")) > 1  # an outer launcher that spans machines
-    candidates = [
-        options.machine_rank,
-        env.get("NODE_RANK"),
-        env.get("SLURM_NODEID"),
-        env.get("GROUP_RANK") if several else None,
-        config.get("machine_rank"),
+    # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
+    standard = ["--deepspeed_multinode_launcher", "standard"] if config["distributed_type"] == "DEEPSPEED" else []
+    return [
+        *standard,
+        *("--main_process_ip", machines.first),
+        *("--main_process_port", str(machines.port)),
+        *("--machine_rank", str(machines.rank)),
     ]
-    given = next((value for value in candidates if value is not None), None)
-    return None if given is None else _whole("machine_rank", given, None)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -206,15 +272,8 @@ def _replace_process(arguments: Sequence[str], asked: Mapping[str, Any]) -> NoRe
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(dict(asked))
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "toolkit.launch.accelerate_cli", *arguments]
     os.execve(sys.executable, command, env)
-
-
-def _whole(name: str, value: object, path: Path | None) -> int:
-    try:
-        return int(str(value))
-    except ValueError as error:
-        where = f"{path}: " if path else ""
-        raise UserError(f"{where}{name} must be a whole number, not {value!r}") from error

@@ -6,15 +6,12 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
 SAME_SECONDS = 3.0
-# Names the file by which a run tells our launcher that it was stopped in good order.
-STOPPED_FILE = "TOOLKIT_STOPPED_FILE"
 _WATCHED = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )  # Windows has no SIGUSR1
@@ -51,10 +48,3 @@ class StopSignals:
                 os.write(2, line.encode())
         elif number == signal.SIGINT and now - self._since > SAME_SECONDS:
             raise KeyboardInterrupt
-
-
-def tell_launcher() -> None:
-    """That the run has saved itself and ends because it was told to, not because it failed."""
-    path = os.environ.get(STOPPED_FILE)
-    if path:
-        Path(path).touch()

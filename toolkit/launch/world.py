@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,17 @@ import psutil
 
 from toolkit.errors import UserError
 from toolkit.launch.environment import Place, forget_port, settle
-from toolkit.launch.relaunch import MARKER, find_beside, read_config
+from toolkit.launch.facts import unlike
+from toolkit.launch.relaunch import MARKER, ddp_seconds, find_beside, read_config, rendezvous_seconds
+from toolkit.launch.rollcall import call_roll
+from toolkit.launch.watch import named_machines
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
-GROUP_TIMEOUT = timedelta(minutes=30)
+# After --ddp_timeout the watch names who did not arrive; torch, which cannot, comes second.
+_GROUP_GRACE_SECONDS = 60
 
 
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
@@ -44,9 +49,13 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
+    call_roll(place, sys.argv[0], rendezvous_seconds())
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
-        InitProcessGroupKwargs(backend="gloo" if on_cpu and deepspeed else None, timeout=GROUP_TIMEOUT),
+        InitProcessGroupKwargs(
+            backend="gloo" if on_cpu and deepspeed else None,
+            timeout=timedelta(seconds=ddp_seconds() + _GROUP_GRACE_SECONDS),
+        ),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     if on_cpu and deepspeed:
@@ -257,19 +266,19 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
             time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
 
-def same_everywhere(accelerator: Accelerator, what: str, digest: str) -> None:
-    """Raises UserError, naming the ranks, when a digest is not the same in every process."""
+def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:
+    """Raises UserError, in every process, naming each value that is not the same in all, and where it is what."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
 
-    found = gather_object([(digest, accelerator.process_index, socket.gethostname())])
-    others = [(rank, host) for value, rank, host in found if value != found[0][0]]
-    if others:
-        listed = ", ".join(f"rank {rank} ({host})" for rank, host in others)
+    host = socket.gethostname() if named_machines() else f"rank {accelerator.process_index}"
+    found = gather_object([(host, dict(values))])
+    differing = unlike(found)
+    if differing:
         raise UserError(
-            f"{what} is not the same everywhere: {listed} differ from rank 0 ({found[0][2]}): "
-            "give every machine the same files, settings and library versions"
+            f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "
+            "was trained"
         )
 
 

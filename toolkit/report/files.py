@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings, flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
+from toolkit.launch import restarts
 from toolkit.launch.facts import versions
 from toolkit.training.checkpoints import Saved
 from toolkit.training.loop import StepMetrics
@@ -169,8 +171,15 @@ def _open_folder(
     settings: TrainingSettings, recipe: str, facts: dict[str, Any]
 ) -> tuple[Path, Origin, FileLock | None]:
     """The run's folder, made or found, where the run starts, and the lock on it. Raises UserError."""
-    output_dir, stamp = settings.output_dir, time.strftime("%Y%m%d-%H%M%S")
+    if restarts.most_restarts() and not settings.checkpoint_every:
+        raise UserError(
+            "--max_restarts goes on from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
+        )
+    output_dir, stamp = settings.output_dir or restarts.remembered("output_dir"), time.strftime("%Y%m%d-%H%M%S")
     path = Path(output_dir) if output_dir else _unused(Path("runs") / f"{recipe}-{stamp}")
+    if restarts.attempt() and complete(path / "checkpoints"):  # of the attempt before, which goes before what was asked
+        settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
+    restarts.remember("output_dir", str(path))
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
@@ -178,7 +187,7 @@ def _open_folder(
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
-    origin = choose_origin(resume, path / "checkpoints", facts)
+    origin = choose_origin(resume, path / "checkpoints", facts, elsewhere=bool(launch.named_machines()))
     if held and not moved and not _goes_on(path, settings, origin, facts):
         raise UserError(_why_held(path, held, settings.resume, origin))
     try:

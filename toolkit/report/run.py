@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from toolkit import launch
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data import demo
 from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Best, Evaluation
+from toolkit.launch import restarts
 from toolkit.launch.facts import versions
-from toolkit.launch.signals import tell_launcher
 from toolkit.models import lora
 from toolkit.report.files import RunFolder
 from toolkit.report.progress import Progress
@@ -95,8 +96,10 @@ class Run:
             at_most = "at most " if uneven else ""
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         lines = [
+            *([f"attempt {restarts.attempt() + 1} of {restarts.most_restarts() + 1}"] if restarts.attempt() else []),
             f"run folder: {self.folder.path}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
+            *([f"machines: {', '.join(machines)}"] if (machines := launch.named_machines()) else []),
             ", ".join(f"{split}: {count} samples" for split, count in self.data.sizes.items())
             + f"; {self.data.outputs}",
             f"texts: column {self.data.text_column}, at most {self.data.max_length} tokens",
@@ -156,7 +159,7 @@ class Run:
         """Ends a run that was told to stop, and says how it goes on."""
         loop = self.loop
         self._close()
-        tell_launcher()
+        restarts.tell_launcher(restarts.STOPPED)
         again = "the same command" + (
             "" if self.settings.training.output_dir else f" with --output_dir {self.folder.path}"
         )

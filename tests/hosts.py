@@ -1,0 +1,282 @@
+"""Two hosts on one machine: network namespaces joined by a cable, each with a host name and /etc/hosts of its own.
+
+    with TwoHosts() as hosts:
+        done = hosts.run("b", [sys.executable, "-m", "toolkit", "doctor", "--peers", "10.77.0.1,10.77.0.2"])
+        hosts.cut()
+
+It needs root and iproute2, and nothing else (no bridge, no iptables, no tc). Hosts share the file system but for
+/etc/hosts and TMPDIR. Whatever still runs in them when the block is left is ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.runs import ROOT, Finished, environment
+
+HOSTS = ("a", "b")
+NAMES = {"a": "hostA", "b": "hostB"}
+"""What `hostname` says there."""
+ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
+INTERFACE = "eth0"
+NOBODY = "10.77.0.77"
+"""An address of the same network that no host has."""
+_WRONG_HARDWARE_ADDRESS = "02:00:00:00:00:99"
+_PREFIX = "tk2h"
+_COUNTER = itertools.count()
+_ETC = Path("/etc/netns")
+
+
+class TwoHosts:
+    """Hosts "a" and "b". `debian_names`: each host's own name means 127.0.1.1 there, as Debian installs it."""
+
+    def __init__(self, debian_names: bool = True) -> None:
+        self.debian_names = debian_names
+        stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
+        self._spaces = {host: f"{stem}{host}" for host in HOSTS}
+        self._folder = Path()
+        self._started: list[subprocess.Popen[str]] = []
+        self._rules: list[tuple[str, tuple[str, ...]]] = []
+
+    def __enter__(self) -> TwoHosts:
+        _remove_leftovers()
+        self._folder = Path(tempfile.mkdtemp(prefix="tk2h-"))
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for space in self._spaces.values():
+            _remove(space)
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)  # no zombie is left, and its pipes are closed
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _build(self) -> None:
+        for host, space in self._spaces.items():
+            _ip("netns", "add", space)
+            (_ETC / space).mkdir(parents=True, exist_ok=True)
+            (_ETC / space / "hosts").write_text(self._names_known_at(host), encoding="utf-8")
+            (self._folder / host).mkdir()
+        first, second = self._spaces.values()
+        _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        for host in HOSTS:
+            self.ip(host, "link", "set", "lo", "up")
+            self.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
+            self.ip(host, "link", "set", INTERFACE, "up")
+
+    def _names_known_at(self, host: str) -> str:
+        lines = ["127.0.0.1 localhost"]
+        for other in HOSTS:
+            address = "127.0.1.1" if other == host and self.debian_names else ADDRESSES[other]
+            lines.append(f"{address} {NAMES[other]}")
+        return "\n".join(lines) + "\n"
+
+    def folder(self, host: str) -> Path:
+        """A folder that only this host's programs are told of (their TMPDIR)."""
+        return self._folder / host
+
+    # -- programs --------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        host: str,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        binds: Mapping[str | Path, str | Path] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """Starts a program on a host and gives the process back (its output in pipes unless `options` say otherwise).
+
+        `binds`: path -> what is seen there instead, by this program alone. The process id is the program's own.
+        """
+        mounts = [f"mount --bind {_word(seen)} {_word(path)}" for path, seen in (binds or {}).items()]
+        prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
+        inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._spaces[host], *inside],
+            cwd=cwd,
+            env={**environment(), "TMPDIR": str(self.folder(host)), **(env or {})},
+            text=True,
+            start_new_session=True,
+            **{
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.PIPE,
+                "errors": "replace",
+                **options,
+            },
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, host: str, command: Sequence[str | Path], seconds: float = 60, **options: Any) -> Finished:
+        """Runs a program to its end; AssertionError with its output where that takes longer than `seconds`."""
+        return self.finish(self.start(host, command, **options), seconds)
+
+    @staticmethod
+    def finish(process: subprocess.Popen[str], seconds: float = 60) -> Finished:
+        """Waits for a started program; ends it and its session when it takes longer than `seconds`."""
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate(timeout=10)
+            text = f"{process.args} did not end in {seconds} s:\n{out[-3000:]}\n{err[-3000:]}"
+            raise AssertionError(text) from None
+        return Finished(process.returncode, out, err)
+
+    def run_both(self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any) -> Any:
+        """Host -> command, started together; host -> what it left."""
+        started = {host: self.start(host, command, **options) for host, command in commands.items()}
+        deadline = time.monotonic() + seconds
+        return {host: self.finish(process, max(1.0, deadline - time.monotonic())) for host, process in started.items()}
+
+    def processes(self, host: str) -> list[psutil.Process]:
+        """Whatever runs on a host now."""
+        return _processes_in(self._spaces[host])
+
+    def shell_on(self, host: str) -> str:
+        """The beginning of a shell command whose next word is a script to be run on a host."""
+        prepare = f'echo {NAMES[host]} > /proc/sys/kernel/hostname; exec sh -c "$1"'
+        return f"exec ip netns exec {self._spaces[host]} unshare --uts -- sh -c {shlex.quote(prepare)} sh"
+
+    # -- the network -----------------------------------------------------------------------------------------------
+
+    def ip(self, host: str, *words: str) -> str:
+        """`ip` on a host."""
+        return _ip("-n", self._spaces[host], *words)
+
+    def cut(self) -> None:
+        """Pulls the cable: host a's interface is down, host b's has no carrier. Sending on a fails at once."""
+        self.ip("a", "link", "set", INTERFACE, "down")
+
+    def silence(self) -> None:
+        """Both interfaces stay up and every packet is lost on the way, as where a machine or a switch has died."""
+        for host, other in (("a", "b"), ("b", "a")):
+            way = (ADDRESSES[other], "lladdr", _WRONG_HARDWARE_ADDRESS, "nud", "permanent", "dev", INTERFACE)
+            self.ip(host, "neigh", "replace", *way)
+
+    def block(self, host: str, port: int) -> None:
+        """A firewall on `host`: who connects to this port of it from elsewhere gets no answer."""
+        self._rule(host, "ipproto", "tcp", "sport", str(port), "blackhole")
+
+    def forbid(self, host: str, port: int) -> None:
+        """A rule on `host` against connecting to this port of another machine (permission denied)."""
+        self._rule(host, "ipproto", "tcp", "dport", str(port), "prohibit")
+
+    def _rule(self, host: str, *rule: str) -> None:
+        self.ip(host, "rule", "add", *rule)
+        self._rules.append((host, rule))
+
+    def heal(self) -> None:
+        """Takes back `cut`, `silence`, `block` and `forbid`."""
+        while self._rules:
+            host, rule = self._rules.pop()
+            self.ip(host, "rule", "del", *rule)
+        for host in HOSTS:
+            self.ip(host, "link", "set", INTERFACE, "up")
+            self.ip(host, "neigh", "flush", "dev", INTERFACE, "nud", "permanent")
+
+    def add_interface(self, host: str, name: str, address: str) -> None:
+        """An interface that is up and leads to nobody; `address` as in 10.99.0.1/24. It stays."""
+        space = self._spaces[host]
+        _ip("-n", space, "link", "add", name, "type", "veth", "peer", "name", f"{name}-far")
+        self.ip(host, "addr", "add", address, "dev", name)
+        for end in (name, f"{name}-far"):
+            self.ip(host, "link", "set", end, "up")
+
+
+def two_hosts(**options: Any) -> Iterator[TwoHosts]:
+    """For a fixture: `yield from two_hosts()`. Skips where there can be none, but never on a CI machine."""
+    if fault := reason_against():
+        if os.environ.get("CI"):
+            pytest.fail(f"two hosts are needed here: {fault}")
+        pytest.skip(f"two hosts: {fault}")
+    with TwoHosts(**options) as hosts:
+        yield hosts
+
+
+def reason_against() -> str | None:
+    """Why there can be no two hosts here, or None."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"{missing[0]} is not installed (iproute2, util-linux)"
+    probe = f"{_PREFIX}{os.getpid()}probe"
+    try:
+        _ip("netns", "add", probe)
+        _ip("netns", "del", probe)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _ip(*words: str) -> str:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _word(path: str | Path) -> str:
+    return shlex.quote(str(path))
+
+
+def _processes_in(space: str) -> list[psutil.Process]:
+    found = []
+    with contextlib.suppress(RuntimeError):  # the namespace is gone already
+        for pid in _ip("netns", "pids", space).split():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(int(pid)))
+    return found
+
+
+def _remove(space: str) -> None:
+    for _ in range(5):  # a process may start another while it is being ended
+        running = _processes_in(space)
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if not running:
+            break
+        psutil.wait_procs(running, timeout=3)
+    with contextlib.suppress(RuntimeError):
+        _ip("netns", "del", space)
+    shutil.rmtree(_ETC / space, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _ETC.rmdir()  # where nobody else uses it
+
+
+def _remove_leftovers() -> None:
+    """Hosts of a test session that was killed: their names tell its process id."""
+    listed = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
+    for space in listed:
+        owner = space.removeprefix(_PREFIX).partition("x")[0]
+        if space.startswith(_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
+            _remove(space)

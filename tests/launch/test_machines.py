@@ -1,0 +1,337 @@
+"""toolkit/launch/machines.py: options, a config file, the environment -> which machine this is, where the first is."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER, Machines, find_machines, is_own, whole
+
+FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
+SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}
+
+
+def pretend_network(
+    monkeypatch: pytest.MonkeyPatch, own: Sequence[str] = (), names: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """From now on this machine has the addresses `own` (and 127.0.0.1), and no name is known but `names`."""
+    known = {"localhost": ["127.0.0.1"], **(names or {})}
+
+    def interfaces() -> dict[str, list[Any]]:
+        held = {"lo": ["127.0.0.1"], "eth0": list(own)}
+        return {
+            name: [SimpleNamespace(family=socket.AF_INET, address=address) for address in addresses]
+            for name, addresses in held.items()
+        }
+
+    def look_up(host: str, port: object, *_: object, **__: object) -> list[Any]:
+        try:
+            found = [str(ipaddress.ip_address(host))]
+        except ValueError:
+            found = list(known.get(host, []))
+        if not found:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, int(str(port or 0)))) for address in found]
+
+    monkeypatch.setattr(psutil, "net_if_addrs", interfaces)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+Find = Callable[..., Machines]
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """`find({options}, {environment}, own=[...], **the_file)` -> the machines: two, unless the file says more."""
+
+    def found(
+        given: Mapping[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
+        own: Sequence[str] = (ELSEWHERE,),
+        names: Mapping[str, Sequence[str]] | None = None,
+        **config: object,
+    ) -> Machines:
+        pretend_network(monkeypatch, own, names)
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"num_machines": 2, **config}, sort_keys=False), encoding="utf-8")
+        return find_machines(given or {}, yaml.safe_load(path.read_text(encoding="utf-8")), path, env or {})
+
+    return found
+
+
+def refused(find: Find, *given: Any, **config: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        find(*given, **config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- which one this is
+
+
+@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (ELSEWHERE, 1)])
+def test_of_two_machines_each_knows_itself_by_the_first_ones_address(find: Find, own: str, rank: int) -> None:
+    machines = find({"main_process_ip": FIRST}, own=[own])
+    assert (machines.rank, machines.count, machines.first) == (rank, 2, FIRST)
+    assert FIRST in machines.how
+
+
+@pytest.mark.parametrize(("own", "rank"), [(FIRST, 0), (SECOND, 1), (THIRD, 2)])
+@pytest.mark.parametrize("typed", [True, False], ids=["typed", "in the file"])
+def test_of_a_list_each_knows_itself_by_its_own_address(find: Find, own: str, rank: int, typed: bool) -> None:
+    listed = [FIRST, SECOND, THIRD]
+    given, config = ({"machines": ",".join(listed)}, {}) if typed else ({}, {"machines": listed})
+    machines = find(given, own=[own], num_machines=3, main_process_ip=PLACEHOLDER, **config)
+    assert (machines.rank, machines.addresses) == (rank, tuple(listed))
+    assert own in machines.how
+
+
+def test_a_machine_knows_itself_by_its_name_in_a_list(find: Find) -> None:
+    names = {"gpu1": [FIRST], "gpu2": [SECOND]}
+    assert find({"machines": "gpu1, gpu2"}, own=[SECOND], names=names).rank == 1
+
+
+def test_a_name_that_debian_lets_mean_127_0_1_1_is_this_machines_own(find: Find) -> None:
+    at_the_first = {"gpu1": ["127.0.1.1"], "gpu2": [SECOND]}
+    machines = find({"main_process_ip": "gpu1"}, own=[FIRST], names=at_the_first)
+    assert (machines.rank, machines.first) == (0, "gpu1")
+
+
+def test_a_machine_that_is_not_in_the_list_does_not_guess(find: Find) -> None:
+    said = refused(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])
+    assert "--machine_rank" in said
+    assert "does not know which it is" in said
+
+
+def test_of_three_machines_with_one_address_the_others_do_not_guess(find: Find) -> None:
+    assert find({"main_process_ip": FIRST}, own=[FIRST], num_machines=3).rank == 0
+    said = refused(find, {"main_process_ip": FIRST}, own=[SECOND], num_machines=3)
+    assert "does not know which it is" in said
+    assert "up to 2 on the others" in said
+    assert "--machines" in said
+
+
+def test_two_of_the_list_on_this_machine_are_not_told_apart(find: Find) -> None:
+    said = refused(find, {"machines": f"{FIRST},{SECOND}"}, own=[FIRST, SECOND])
+    assert "does not know which it is" in said
+    assert find({"machines": f"{FIRST},{SECOND}", "machine_rank": "1"}, own=[FIRST, SECOND]).rank == 1
+
+
+def test_a_first_machine_whose_name_nobody_knows_proves_nothing(find: Find) -> None:
+    assert "does not know which it is" in refused(find, {"main_process_ip": "gpu1"}, own=[SECOND])
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "rank", "how"),
+    [
+        ({"machine_rank": "0"}, {"NODE_RANK": "1"}, 0, "--machine_rank"),
+        ({}, {"NODE_RANK": "1", "SLURM_NODEID": "0"}, 1, "NODE_RANK"),
+        ({}, {"SLURM_NODEID": "0", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 0, "SLURM_NODEID"),
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2"}, 0, "GROUP_RANK"),
+        ({}, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, 1, FIRST),  # one machine's launcher: says nothing
+    ],
+)
+def test_what_is_said_goes_before_what_is_found(
+    find: Find, given: dict[str, str], env: dict[str, str], rank: int, how: str
+) -> None:
+    machines = find({"main_process_ip": FIRST, **given}, env, own=[SECOND])
+    assert machines.rank == rank
+    assert how in machines.how
+
+
+def test_an_own_address_goes_before_the_files_machine_rank_which_is_the_same_on_all(find: Find) -> None:
+    assert find({"main_process_ip": FIRST}, own=[FIRST], machine_rank=1).rank == 0
+    elsewhere = find({"main_process_ip": FIRST}, own=[SECOND], machine_rank=0)
+    assert (elsewhere.rank, "config file" in elsewhere.how) == (0, True)
+
+
+@pytest.mark.parametrize("rank", ["2", "-1", "77"])
+def test_a_machine_rank_out_of_range_says_who_said_so_and_what_there_is(find: Find, rank: str) -> None:
+    for given, env, source in (
+        ({"machine_rank": rank}, {}, "--machine_rank"),
+        ({}, {"NODE_RANK": rank}, "NODE_RANK"),
+        ({}, {"SLURM_NODEID": rank}, "SLURM_NODEID"),
+    ):
+        said = refused(find, {"main_process_ip": FIRST, **given}, env)
+        assert f"number {rank}" in said
+        assert source in said
+        assert "mine.yaml is for 2 machines" in said
+        assert "pass --machine_rank 0 on the first and up to 1" in said
+
+
+# --- where the first one is
+
+
+def test_the_placeholder_is_an_error_that_names_the_files_line(find: Find, tmp_path: Path) -> None:
+    said = refused(find, distributed_type="MULTI_GPU", main_process_ip=PLACEHOLDER)
+    number = (tmp_path / "mine.yaml").read_text().splitlines().index(f"main_process_ip: {PLACEHOLDER}") + 1
+    assert number > 1
+    assert f"{tmp_path / 'mine.yaml'}, line {number}" in said
+    assert PLACEHOLDER in said
+    assert "--main_process_ip" in said
+
+
+def test_without_any_address_the_option_is_named(find: Find) -> None:
+    said = refused(find)
+    assert "mine.yaml" in said
+    assert "--main_process_ip" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "env", "first"),
+    [
+        ({"main_process_ip": "10.0.1.1"}, {"main_process_ip": "10.0.2.2"}, SLURM, "10.0.1.1"),
+        ({"main_process_ip": "10.0.1.1", "machines": f"{FIRST},{SECOND}"}, {}, SLURM, "10.0.1.1"),
+        ({"machines": f"{FIRST},{SECOND}"}, {"main_process_ip": "10.0.2.2"}, SLURM, FIRST),
+        ({"machines": f"{FIRST},{SECOND}"}, {"machines": [THIRD, SECOND]}, SLURM, FIRST),
+        ({}, {"machines": [THIRD, SECOND], "main_process_ip": "10.0.2.2"}, SLURM, THIRD),
+        ({}, {"main_process_ip": "10.0.2.2"}, SLURM, "10.0.2.2"),
+        ({}, {"main_process_ip": PLACEHOLDER}, SLURM, "gpu03"),
+        ({}, {}, SLURM, "gpu03"),
+    ],
+)
+def test_where_the_first_machines_address_is_from(
+    find: Find, given: dict[str, str], config: dict[str, Any], env: dict[str, str], first: str
+) -> None:
+    assert find(given, env, **config).first == first
+
+
+def test_slurms_list_of_another_number_of_machines_fills_no_placeholder(find: Find) -> None:
+    assert PLACEHOLDER in refused(find, {}, SLURM, num_machines=3, main_process_ip=PLACEHOLDER)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_a_loopback_address_is_refused(find: Find, address: str) -> None:
+    for given, config in (
+        ({"main_process_ip": address}, {}),
+        ({}, {"main_process_ip": address}),
+        ({"machines": f"{address},{SECOND}"}, {}),
+        ({}, {"machines": [address, SECOND]}),
+    ):
+        said = refused(find, given, **config)
+        assert f"{address} means each machine itself" in said
+        assert "hostname -I" in said
+
+
+def test_a_loopback_address_is_taken_where_it_is_said_which_machine_this_is(find: Find) -> None:
+    """For machines that are processes of one, to practise; whoever means others hears that it calls itself."""
+    machines = find({"main_process_ip": "127.0.0.1", "machine_rank": "1"})
+    assert (machines.first, machines.rank) == ("127.0.0.1", 1)
+
+
+# --- the list
+
+
+@pytest.mark.parametrize("listed", [[FIRST], [FIRST, SECOND, THIRD], [FIRST, FIRST]])
+def test_a_list_that_does_not_name_each_machine_once(find: Find, listed: list[str]) -> None:
+    typed = refused(find, {"machines": ",".join(listed)})
+    assert typed.startswith("--machines names")
+    in_file = refused(find, {}, machines=listed)
+    assert "mine.yaml: machines names" in in_file
+    for said in (typed, in_file):
+        assert ", ".join(listed) in said
+        assert "num_machines is 2" in said
+
+
+@pytest.mark.parametrize("typed", [f",{SECOND}", f"{FIRST},", ","])
+def test_a_list_with_an_empty_place_is_refused(find: Find, typed: str) -> None:
+    assert "--machines" in refused(find, {"machines": typed, "machine_rank": "0"})
+
+
+@pytest.mark.parametrize("listed", [f"{FIRST},{SECOND}", {"first": FIRST}, 2])
+def test_a_list_in_the_file_that_is_none_shows_one(find: Find, listed: object) -> None:
+    said = refused(find, {}, machines=listed)
+    assert "mine.yaml" in said
+    assert "machines: [" in said
+
+
+def test_a_machine_is_named_with_its_address_where_that_is_known() -> None:
+    machines = Machines(3, 0, "", (FIRST, SECOND), MEETING_PORT)
+    assert machines.name_of(1) == f"machine 1 ({SECOND})"
+    assert machines.name_of(2) == "machine 2"
+
+
+# --- numbers
+
+
+def test_the_meeting_port_is_the_options_the_files_or_our_own(find: Find) -> None:
+    address = {"main_process_ip": FIRST}
+    assert find({**address, "main_process_port": "1234"}, main_process_port=4321).port == 1234
+    assert find(address, main_process_port=4321).port == 4321
+    assert find(address).port == MEETING_PORT
+
+
+@pytest.mark.parametrize("port", ["65536", "99999", "-5", "0"])
+def test_ports_that_cannot_be(find: Find, port: str) -> None:
+    said = refused(find, {"main_process_ip": FIRST, "main_process_port": port})
+    assert f"main_process_port {port}" in said
+
+
+@pytest.mark.parametrize("garbage", ["x", "1.5", "", "two"])
+@pytest.mark.parametrize("name", ["machine_rank", "main_process_port", "NODE_RANK", "SLURM_NODEID"])
+def test_garbage_in_a_number_names_where_it_stands(find: Find, name: str, garbage: str) -> None:
+    if name == "main_process_port" and not garbage:
+        return  # as if it was not given
+    number = {name: garbage}
+    given, env = ({}, number) if name.isupper() else (number, {})
+    said = refused(find, {"main_process_ip": FIRST, **given}, env, own=[FIRST])
+    assert name in said
+    assert repr(garbage) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("num_machines", {}), ("main_process_port", {}), ("machine_rank", {"num_machines": 3})],  # two would find out
+)
+def test_garbage_in_a_number_of_the_file_names_the_file(find: Find, name: str, config: dict[str, Any]) -> None:
+    said = refused(find, {"main_process_ip": FIRST}, **{**config, name: "two"})
+    assert "mine.yaml" in said
+    assert f"{name} must be a whole number, not 'two'" in said
+
+
+def test_garbage_of_an_outer_launcher_names_the_variable(find: Find) -> None:
+    env = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "x"}
+    assert "GROUP_WORLD_SIZE" in refused(find, {"main_process_ip": FIRST}, env)
+
+
+@pytest.mark.parametrize("value", [3, "3", "-1"])
+def test_whole_numbers(value: object) -> None:
+    assert whole("n", value, None) == int(str(value))
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.5", 1.5, None, True, [1]])
+def test_what_is_no_whole_number_names_file_setting_and_value(value: object) -> None:
+    with pytest.raises(UserError) as caught:
+        whole("num_machines", value, Path("mine.yaml"))
+    assert str(caught.value) == f"mine.yaml: num_machines must be a whole number, not {value!r}"
+
+
+# --- this machine's own addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [(FIRST, True), ("127.0.0.1", True), ("localhost", True), ("gpu1", True), ("me", True), (SECOND, False),
+     ("gpu2", False), ("nobody", False), ("", False)],
+)  # fmt: skip
+def test_own_names_and_addresses(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
+    pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
+    assert is_own(name) is own
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "accelerate_configs").glob("2node*.yaml")), ids=lambda p: p.name)
+def test_the_files_of_two_machines_wait_for_an_address_at_our_own_port(path: Path) -> None:
+    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert (config["num_machines"], config["main_process_ip"]) == (2, PLACEHOLDER)
+    assert config["main_process_port"] == MEETING_PORT != 29500  # the typed `accelerate launch` holds that one
+    assert not {"num_processes", "machine_rank", "machines"} & set(config)

@@ -1,0 +1,222 @@
+"""toolkit/launch/rollcall.py: processes with RANK, WORLD_SIZE and MASTER_* of their own show up and are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from typing import Any
+
+import pytest
+
+from tests.launch.ranks import HERE, codes, errors, group
+from toolkit.errors import UserError
+from toolkit.launch import rollcall
+from toolkit.launch.environment import Place, free_port
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_all_arrive_and_know_each_other() -> None:
+    tell = "print(*[(m.rank, m.host, m.local_rank) for m in watch.current.members], *launch.named_machines(), sep='; ')"
+    body = f"wait_for_line()\n{tell}"
+    with group(body, body, body, hosts=["A", "A", "B"]) as started:
+        started.await_line()
+        started.tell(0, 1, 2)
+        ended = started.end()
+    assert codes(ended) == [0, 0, 0]
+    known = "(0, 'A', 0); (1, 'A', 1); (2, 'B', 0); A (ranks 0, 1); B (rank 2)"
+    assert [one.out for one in ended] == [f"{known}\n"] * 3
+    assert [one.err for one in ended] == ["", "", ""]
+
+
+def test_a_rank_that_does_not_come_is_named_to_all_that_came() -> None:
+    with group("", "", "", hosts=["A", "B", "C"], seconds=4, before={2: "sys.exit(0)"}) as started:
+        ended = started.end()
+    assert codes(ended) == [1, 1, 0]
+    for one in ended[:2]:
+        (line,) = one.error_lines
+        for part in ("rank 2 of 3 did not come within 4 s", f"{HERE}:{started.port}", "rank 0 on A", "rank 1 on B"):
+            assert part in line
+        assert "--rendezvous_timeout" in line
+        assert one.out == ""
+
+
+def test_several_that_do_not_come_are_named_together() -> None:
+    with group("", env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, seconds=1) as started:
+        (one,) = started.end()
+    assert one.code == 1
+    (line,) = one.error_lines
+    assert "ranks 1, 2, 3 of 4 did not come within 1 s" in line
+    assert f"rank 0 on {socket.gethostname()}" in line
+
+
+def test_rank_0_that_is_never_there_is_said_with_what_was_met() -> None:
+    with group("", env={"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, hosts=["B"], seconds=1) as started:
+        (one,) = started.end()
+    assert one.code == 1
+    (line,) = one.error_lines
+    for part in ("rank 1 on B found no rank 0 within 1 s", f"{HERE}:{started.port}", "nothing listens on this port"):
+        assert part in line
+    assert "toolkit doctor --peers" in line
+
+
+def test_two_processes_of_one_rank_are_said_by_the_second() -> None:
+    two, twin = {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "1"}
+    body = "wait_for_line()"
+    with group(body, body, body, hosts=["A", "B", "C"], env=[two, twin, twin]) as started:
+        started.await_line(ranks=[0])
+        second = started.await_end(1, 2)
+        first = 3 - second
+        started.await_line(ranks=[first])
+        started.tell(0, first)
+        ended = started.end()
+    assert [codes(ended)[rank] for rank in (0, first, second)] == [0, 0, 1]
+    (line,) = errors(ended)
+    assert f"two processes say that they are rank 1, one of them here ({'ABC'[second]})" in line
+    assert "--machine_rank" in line
+
+
+def test_different_world_sizes_are_said_on_both_sides() -> None:
+    with group("", "", hosts=["A", "B"], env=[{}, {"WORLD_SIZE": "4"}]) as started:
+        ended = started.end()
+    assert codes(ended) == [1, 1]
+    for one in ended:
+        (line,) = one.error_lines
+        assert "rank 0 on A counts 2 processes and rank 1 on B 4" in line
+        assert "same number" in line
+
+
+def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
+    """Rank 0 does not wait for it, and nobody else would say why it is left alone."""
+    two, body = {"WORLD_SIZE": "2"}, "wait_for_line()"
+    with group(body, body, body, hosts=["A", "A", "B"], env=[two, two, {}]) as started:
+        started.await_line(ranks=[0, 1])
+        started.await_end(2)
+        started.tell(0, 1)
+        *others, third = started.end()
+    assert codes(others) == [0, 0]
+    assert third.code == 1
+    (line,) = third.error_lines
+    assert "counts 2 processes" in line
+    assert "Traceback" not in third.err
+
+
+def test_another_version_of_a_library_is_said_on_both_sides_with_its_remedy() -> None:
+    other = "was = facts.facts; facts.facts = lambda script: {**was(script), 'torch': '0.0.1', 'code': 'x'}"
+    with group("", "", hosts=["A", "B"], before={1: other}) as started:
+        ended = started.end()
+    assert codes(ended) == [1, 1]
+    for one in ended:
+        (line,) = one.error_lines
+        assert re.search(r"torch is \S+ on A and 0\.0\.1 on B", line)
+        assert "code is 0123456789ab on A and x on B" in line
+        assert "pip install torch==" in line
+        assert "git pull" in line
+        assert "nothing was read or trained" in line
+
+
+def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers_store() -> None:
+    from torch.distributed import TCPStore
+
+    port = free_port()
+    store = TCPStore(HERE, port, None, True, wait_for_workers=False)
+    launcher = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for attempt in range(2):
+        env = {**launcher, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+        with group("wait_for_line()", "wait_for_line()", env=env) as started:
+            started.await_line()
+            started.tell(0, 1)
+            assert codes(started.end()) == [0, 0]
+    assert store.num_keys() > 0  # it was this one they used
+
+
+def test_a_port_of_rank_0_that_is_taken_names_the_process_that_holds_it() -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        with group("", env={"WORLD_SIZE": "2", "MASTER_PORT": port}) as started:
+            (one,) = started.end()
+    assert one.code == 1
+    (line,) = one.error_lines
+    for part in (f"port {port}", f"process {os.getpid()}", f"kill {os.getpid()}", "--main_process_port"):
+        assert part in line
+
+
+# --- in this process
+
+
+def test_one_process_calls_no_roll(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "_open_store", lambda *_: pytest.fail("it opens a store"))
+    rollcall.call_roll(Place("python", 0, 1, 0, 1), "", 1)
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for given in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(given, HERE if given == "MASTER_ADDR" else str(free_port()))
+    monkeypatch.delenv(name)
+    with pytest.raises(UserError, match=name):
+        rollcall.call_roll(Place("environment", 1, 2, 0, 1), "", 0.1)
+
+
+def test_a_port_that_is_no_number_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", HERE)
+    monkeypatch.setenv("MASTER_PORT", "x")
+    with pytest.raises(UserError, match="MASTER_PORT"):
+        rollcall.call_roll(Place("environment", 1, 2, 0, 1), "", 0.1)
+
+
+def member(rank: int, machine: str) -> dict[str, Any]:
+    return {"rank": rank, "host": machine, "machine": machine, "local_rank": 0, "pid": rank}
+
+
+@pytest.mark.parametrize(
+    ("machines", "towards", "given", "chosen"),
+    [
+        ("AB", "10.0.0.1", None, "eth7"),
+        ("AB", ["10.0.0.2"], None, "eth7"),
+        ("AAB", ["127.0.0.1", "10.0.0.2"], None, "eth7"),  # a neighbour on the first machine comes over loopback
+        ("AB", "10.0.0.1", "eth9", "eth9"),  # the user's choice stays
+        ("AA", "10.0.0.1", None, None),
+        ("AB", "127.0.0.1", None, None),
+        ("AB", "", None, None),
+    ],
+)
+def test_the_interface_towards_the_other_machine_is_chosen_for_gloo_and_nccl(
+    monkeypatch: pytest.MonkeyPatch, machines: str, towards: str | list[str], given: str | None, chosen: str | None
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(rollcall.wire, "interface_towards", lambda address: "eth7")
+    rollcall._choose_interface([member(rank, machine) for rank, machine in enumerate(machines)], towards)
+    found = [os.environ.get(name) for name in names]
+    assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
+
+
+def test_two_machines_of_one_name_are_told_apart_where_they_differ() -> None:
+    def shown(rank: int, machine: str, torch: str) -> rollcall.Shown:
+        return rollcall.Shown(rollcall.Member(rank, "node", machine, 0, rank), 2, {"torch": torch}, HERE)
+
+    place = Place("environment", 0, 2, 0, 1)
+    said = rollcall._unlike([shown(0, "m0", "2"), shown(1, "m1", "1")], place)
+    assert "torch is 2 on node (machine 0) and 1 on node (machine 1)" in said
+    assert rollcall._unlike([shown(0, "m0", "2"), shown(1, "m1", "2")], place) == ""
+
+
+def test_what_a_process_shows_of_itself_survives_the_store() -> None:
+    mine = rollcall.Shown(rollcall.Member(3, "node", "m", 1, 4711), 8, {"torch": "2", "deepspeed": None}, HERE)
+
+    class Store:
+        def get(self, key: str) -> bytes:
+            return {"shown/3": rollcall._packed(mine).encode()}[key]
+
+    assert rollcall._shown(Store(), 3) == mine  # type: ignore[arg-type]
+    assert json.loads(rollcall._packed(mine))["member"]["pid"] == 4711

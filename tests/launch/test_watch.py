@@ -1,0 +1,427 @@
+"""toolkit/launch/watch.py: whatever befalls one process of a run, all of them end, and each machine says why once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.launch.ranks import Group, codes, errors, group
+from tests.runs import Finished
+from toolkit.launch import watch
+from toolkit.launch.restarts import ENDED_FILE
+from toolkit.launch.watch import Cause, Hub, Member, Watch
+
+HOST = socket.gethostname()
+WAIT = "wait_for_line()"
+JOIN = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("joined", flush=True)
+"""
+REDUCE = f"{JOIN}dist.all_reduce(torch.ones(1))"
+READ = "def reads_slowly():\n    wait_for_line()\nreads_slowly()"
+# "Within seconds", on a machine that has other things to do; without the watch it would be half an hour.
+SOON = 30.0
+
+
+def of_machine(ended: list[Finished], ranks: range | list[int]) -> list[str]:
+    """What these said altogether: every line."""
+    return [line for rank in ranks for line in ended[rank].err.splitlines()]
+
+
+# --- who does not arrive: it takes a while to be sure, so that these are started before all others
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[dict[str, Group]]:
+    """Groups that wait for somebody in vain, or for nobody, while the other tests run."""
+    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "watch._HUB_GRACE_SECONDS = 1.0"}
+    with ExitStack() as stack:
+        late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
+        alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))
+        headless = stack.enter_context(group(WAIT, WAIT, env=short, before=soon_asked))
+        idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=soon_asked))
+        for started in (late, alone, headless, idle):
+            started.await_line("here")
+        headless.ranks[0].send_signal(signal.SIGSTOP)
+        late.await_line("joined")
+        late.ranks[2].send_signal(signal.SIGSTOP)
+        yield {"late": late, "alone": alone, "rank 0": headless, "idle": idle}
+
+
+def several_processes(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.multiprocess(pytest.mark.usefixtures("slow")(test))
+
+
+# --- one ends
+
+
+@several_processes
+def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_rank_and_host() -> None:
+    with group(REDUCE, JOIN + WAIT, REDUCE) as started:
+        started.await_line("here")
+        started.await_line("joined")
+        started.ranks[1].kill()
+        ended = started.end(SOON)
+    assert codes(ended) == [1, -signal.SIGKILL, 1]
+    (line,) = errors(ended)
+    assert f"rank 1 on {HOST} has ended without a word" in line
+    assert "killed" in line
+    assert "Traceback" not in "".join(one.err for one in ended)
+
+
+@several_processes
+def test_rank_0_killed_is_named_by_each_machine_once() -> None:
+    with group(WAIT, WAIT, WAIT, hosts=["A", "A", "B"]) as started:
+        started.await_line()
+        started.ranks[0].kill()
+        ended = started.end(SOON)
+    assert codes(ended) == [-signal.SIGKILL, 1, 1]
+    for machine in ([0, 1], [2]):
+        (line,) = of_machine(ended, machine)
+        assert "error: rank 0 on A has ended without a word" in line
+
+
+@several_processes
+def test_one_killed_is_noticed_also_where_a_process_it_forked_lives_on() -> None:
+    """As the workers of a data loader do for a while: they hold copies of its connections."""
+    fork = """
+helper = os.fork()
+if helper == 0:
+    for descriptor in range(3):
+        os.close(descriptor)
+    threading.Event().wait()
+print(helper, flush=True)
+wait_for_line()
+"""
+    with group(WAIT, fork) as started:
+        started.await_line()
+        helper = int(started.ranks[1].line())
+        try:
+            started.ranks[1].kill()
+            started.await_end(0)
+            assert psutil.pid_exists(helper)
+        finally:
+            os.kill(helper, signal.SIGKILL)
+        ended = started.end(SOON)
+    assert codes(ended) == [1, -signal.SIGKILL]
+    (line,) = errors(ended)
+    assert f"rank 1 on {HOST}" in line
+
+
+@several_processes
+def test_one_that_fails_speaks_itself_and_another_machine_says_it_in_one_line() -> None:
+    fail = f"{WAIT}\nraise ValueError('a broken thing')"
+    with group(WAIT, fail, WAIT, hosts=["A", "A", "B"]) as started:
+        started.await_line()
+        started.tell(1)
+        ended = started.end(SOON)
+    assert codes(ended) == [1, 1, 1]
+    assert ended[0].err == ""
+    assert ended[1].err.count("ValueError: a broken thing") == 1
+    assert ended[1].err.startswith("[rank 1 on A] Traceback")
+    (line,) = of_machine(ended, [2])
+    assert line == "[rank 2 on B] error: rank 1 on A failed: ValueError: a broken thing"
+
+
+@several_processes
+def test_all_that_fail_alike_are_heard_once_on_each_machine() -> None:
+    fail = f"from toolkit.errors import UserError\n{WAIT}\nraise UserError('there is no file train.csv')"
+    with group(fail, fail, fail, hosts=["A", "A", "B"]) as started:
+        started.await_line()
+        started.tell(0, 1, 2)
+        ended = started.end(SOON)
+    assert codes(ended) == [1, 1, 1]
+    for machine in ([0, 1], [2]):
+        (line,) = of_machine(ended, machine)
+        assert "there is no file train.csv" in line
+
+
+@several_processes
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_that_leaves_with_an_error_code_ends_the_others_too(rank: int) -> None:
+    """The others would wait for it in their next collective."""
+    bodies = [WAIT, WAIT]
+    bodies[rank] = f"{WAIT}\nsys.exit(3)"
+    with group(*bodies, hosts=["A", "B"]) as started:
+        started.await_line()
+        started.tell(rank)
+        ended = started.end(SOON)
+    assert ended[rank].code == 3
+    assert ended[1 - rank].code == 1
+    (line,) = ended[1 - rank].error_lines
+    assert f"rank {rank} on {'AB'[rank]}" in line
+
+
+@several_processes
+def test_all_interrupted_say_so_once_and_end_with_130() -> None:
+    with group(WAIT, WAIT) as started:
+        started.await_line()
+        for rank in started.ranks[::-1]:  # Ctrl-C reaches them all, and not rank 0 first
+            rank.send_signal(signal.SIGINT)
+            time.sleep(0.2)
+        ended = started.end(SOON)
+    assert codes(ended) == [130, 130]
+    (line,) = of_machine(ended, range(2))
+    assert "interrupted" in line
+
+
+# --- a good end
+
+
+@several_processes
+def test_an_orderly_end_says_nothing_and_long_work_without_a_collective_accuses_nobody(slow: dict[str, Group]) -> None:
+    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`, and rank 0 before the others."""
+    idle = slow["idle"]
+    time.sleep(max(0.0, idle.started_at + 10 - time.monotonic()))
+    assert [rank.poll() for rank in idle.ranks] == [None] * 3
+    for rank in range(3):
+        idle.tell(rank)
+        idle.await_end(rank)
+    ended = idle.end()
+    assert codes(ended) == [0, 0, 0]
+    assert of_machine(ended, range(3)) == []
+
+
+@several_processes
+def test_an_orderly_end_of_a_process_group_says_nothing() -> None:
+    with group(f"{REDUCE}\n{WAIT}", REDUCE) as started:
+        started.await_line("here")
+        started.await_line("joined")
+        started.tell(0)
+        ended = started.end()
+    assert codes(ended) == [0, 0]
+    assert of_machine(ended, range(2)) == []
+
+
+# --- who does not arrive
+
+
+@several_processes
+def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Group]) -> None:
+    late = slow["late"]
+    late.await_end(0)
+    stopped = late.ranks[2]
+    stopped.kill()  # it could not end: it is stopped
+    ended = late.end(SOON)
+    assert codes(ended) == [1, 1, -signal.SIGKILL]
+    (line,) = errors(ended)
+    assert "a collective hangs" in line
+    reading, _, silent = line.partition("rank 2")
+    assert f"rank 1 on {HOST} (it is at" in reading
+    assert "reads_slowly" in reading
+    assert f" on {HOST} (it does not answer: process {stopped.pid} there is stopped" in silent
+    assert "kill -9" in silent
+    assert "rank 0" not in line.partition("error:")[2]
+
+
+@several_processes
+def test_one_that_does_not_arrive_and_is_alone_on_its_machine_ends_too(slow: dict[str, Group]) -> None:
+    ended = slow["alone"].end(SOON)
+    assert codes(ended) == [1, 1]
+    (line,) = ended[0].error_lines
+    assert "rank 1 on B (it is at" in line
+    assert "reads_slowly" in line
+    assert "Traceback" not in ended[1].err
+
+
+@several_processes
+def test_rank_0_that_is_stopped_is_named_by_the_others(slow: dict[str, Group]) -> None:
+    slow["rank 0"].await_end(1)
+    slow["rank 0"].ranks[0].kill()  # it could not end: it is stopped
+    ended = slow["rank 0"].end()
+    assert codes(ended) == [-signal.SIGKILL, 1]
+    (line,) = errors(ended)
+    assert f"rank 0 on {HOST}" in line
+    assert "does not answer" in line
+
+
+# --- in this process: who says what
+
+
+def members(machines: str) -> list[Member]:
+    """`AAB`: ranks 0 and 1 on A, rank 2 on B."""
+    return [
+        Member(rank, machine, f"id of {machine}", machines[:rank].count(machine), 100 + rank)
+        for rank, machine in enumerate(machines)
+    ]
+
+
+def watching(machines: str, rank: int) -> Watch:
+    observer = Watch()
+    observer.members = members(machines)
+    observer.me = observer.members[rank]
+    return observer
+
+
+@pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
+@pytest.mark.parametrize(
+    ("kind", "culprit", "any_launcher", "our_launcher"),
+    [
+        ("failed", 1, [2], [2]),  # it spoke itself; the other machine's first says it there
+        ("failed", 2, [0], [0]),
+        ("gone", 0, [1, 2], [2]),  # our launcher says on its machine by which signal
+        ("gone", 1, [0, 2], [2]),
+        ("gone", 2, [0, 3], [0]),
+        ("hangs", 0, [1, 2], [1, 2]),
+        ("lost", 2, [0, 3], [0, 3]),
+        ("interrupted", 3, [0], [0]),
+    ],
+)
+def test_one_of_each_machine_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Any,
+    culprit: int,
+    any_launcher: list[int],
+    our_launcher: list[int],
+    launcher: bool,
+) -> None:
+    monkeypatch.setenv(ENDED_FILE, "x")
+    if not launcher:
+        monkeypatch.delenv(ENDED_FILE)
+    others = [rank for rank in range(4) if rank != culprit]
+    speak = [rank for rank in others if watching("AABB", rank).speaks_of(Cause(culprit, kind, ""))]
+    assert speak == (our_launcher if launcher else any_launcher)
+
+
+@pytest.mark.parametrize("kind", ["hangs", "gone", "lost", "failed", "interrupted"])
+def test_who_hears_of_itself_is_not_lost_for_words(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """A process that hangs is told to end like the others, and may be the only one of its machine."""
+    monkeypatch.delenv(ENDED_FILE, raising=False)
+    assert watching("AB", 1).speaks_of(Cause(1, kind, "")) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("cause", "parts"),
+    [
+        (Cause(2, "failed", "no file x"), ["rank 2 on B failed: no file x"]),
+        (Cause(2, "gone", ""), ["rank 2 on B has ended without a word", "killed", "--checkpoint_every"]),
+        (Cause(2, "lost", "timed out"), ["no contact with B (ranks 2, 3)", "timed out", "--checkpoint_every"]),
+        (Cause(4, "lost", ""), ["no contact with C (rank 4)"]),
+        (Cause(2, "hangs", "rank 2 on B (it is at x)"), ["a collective hangs", "wait for rank 2 on B (it is at x)"]),
+        (Cause(2, "interrupted", ""), ["interrupted"]),
+    ],
+)
+def test_a_cause_is_described_with_rank_host_and_what_to_do(cause: Cause, parts: list[str]) -> None:
+    said = watching("AABBC", 0).describe(cause)
+    assert [part for part in parts if part not in said] == []
+    assert "\n" not in said
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, *suspects: Cause) -> Cause:
+    """What rank 0 makes of them when they come at once."""
+    ended = threading.Event()
+    monkeypatch.setattr(watch, "_SECOND_THOUGHT_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "end", lambda _: ended.set())
+    monkeypatch.setattr(Hub, "speaks_of", lambda *_: False)
+    hub = Hub(4)
+    hub.members = members("AABB")
+    hub.me = hub.members[0]
+    try:
+        for suspect in suspects:
+            hub._suspect(suspect)
+        assert ended.wait(20)
+    finally:
+        hub._server.close()
+    assert hub.cause is not None
+    return hub.cause
+
+
+FAILED, GONE, LOST = Cause(1, "failed", "lost contact"), Cause(2, "gone", ""), Cause(3, "lost", "")
+
+
+@pytest.mark.parametrize(
+    ("suspects", "cause"),
+    [
+        ([FAILED], FAILED),
+        ([FAILED, Cause(2, "failed", "x")], FAILED),  # the first
+        ([FAILED, GONE], GONE),  # a death is heard of later than what it does to others
+        ([FAILED, LOST], LOST),
+        ([FAILED, Cause(1, "gone", "")], FAILED),  # who spoke may go
+        ([Cause(1, "interrupted", ""), Cause(1, "gone", "")], Cause(1, "interrupted", "")),
+        ([GONE, Cause(3, "gone", "")], GONE),
+    ],
+)
+def test_the_first_death_goes_before_what_it_did_to_others(
+    monkeypatch: pytest.MonkeyPatch, suspects: list[Cause], cause: Cause
+) -> None:
+    assert decided(monkeypatch, *suspects) == cause
+
+
+def test_after_a_good_end_nothing_is_a_cause_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "end", lambda _: pytest.fail("it ends the process"))
+    observer = watching("AB", 1)
+    observer.over = True
+    observer._learn(Cause(0, "gone", ""))
+    assert observer.cause is None
+
+
+def test_who_is_about_to_leave_has_the_last_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "end", lambda _: pytest.fail("it ends the process"))
+    observer = watching("AB", 1)
+    observer.leaving = True
+    observer._learn(Cause(0, "gone", ""))
+    assert observer.cause_within(0.1) == Cause(0, "gone", "")
+    assert capfd.readouterr().err == ""
+
+
+def test_of_two_causes_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "end", lambda _: None)
+    observer = watching("ABC", 1)
+    observer.leaving = True
+    observer._learn(Cause(0, "gone", ""))
+    observer._learn(Cause(2, "gone", ""))
+    assert observer.cause == Cause(0, "gone", "")
+
+
+def test_machines_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "current", None)
+    assert watch.named_machines() == []
+    monkeypatch.setattr(watch, "current", watching("AABC", 0))
+    assert watch.named_machines() == ["A (ranks 0, 1)", "B (rank 2)", "C (rank 3)"]
+    monkeypatch.setattr(watch, "current", watching("AA", 0))
+    assert watch.named_machines() == []
+
+
+def test_where_names_what_the_main_thread_does_innermost_first() -> None:
+    said: list[str] = []
+    asked, answered = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        asked.wait(20)
+        said.append(watch.where())
+        answered.set()
+
+    def reads_slowly() -> None:
+        asked.set()
+        assert answered.wait(20)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    reads_slowly()
+    thread.join()
+    (line,) = said
+    assert line.index(" reads_slowly") < line.index(" test_where_names")
+    assert "test_watch.py:" in line
+    assert "/" not in line
+
+
+def test_without_torch_there_are_no_collectives_and_it_is_not_imported() -> None:
+    code = "import sys; from toolkit.launch import watch; print(watch.collectives(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 False\n"

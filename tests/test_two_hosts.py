@@ -1,0 +1,424 @@
+"""Two real hosts (network namespaces): every way to start them, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.hosts import ADDRESSES, INTERFACE, NAMES, NOBODY, TwoHosts, two_hosts
+from tests.runs import ROOT, Finished, losses_of, recipe
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
+
+LITERAL = ["accelerate", "launch", "recipes/cls.py", "--config_file"]
+FIRST = ["--main_process_ip", ADDRESSES["a"]]
+# A run with both hosts up takes about 20 s on two busy cores.
+SECONDS = 150
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    yield from two_hosts()
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "6", "--dropout", "0",
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
+            "--per_device_batch_size", "4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> list[float]:
+    """The losses of one process on one machine."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    finished = recipe(*settings, "--output_dir", folder)
+    assert finished.code == 0, finished.err[-3000:]
+    return losses_of(folder)
+
+
+def on_both(*command: str | Path) -> dict[str, list[str]]:
+    """The same line, typed on both."""
+    return {host: [str(word) for word in command] for host in ("a", "b")}
+
+
+def assert_run(done: Mapping[str, Finished], folder: Path, reference: Sequence[float], processes: int = 2) -> None:
+    for host, finished in done.items():
+        assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
+    assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == processes
+    assert f"machines: hostA (rank{'s' * (processes > 2)} 0" in done["a"].err
+    assert losses_of(folder) == pytest.approx(reference, rel=1e-5)
+
+
+# --- the literal command
+
+
+@pytest.mark.parametrize("name", ["2node", "2node_zero2", "2node_zero3"])
+def test_the_literal_command_with_the_address_in_the_file(
+    name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
+) -> None:
+    shipped = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(shipped.replace("ADDRESS_OF_MACHINE_0", ADDRESSES["a"]), encoding="utf-8")
+    done = hosts.run_both(on_both(*LITERAL, file, *settings, "--output_dir", tmp_path / "run"), SECONDS)
+    assert_run(done, tmp_path / "run", reference)
+    assert "this is machine 0 (hostA) of 2: 10.77.0.1 is an address of this machine" in done["a"].err
+    assert "this is machine 1 (hostB) of 2: 10.77.0.1 is not an address of this machine" in done["b"].err
+
+
+def test_two_processes_on_each(hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path) -> None:
+    command = on_both(*LITERAL, "accelerate_configs/2node.yaml", *FIRST, "--num_processes", "4", *settings,
+                      "--output_dir", tmp_path / "run")  # fmt: skip
+    assert_run(hosts.run_both(command, SECONDS), tmp_path / "run", reference, processes=4)
+
+
+WORKER = ["accelerate", "launch", "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
+# how each host learns which machine it is: words behind the script, environment
+RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
+    "--machine_rank": ({"a": [*FIRST, "--machine_rank", "0"], "b": [*FIRST, "--machine_rank", "1"]}, {}),
+    "NODE_RANK": (on_both(*FIRST), {"a": {"NODE_RANK": "0"}, "b": {"NODE_RANK": "1"}}),
+    "SLURM_NODEID": (
+        on_both(),
+        {host: {"SLURM_NODEID": str(number), "SLURM_JOB_NODELIST": "hostA,hostB",
+                "SLURM_JOB_NUM_NODES": "2"} for number, host in enumerate("ab")},
+    ),
+    "--machines": (on_both("--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}"), {}),
+    "--machines, by name": (on_both("--machines", "hostA,hostB"), {}),
+    "main_process_ip by name": (on_both("--main_process_ip", "hostA"), {}),
+    "main_process_ip of the other": (on_both("--main_process_ip", ADDRESSES["b"]), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", RANKS)
+def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
+    words, env = RANKS[way]
+    started = {host: hosts.start(host, [*WORKER, *words[host]], env=env.get(host)) for host in ("a", "b")}
+    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    first, second = ("b", "a") if "of the other" in way else ("a", "b")
+    for rank, host in enumerate((first, second)):
+        assert done[host].code == 0, done[host].err[-3000:]
+        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in done[host].out
+
+
+# --- the launchers that span machines by themselves
+
+
+def _deepspeed(host: str, folder: Path) -> list[str]:
+    hostfile = folder / "hostfile"
+    hostfile.write_text("hostA slots=1\nhostB slots=1\n", encoding="utf-8")
+    number = "0" if host == "a" else "1"
+    return ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--node_rank", number, "--master_addr",
+            ADDRESSES["a"]]  # fmt: skip
+
+
+def _torchrun(host: str, folder: Path) -> list[str]:
+    """By name: torchrun finds out who keeps the meeting by looking its own host's name up, which Debian answers
+    with 127.0.1.1."""
+    return ["torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+            "hostA:29700", "--rdzv_id", folder.name]  # fmt: skip
+
+
+def _srun(host: str, folder: Path) -> list[str]:
+    """What `srun --nodes 2 --ntasks 2` gives each task, as its documentation has it."""
+    number = "0" if host == "a" else "1"
+    return ["env", f"SLURM_PROCID={number}", "SLURM_STEP_NUM_TASKS=2", "SLURM_LOCALID=0", f"SLURM_NODEID={number}",
+            "SLURM_STEP_TASKS_PER_NODE=1(x2)", "SLURM_STEP_NODELIST=hostA,hostB", "SLURM_JOB_ID=77", "SLURM_STEP_ID=0",
+            sys.executable]  # fmt: skip
+
+
+LAUNCHERS = {"deepspeed --hostfile --no_ssh": _deepspeed, "torchrun c10d": _torchrun, "srun": _srun}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_another_launcher(
+    name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
+) -> None:
+    words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
+    done = hosts.run_both({host: [*LAUNCHERS[name](host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
+    assert_run(done, tmp_path / "run", reference)
+    strategy = json.loads((tmp_path / "run" / "config.json").read_text())["world"]["distributed_type"]
+    assert strategy == ("DEEPSPEED" if "deepspeed" in name else "MULTI_CPU")
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun(hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path) -> None:
+    """Open MPI itself, which starts its part on the other host through a program like ssh."""
+    agent = tmp_path / "like-ssh"
+    agent.write_text(f'#!/bin/sh\nshift\n{hosts.shell_on("b")} "$*"\n', encoding="utf-8")
+    agent.chmod(0o755)
+    command = ["mpirun", "--allow-run-as-root", "--host", "hostA:1,hostB:1", "-np", "2", "--mca", "plm_rsh_agent",
+               agent, "--mca", "plm", "rsh", "-x", f"MASTER_ADDR={ADDRESSES['a']}", "-x", "PATH", "-x", "TOOLKIT_CACHE",
+               sys.executable, "recipes/cls.py", *settings, "--output_dir", tmp_path / "run"]  # fmt: skip
+    assert_run({"a": hosts.run("a", command, SECONDS)}, tmp_path / "run", reference)
+
+
+# --- what does not come together
+
+
+SHORT = ["--rendezvous_timeout", "6"]
+
+
+def error_of(finished: Finished) -> str:
+    """The one line of error; launchers that were typed add a traceback of their own behind it."""
+    (line,) = finished.error_lines
+    assert finished.code != 0
+    return line.partition("error: ")[2]
+
+
+def test_the_first_machine_alone_names_the_missing_one(hosts: TwoHosts) -> None:
+    started = time.monotonic()
+    words = error_of(hosts.run("a", [*WORKER, *FIRST, *SHORT], SECONDS))
+    assert time.monotonic() - started < 30
+    assert "machine 1 did not come within 6 s to machine 0 (hostA, port 29600)" in words
+    assert "type the same command there" in words
+    assert "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER" in words
+
+
+def test_the_second_machine_alone_says_what_it_tried(hosts: TwoHosts) -> None:
+    words = error_of(hosts.run("b", [*WORKER, *FIRST, *SHORT], SECONDS))
+    assert "machine 0 was not found within 6 s" in words
+    assert "10.77.0.1:29600: the machine answers and nothing listens on this port" in words
+    assert "toolkit doctor --peers 10.77.0.1,10.77.0.2" in words
+
+
+def test_an_address_that_nobody_has(hosts: TwoHosts) -> None:
+    done = hosts.run_both(on_both(*WORKER, "--main_process_ip", NOBODY, *SHORT), SECONDS)
+    for host in ("a", "b"):
+        words = error_of(done[host])
+        assert f"{NOBODY}:29600" in words
+        assert "hostname -I" in words
+
+
+def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> None:
+    hosts.block("a", 29600)
+    try:
+        done = hosts.run_both(on_both(*WORKER, *FIRST, *SHORT), SECONDS)
+    finally:
+        hosts.heal()
+    assert "no answer in" in error_of(done["b"])
+    assert "sudo ufw allow from 10.77.0.2" in error_of(done["b"])
+    assert "machine 1 did not come" in error_of(done["a"])
+    assert "sudo ufw allow from" in error_of(done["a"])
+
+
+def test_an_interface_that_does_not_lead_to_the_other(hosts: TwoHosts) -> None:
+    hosts.add_interface("a", "other0", "10.99.0.1/24")
+    done = hosts.run_both(on_both(*WORKER, "--main_process_ip", "10.99.0.1", *SHORT), SECONDS)
+    assert "there is no way to it from here" in error_of(done["b"])
+    assert "ip route get 10.99.0.1" in error_of(done["b"])
+
+
+def test_a_placeholder_names_the_line_and_the_setting(hosts: TwoHosts) -> None:
+    words = error_of(hosts.run("a", WORKER, SECONDS))
+    shipped = (ROOT / "accelerate_configs" / "2node.yaml").read_text(encoding="utf-8").splitlines()
+    number = next(place for place, line in enumerate(shipped, 1) if line.startswith("main_process_ip"))
+    assert f"2node.yaml, line {number}: main_process_ip is still 'ADDRESS_OF_MACHINE_0'" in words
+    assert "--main_process_ip ADDRESS" in words
+
+
+DISAGREE = {
+    "numbers of processes": (["--num_processes", "2"], ["--num_processes", "4"], "pass --num_processes 2 on all"),
+    "one number for both": (
+        ["--machine_rank", "0"],
+        ["--machine_rank", "0"],
+        "two machines say that they are number 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREE)
+def test_machines_that_ask_for_different_things(what: str, hosts: TwoHosts) -> None:
+    first, second, expected = DISAGREE[what]
+    started = time.monotonic()
+    done = hosts.run_both({"a": [*WORKER, *FIRST, *first], "b": [*WORKER, *FIRST, *second]}, SECONDS)
+    assert time.monotonic() - started < 40  # not the 60 s of a machine that does not come
+    for host in ("a", "b"):
+        assert expected in error_of(done[host])
+
+
+def _other_peft(folder: Path) -> dict[str, str]:
+    """An environment in which another version of a library is installed."""
+    info = folder / "peft-99.0.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0.0\n", encoding="utf-8")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)}
+
+
+def test_another_version_of_a_library_is_refused_on_both(hosts: TwoHosts, tmp_path: Path) -> None:
+    started = {
+        "a": hosts.start("a", [*WORKER, *FIRST]),
+        "b": hosts.start("b", [*WORKER, *FIRST], env=_other_peft(tmp_path)),
+    }
+    for process in started.values():
+        words = error_of(hosts.finish(process, SECONDS))
+        assert "the machines do not run the same: peft is " in words
+        assert "on hostA and 99.0.0 on hostB" in words
+        assert "`pip install peft==" in words
+
+
+def test_other_code_is_refused_on_both(hosts: TwoHosts, tmp_path: Path) -> None:
+    changed = tmp_path / "hosts_worker.py"
+    changed.write_text((ROOT / "tests/hosts_worker.py").read_text() + "\n# edited on one machine\n", encoding="utf-8")
+    worker = ROOT / "tests/hosts_worker.py"
+    started = {
+        "a": hosts.start("a", [*WORKER, *FIRST]),
+        "b": hosts.start("b", [*WORKER, *FIRST], binds={worker: changed}),
+    }
+    for process in started.values():
+        words = error_of(hosts.finish(process, SECONDS))
+        assert "the machines do not run the same: code is " in words
+        assert "bring the same code to all" in words
+
+
+def test_other_data_and_other_settings_are_refused_on_both(
+    hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path
+) -> None:
+    shorter = tmp_path / "shorter.csv"
+    shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run")]
+    started = {"a": hosts.start("a", command), "b": hosts.start("b", command, binds={reviews: shorter})}
+    for process in started.values():
+        words = error_of(hosts.finish(process, SECONDS))
+        assert "the content of the train data is " in words
+        assert "on hostA and " in words
+    done = hosts.run_both({"a": command, "b": [*command, "--learning_rate", "1e-3"]}, SECONDS)
+    for host in ("a", "b"):
+        assert "the settings are not the same everywhere: learning_rate is " in error_of(done[host])
+    assert not (tmp_path / "run").exists()  # before anything was written
+
+
+def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(settings[settings.index("--train_file") + 1], folder / "reviews.csv")
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
+               "--train_file", str(folder / "reviews.csv")]  # fmt: skip
+    started = {"a": hosts.start("a", command), "b": hosts.start("b", command, binds={folder: empty})}
+    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    assert "reviews.csv" in error_of(done["b"])
+    assert "rank 1 on hostB failed: " in error_of(done["a"])
+    assert "reviews.csv" in error_of(done["a"])
+
+
+# --- what breaks on the way
+
+
+def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int) -> dict[str, subprocess.Popen[str]]:
+    """Both hosts at work, at least `steps` of them done."""
+    started = {host: hosts.start(host, command) for host in ("a", "b")}
+    deadline = time.monotonic() + SECONDS
+    metrics = folder / "metrics.jsonl"
+    while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < steps:
+        assert time.monotonic() < deadline, "it does not train"
+        for host, process in started.items():
+            assert process.poll() is None, hosts.finish(process).err[-3000:] + host
+        time.sleep(0.1)
+    return started
+
+
+def _worker(hosts: TwoHosts, host: str) -> psutil.Process:
+    """The process that trains there."""
+    for process in hosts.processes(host):
+        if "--max_steps" in process.cmdline() and "toolkit.launch.accelerate_cli" in process.parent().cmdline():
+            return process
+    raise AssertionError(f"nothing trains on {host}")
+
+
+@pytest.fixture(scope="module")
+def long_settings(settings: list[str]) -> list[str]:
+    """Steps enough to break something between them; a checkpoint every tenth."""
+    return [*settings, "--max_steps", "400", "--eval_every", "1000", "--checkpoint_every", "10"]
+
+
+@pytest.fixture(scope="module")
+def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
+    folder = tmp_path_factory.mktemp("long-reference") / "run"
+    finished = recipe(*long_settings, "--max_steps", "40", "--lr_scheduler_type", "constant", "--output_dir", folder)
+    assert finished.code == 0, finished.err[-3000:]
+    return losses_of(folder)
+
+
+BREAKS = {
+    "its rank is killed": ("2node", "rank 1 on hostB has ended without a word"),
+    "the network is silent": ("2node_zero2", "no contact with hostB (rank 1)"),
+    "the cable is pulled": ("2node", "no contact with hostB (rank 1)"),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
+    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+) -> None:
+    config, expected = BREAKS[what]
+    folder = tmp_path / "run"
+    command = [*LITERAL, f"accelerate_configs/{config}.yaml", *FIRST, *long_settings, "--lr_scheduler_type", "constant",
+               "--output_dir", str(folder)]  # fmt: skip
+    started = _training(hosts, command, folder, 12)
+    broken = time.monotonic()
+    try:
+        if "killed" in what:
+            _worker(hosts, "b").kill()
+        else:
+            hosts.silence() if "silent" in what else hosts.cut()
+        done = {host: hosts.finish(process, 60) for host, process in started.items()}
+    finally:
+        hosts.heal()
+    assert time.monotonic() - broken < 30
+    assert expected in error_of(done["a"])
+    if "killed" in what:
+        assert "rank 1 was ended by SIGKILL" in error_of(done["b"])
+    else:
+        assert "no contact with hostA (rank 0)" in error_of(done["b"])
+    again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
+    assert again["a"].code == 0, again["a"].err[-3000:]
+    assert "resuming from" in again["a"].err
+    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+
+
+def test_a_rank_that_does_not_arrive_is_named(hosts: TwoHosts, long_settings: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--output_dir", str(folder),
+               "--ddp_timeout", "8"]  # fmt: skip
+    started = _training(hosts, command, folder, 3)
+    stopped = _worker(hosts, "b")
+    stopped.send_signal(signal.SIGSTOP)
+    words = error_of(hosts.finish(started["a"], 60))
+    assert "a collective hangs: the others wait for rank 1 on hostB" in words
+    assert f"process {stopped.pid} there is stopped or stuck" in words
+    stopped.kill()  # as the message says
+    hosts.finish(started["b"], 60)
+
+
+def test_max_restarts_goes_on_by_itself(
+    hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
+               "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--max_restarts", "1"]  # fmt: skip
+    started = _training(hosts, command, folder, 12)
+    _worker(hosts, "b").kill()
+    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
+    assert "attempt 2 of 2" in done["a"].err
+    assert "resuming from" in done["a"].err
+    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+
+
+def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
+               "--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]  # fmt: skip
+    done = hosts.run_both(on_both(*command), SECONDS)
+    for finished in done.values():
+        assert "nothing" in error_of(finished)

@@ -1,0 +1,67 @@
+"""Launchers that start failed processes again (`--max_restarts`): what those must know of the first attempt.
+
+torchrun, and `accelerate launch` through it, start all processes of a machine again when one has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+# Names the file by which a run tells our launcher how it ended: in good order, or for a reason that will not go away.
+ENDED_FILE = "TOOLKIT_ENDED_FILE"
+STOPPED, HOPELESS = "stopped", "hopeless"
+_PREFIX = "toolkit/remembered"
+
+
+def attempt() -> int:
+    """0 for the first."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def most_restarts() -> int:
+    """What --max_restarts says."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
+def tell_launcher(how: str) -> None:
+    """Leaves word for our own launcher, where that started this process."""
+    path = os.environ.get(ENDED_FILE)
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(how, encoding="ascii")
+
+
+def give_up() -> None:
+    """Lets our launcher end instead of starting again what will fail again: a setting, a file, another version."""
+    if ENDED_FILE in os.environ and attempt() < most_restarts():
+        tell_launcher(HOPELESS)
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def remember(name: str, value: str) -> None:
+    """For the attempts after this one; nothing where the launcher keeps nothing."""
+    store = _agents_store()
+    if store is not None:
+        store.set(f"{_PREFIX}/{name}", value)
+
+
+def remembered(name: str) -> str | None:
+    """What an earlier attempt remembered."""
+    store = _agents_store() if attempt() else None
+    if store is None or not store.check([f"{_PREFIX}/{name}"]):
+        return None
+    return str(store.get(f"{_PREFIX}/{name}").decode())
+
+
+def _agents_store():  # type: ignore[no-untyped-def]
+    """The launcher's own store, which outlives its processes; None where it has none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not most_restarts():
+        return None
+    from torch.distributed import TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)
