@@ -55,7 +55,7 @@ class TwoHosts:
 
     def __enter__(self) -> TwoHosts:
         _remove_leftovers()
-        self._folder = Path(tempfile.mkdtemp(prefix="tk2h-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}x"))
         try:
             self._build()
         except BaseException:
@@ -280,3 +280,7 @@ def _remove_leftovers() -> None:
         owner = space.removeprefix(_PREFIX).partition("x")[0]
         if space.startswith(_PREFIX) and owner.isdigit() and not psutil.pid_exists(int(owner)):
             _remove(space)
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*x*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("x")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit import __version__, launch
 from toolkit.checkpoint.convert import command as convert
+from toolkit.doctor.job import add_options as add_doctor_options
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models import to_bigbird_command
 
@@ -40,6 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="toolkit prepare [cls|bigbird|title] [SETTINGS.yaml] [--name value ...]",
         add_help=False,
     )
+    doctor = commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
+    add_doctor_options(doctor)
     convert.add_parser(commands)
     to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html again")
@@ -71,7 +74,8 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    launch.run(_run, module="toolkit")
+    # the doctor reads the launch options of a run, and starts none
+    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] != ["doctor"])
 
 
 def _run() -> None:
@@ -79,6 +83,10 @@ def _run() -> None:
     if arguments[:1] == ["prepare"]:
         _prepare(arguments[1:])
         return
+    if arguments[:1] == ["doctor"]:
+        from toolkit.doctor.command import run
+
+        raise SystemExit(run(arguments[1:]))
     parser = build_parser()
     _refuse_unknown_command(parser, arguments)
     options = parser.parse_args(arguments)
@@ -97,7 +105,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("predict", "prepare", "convert", "to-bigbird", "report")
+    known = ("predict", "prepare", "convert", "to-bigbird", "report", "doctor")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 

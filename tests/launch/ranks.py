@@ -34,18 +34,20 @@ BOUND_SECONDS = 60.0
 # Takes (code, environment) and four descriptors: the standard ones, and one for the process id and, later, the exit
 # code. The forked process ends as any other does, with all that Python does at its end.
 _NURSERY = """
-import json, os, signal, socket, sys, threading
+import gc, json, os, signal, socket, sys, threading
 import torch.distributed
 from toolkit import launch
 from toolkit.launch import facts, rollcall, watch
 from toolkit.launch.environment import settle
 
 def wait_for_line():
-    if not sys.stdin.readline():  # nobody will tell any more
-        threading.Event().wait()
+    if not sys.stdin.readline():  # the tests are gone
+        os._exit(99)
 
 control = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+gc.collect()
+gc.freeze()  # what is there by now stays shared memory, and is quickly left
 while True:
     request, descriptors, _, _ = socket.recv_fds(control, 1 << 18, 4)
     if not request:  # the tests are over

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -15,9 +16,8 @@ from toolkit.errors import UserError
 from toolkit.launch import rollcall
 from toolkit.launch.environment import Place, free_port
 
-pytestmark = pytest.mark.multiprocess
 
-
+@pytest.mark.multiprocess
 def test_all_arrive_and_know_each_other() -> None:
     tell = "print(*[(m.rank, m.host, m.local_rank) for m in watch.current.members], *launch.named_machines(), sep='; ')"
     body = f"wait_for_line()\n{tell}"
@@ -31,6 +31,7 @@ def test_all_arrive_and_know_each_other() -> None:
     assert [one.err for one in ended] == ["", "", ""]
 
 
+@pytest.mark.multiprocess
 def test_a_rank_that_does_not_come_is_named_to_all_that_came() -> None:
     with group("", "", "", hosts=["A", "B", "C"], seconds=4, before={2: "sys.exit(0)"}) as started:
         ended = started.end()
@@ -43,6 +44,7 @@ def test_a_rank_that_does_not_come_is_named_to_all_that_came() -> None:
         assert one.out == ""
 
 
+@pytest.mark.multiprocess
 def test_several_that_do_not_come_are_named_together() -> None:
     with group("", env={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, seconds=1) as started:
         (one,) = started.end()
@@ -52,6 +54,7 @@ def test_several_that_do_not_come_are_named_together() -> None:
     assert f"rank 0 on {socket.gethostname()}" in line
 
 
+@pytest.mark.multiprocess
 def test_rank_0_that_is_never_there_is_said_with_what_was_met() -> None:
     with group("", env={"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, hosts=["B"], seconds=1) as started:
         (one,) = started.end()
@@ -62,6 +65,7 @@ def test_rank_0_that_is_never_there_is_said_with_what_was_met() -> None:
     assert "toolkit doctor --peers" in line
 
 
+@pytest.mark.multiprocess
 def test_two_processes_of_one_rank_are_said_by_the_second() -> None:
     two, twin = {"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "1"}
     body = "wait_for_line()"
@@ -78,6 +82,7 @@ def test_two_processes_of_one_rank_are_said_by_the_second() -> None:
     assert "--machine_rank" in line
 
 
+@pytest.mark.multiprocess
 def test_different_world_sizes_are_said_on_both_sides() -> None:
     with group("", "", hosts=["A", "B"], env=[{}, {"WORLD_SIZE": "4"}]) as started:
         ended = started.end()
@@ -88,6 +93,7 @@ def test_different_world_sizes_are_said_on_both_sides() -> None:
         assert "same number" in line
 
 
+@pytest.mark.multiprocess
 def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
     """Rank 0 does not wait for it, and nobody else would say why it is left alone."""
     two, body = {"WORLD_SIZE": "2"}, "wait_for_line()"
@@ -103,6 +109,7 @@ def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
     assert "Traceback" not in third.err
 
 
+@pytest.mark.multiprocess
 def test_another_version_of_a_library_is_said_on_both_sides_with_its_remedy() -> None:
     other = "was = facts.facts; facts.facts = lambda script: {**was(script), 'torch': '0.0.1', 'code': 'x'}"
     with group("", "", hosts=["A", "B"], before={1: other}) as started:
@@ -117,6 +124,7 @@ def test_another_version_of_a_library_is_said_on_both_sides_with_its_remedy() ->
         assert "nothing was read or trained" in line
 
 
+@pytest.mark.multiprocess
 def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers_store() -> None:
     from torch.distributed import TCPStore
 
@@ -132,6 +140,18 @@ def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers
     assert store.num_keys() > 0  # it was this one they used
 
 
+@pytest.mark.multiprocess
+def test_a_patience_that_cannot_be_is_said_before_it_is_needed() -> None:
+    """The watch's threads could tell nobody."""
+    with group("", "", hosts=["A", "B"], env={"TOOLKIT_DDP_TIMEOUT": "soon"}) as started:
+        ended = started.end()
+    assert codes(ended) == [1, 1]
+    for one in ended:
+        (line,) = one.err.splitlines()
+        assert "TOOLKIT_DDP_TIMEOUT must be a whole number, not 'soon'" in line
+
+
+@pytest.mark.multiprocess
 def test_a_port_of_rank_0_that_is_taken_names_the_process_that_holds_it() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
@@ -169,6 +189,35 @@ def test_a_port_that_is_no_number_names_the_variable(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_PORT", "x")
     with pytest.raises(UserError, match="MASTER_PORT"):
         rollcall.call_roll(Place("environment", 1, 2, 0, 1), "", 0.1)
+
+
+class FullStore:
+    """All keys are there already."""
+
+    def __init__(self, shown: rollcall.Shown) -> None:
+        self.shown = shown
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+    def get(self, key: str) -> bytes:
+        return rollcall._packed(self.shown).encode()
+
+
+def test_who_is_there_already_is_not_missing_however_little_time_is_left() -> None:
+    shown = rollcall.Shown(rollcall.Member(0, "node", "m", 0, 1), 2, {}, HERE)
+    place = Place("environment", 0, 2, 0, 1)
+    found, fault = rollcall._await_all(FullStore(shown), place, time.monotonic() - 1, 1)  # type: ignore[arg-type]
+    assert (len(found), fault) == (2, "")
+
+
+def test_a_server_that_is_there_or_not_is_found_out_however_little_time_is_left() -> None:
+    place, over = Place("environment", 1, 2, 0, 1), time.monotonic() - 1
+    with socket.create_server((HERE, 0)) as server:
+        port = server.getsockname()[1]
+        rollcall._await_server(HERE, port, place, over, 1)
+    with pytest.raises(UserError, match="nothing listens on this port"):
+        rollcall._await_server(HERE, port, place, over, 1)
 
 
 def member(rank: int, machine: str) -> dict[str, Any]:
@@ -214,9 +263,5 @@ def test_two_machines_of_one_name_are_told_apart_where_they_differ() -> None:
 def test_what_a_process_shows_of_itself_survives_the_store() -> None:
     mine = rollcall.Shown(rollcall.Member(3, "node", "m", 1, 4711), 8, {"torch": "2", "deepspeed": None}, HERE)
 
-    class Store:
-        def get(self, key: str) -> bytes:
-            return {"shown/3": rollcall._packed(mine).encode()}[key]
-
-    assert rollcall._shown(Store(), 3) == mine  # type: ignore[arg-type]
+    assert rollcall._shown(FullStore(mine), 3) == mine  # type: ignore[arg-type]
     assert json.loads(rollcall._packed(mine))["member"]["pid"] == 4711

@@ -32,6 +32,13 @@ dist.init_process_group("gloo")
 print("joined", flush=True)
 """
 REDUCE = f"{JOIN}dist.all_reduce(torch.ones(1))"
+# Two of the processes have a group of their own, and one collective more than the others.
+PART = f"""{JOIN}
+part = dist.new_group([0, 1])
+if dist.get_rank() < 2:
+    dist.all_reduce(torch.ones(1), group=part)
+wait_for_line()
+"""
 READ = "def reads_slowly():\n    wait_for_line()\nreads_slowly()"
 # "Within seconds", on a machine that has other things to do; without the watch it would be half an hour.
 SOON = 30.0
@@ -54,12 +61,13 @@ def slow() -> Iterator[dict[str, Group]]:
         alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))
         headless = stack.enter_context(group(WAIT, WAIT, env=short, before=soon_asked))
         idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=soon_asked))
-        for started in (late, alone, headless, idle):
+        partly = stack.enter_context(group(PART, PART, PART, env=short))
+        for started in (late, alone, headless, idle, partly):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
-        yield {"late": late, "alone": alone, "rank 0": headless, "idle": idle}
+        yield {"late": late, "alone": alone, "rank 0": headless, "idle": idle, "partly": partly}
 
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
@@ -151,19 +159,31 @@ def test_all_that_fail_alike_are_heard_once_on_each_machine() -> None:
 
 
 @several_processes
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_that_leaves_with_an_error_code_ends_the_others_too(rank: int) -> None:
+@pytest.mark.parametrize(("rank", "hosts"), [(0, "AB"), (1, "AB"), (1, "AA")])
+def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine_says_so(rank: int, hosts: str) -> None:
     """The others would wait for it in their next collective."""
     bodies = [WAIT, WAIT]
     bodies[rank] = f"{WAIT}\nsys.exit(3)"
-    with group(*bodies, hosts=["A", "B"]) as started:
+    with group(*bodies, hosts=list(hosts)) as started:
         started.await_line()
         started.tell(rank)
         ended = started.end(SOON)
     assert ended[rank].code == 3
     assert ended[1 - rank].code == 1
-    (line,) = ended[1 - rank].error_lines
-    assert f"rank {rank} on {'AB'[rank]}" in line
+    of_the_other = [0, 1] if hosts == "AA" else [1 - rank]
+    (line,) = [line for line in of_machine(ended, of_the_other) if "error:" in line]
+    assert f"rank {rank} on {hosts[rank]}" in line
+
+
+@several_processes
+def test_one_that_leaves_with_a_message_has_said_it_and_it_is_said_once() -> None:
+    with group(WAIT, f"{WAIT}\nsys.exit('error: no such label')") as started:
+        started.await_line()
+        started.tell(1)
+        ended = started.end(SOON)
+    assert codes(ended) == [1, 1]
+    (line,) = of_machine(ended, range(2))
+    assert "no such label" in line
 
 
 @several_processes
@@ -197,12 +217,30 @@ def test_an_orderly_end_says_nothing_and_long_work_without_a_collective_accuses_
 
 
 @several_processes
+def test_a_collective_of_a_part_of_the_processes_makes_nobody_late(slow: dict[str, Group]) -> None:
+    """Rank 0 may write for an hour while the others wait for it outside of any collective."""
+    partly = slow["partly"]
+    time.sleep(max(0.0, partly.started_at + 10 - time.monotonic()))
+    assert [rank.poll() for rank in partly.ranks] == [None] * 3
+    partly.tell(0, 1, 2)
+    ended = partly.end()
+    assert codes(ended) == [0, 0, 0]
+    assert errors(ended) == []
+
+
+@several_processes
 def test_an_orderly_end_of_a_process_group_says_nothing() -> None:
-    with group(f"{REDUCE}\n{WAIT}", REDUCE) as started:
-        started.await_line("here")
-        started.await_line("joined")
-        started.tell(0)
-        ended = started.end()
+    for _ in range(4):  # rank 0 keeps the store in which they tell each other that they are done: who leaves when?
+        with group(REDUCE, REDUCE, REDUCE) as started:
+            ended = started.end(SOON)
+        assert codes(ended) == [0, 0, 0]
+        assert of_machine(ended, range(3)) == []
+
+
+@several_processes
+def test_one_of_a_process_group_that_is_done_by_sys_exit_is_not_waited_for() -> None:
+    with group(REDUCE, f"{REDUCE}\nsys.exit()") as started:
+        ended = started.end(SOON)
     assert codes(ended) == [0, 0]
     assert of_machine(ended, range(2)) == []
 

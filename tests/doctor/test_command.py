@@ -1,0 +1,150 @@
+"""`toolkit doctor` on this machine, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.runs import Finished, environment, start
+from toolkit.launch import wire
+
+DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
+
+
+def doctor(*arguments: str | Path, **options: Any) -> Finished:
+    return start([*DOCTOR, *arguments], seconds=90, **options)
+
+
+def found_by(done: Finished) -> dict[str, dict[str, str]]:
+    """Name -> finding; the only thing on stdout is one JSON object."""
+    return {finding["name"]: finding for finding in json.loads(done.out)["findings"]}
+
+
+def test_this_machine_as_text() -> None:
+    done = doctor()
+    headings = [line for line in done.out.splitlines() if line and not line.startswith(" ")]
+    assert headings[:1] == [socket.gethostname()]
+    assert {"versions", "devices", "host", "builds", "network"} <= set(headings)
+    assert headings[-1].startswith("all well") or "failure" in headings[-1] or "warning" in headings[-1]
+    assert done.err == ""
+
+
+def test_this_machine_as_json(tmp_path: Path) -> None:
+    done = doctor("--json", env={"TORCH_EXTENSIONS_DIR": str(tmp_path), "TMPDIR": str(tmp_path)})
+    told = json.loads(done.out)
+    assert told["host"] == socket.gethostname()
+    assert told["ok"] == (done.code == 0)
+    assert (told["machines"], told["links"]) == ([], [])
+    assert {finding["host"] for finding in told["findings"]} == {told["host"]}
+    assert {"python", "libraries", "backend", "memory", "port"} <= set(found_by(done))
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        found = found_by(doctor("--json", "--main_process_port", str(port)))["port"]
+    assert found["level"] == "warn"
+    assert f"taken by process {os.getpid()} " in found["text"]
+    assert found["remedy"].startswith(f"kill {os.getpid()} ")
+
+
+def test_a_stale_lock_is_found_and_its_line_mends_it(tmp_path: Path) -> None:
+    folder = tmp_path / "py311_cpu" / "cpu_adam"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    env = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = doctor("--json", env=env)
+    found = found_by(done)["cpu_adam"]
+    assert (done.code, found["level"]) == (1, "fail")
+    subprocess.run(found["remedy"], shell=True, check=True)
+    assert found_by(doctor("--json", env=env))["cache"]["level"] == "ok"
+
+
+def test_variables_a_launcher_left_are_a_warning_and_not_obeyed() -> None:
+    """RANK 3 of 8 makes other commands wait for a rank 0, and stay silent."""
+    env = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "1"}
+    found = found_by(doctor("--json", env=env))["launcher"]
+    assert (found["level"], found["remedy"]) == ("warn", f"unset {' '.join(sorted(env))}")
+    done = doctor("--timeout", "0", env=env)
+    assert (done.code, done.err) == (1, "error: --timeout 0: give seconds from 1 to 600\n")
+
+
+def test_the_line_of_a_run_starts_nothing_and_ends_with_what_to_type(reviews: Path, tiny_model: Path) -> None:
+    line = ["recipes/cls.py", "--train_file", str(reviews), "--model_name_or_path", str(tiny_model),
+            "--config_file", "accelerate_configs/ddp.yaml"]  # fmt: skip
+    before = set((REPOSITORY / "runs").iterdir()) if (REPOSITORY / "runs").is_dir() else set()
+    done = doctor(*line)
+    assert f"start with `accelerate launch {' '.join(line)}`" in done.out
+    assert f"{reviews}: " in done.out
+    assert (set((REPOSITORY / "runs").iterdir()) if (REPOSITORY / "runs").is_dir() else set()) == before
+
+
+def test_a_file_that_is_missing() -> None:
+    done = doctor("recipes/cls.py", "--train_file", "no/such.csv", "--json")
+    assert done.code == 1
+    assert "no/such.csv" in found_by(done)["train_file"]["text"]
+
+
+@pytest.mark.parametrize("arguments", [["stray"], ["--peers", "127.0.0.1,127.0.0.2"], ["--config_file", "no.yaml"]])
+def test_what_cannot_be_meant_is_one_line(arguments: list[str]) -> None:
+    done = doctor(*arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: ")
+    assert done.err.count("\n") == 1
+
+
+def test_help_needs_no_torch_and_lists_the_options() -> None:
+    done = doctor("--help")
+    assert done.code == 0
+    assert all(option in done.out for option in ("--peers", "--token", "--timeout", "--json"))
+    listed = start([sys.executable, "-m", "toolkit", "--help"])
+    assert "doctor" in listed.out
+
+
+def own_address() -> str:
+    address = next((address for address in wire.own_addresses() if not wire.is_loopback(address)), None)
+    if address is None:
+        pytest.skip("this machine has no address but its loopback")
+    return address
+
+
+def test_the_others_never_come() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    started = time.monotonic()
+    done = doctor(
+        "--json", "--peers", f"{own_address()},192.0.2.77", "--main_process_port", str(port), "--timeout", "2"
+    )
+    assert time.monotonic() - started < 60  # it waits 2 s; the rest is importing torch on a busy machine
+    told = json.loads(done.out)
+    found = {finding["name"]: finding for finding in told["findings"]}["machine 1"]
+    assert (done.code, found["level"]) == (1, "fail")
+    assert "machine 1 (192.0.2.77) did not come within 2 s" in found["text"]
+    assert "on it type: toolkit doctor --json --peers" in found["remedy"]
+    assert [(link["to"], link["ok"]) for link in told["links"]] == [("machine 1", False)]
+
+
+def test_ctrl_c_ends_it_at_once() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    command = [*DOCTOR, "--peers", f"{own_address()},192.0.2.77", "--main_process_port", str(port), "--timeout", "60"]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("waiting up to")
+        started = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - started < 5
+    assert (process.returncode, errors) == (130, "interrupted\n")

@@ -1,0 +1,68 @@
+"""The content of files, told in a few characters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.doctor import data
+
+
+def entry(path: Path, setting: str = "train_file") -> dict[str, object]:
+    return data.checksums({setting: path}, seconds=10)[setting]
+
+
+def test_the_content_counts_and_not_the_name(tmp_path: Path) -> None:
+    for name, text in {"a.csv": "x\n", "b.csv": "x\n", "c.csv": "y\n"}.items():
+        (tmp_path / name).write_text(text)
+    one, other, third = (entry(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv"))
+    assert one["digest"] == other["digest"] != third["digest"]
+    assert one["bytes"] == 2
+
+
+def test_a_models_folder_by_what_a_model_is_loaded_from(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = entry(tmp_path, "model_name_or_path")
+    (tmp_path / "notes.md").write_text("mine")
+    assert entry(tmp_path, "model_name_or_path")["digest"] == before["digest"]
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    after = entry(tmp_path, "model_name_or_path")
+    assert after["digest"] != before["digest"]
+    files = (before["files"], after["files"])
+    assert all(isinstance(part, dict) for part in files)
+    assert [name for name in files[0] if files[0][name] != files[1][name]] == ["model.safetensors"]  # type: ignore[index,attr-defined]
+
+
+def test_a_large_file_is_told_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(data, "_PART_BYTES", 10)
+    monkeypatch.setattr(data, "_PARTS", 5)
+    file = tmp_path / "large"
+    content = bytearray(b"x" * 1000)
+    file.write_bytes(content)
+    before = data.digest_of(file)
+    for place in (3, 250, 999):  # in the first, the second and the last part
+        changed = bytearray(content)
+        changed[place] = 0
+        file.write_bytes(changed)
+        assert data.digest_of(file) != before
+    file.write_bytes(content + b"x")
+    assert data.digest_of(file) != before
+
+
+def test_there_is_no_time_to_read_it(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    found = data.checksums({"train_file": tmp_path / "x"}, seconds=-1)
+    (note,) = data.check(found)
+    assert (note.level, "no time" in note.text) == ("note", True)
+
+
+def test_what_is_missing_and_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    entries = data.checksums({"train_file": tmp_path / "gone", "test_file": tmp_path / "x"}, seconds=10)
+    gone, there = data.check(entries)
+    assert (gone.level, there.level) == ("fail", "ok")
+    assert "gone" in gone.text
+    assert str(entries["test_file"]["digest"]) in there.text

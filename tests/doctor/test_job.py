@@ -1,0 +1,136 @@
+"""The command line of a run, read without starting it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from toolkit.doctor import job
+from toolkit.errors import UserError
+from toolkit.launch import wire
+
+OWN = next((address for address in wire.own_addresses() if not wire.is_loopback(address)), "")
+needs_address = pytest.mark.skipif(not OWN, reason="this machine has no address but its loopback")
+
+
+def read(line: str) -> job.Job:
+    return job.read(shlex.split(line), {})
+
+
+def test_nothing_means_this_machine() -> None:
+    asked = read("")
+    assert (asked.machines, asked.port, asked.settings, asked.files) == (None, 29500, {}, {})
+
+
+def test_the_line_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,label\n")
+    asked = read(
+        f"recipes/cls.py --train_file {tmp_path}/x.csv --learning_rate 3e-5 --gradient_checkpointing "
+        f"--output_dir {tmp_path}/out --model_name_or_path bert-base-chinese --json --timeout 5 --token secret"
+    )
+    assert asked.script == Path("recipes/cls.py")
+    assert asked.settings == {
+        "gradient_checkpointing": "true",
+        "learning_rate": "3e-05",
+        "model_name_or_path": "bert-base-chinese",
+        "train_file": f"{tmp_path}/x.csv",
+    }
+    assert asked.files == {"train_file": tmp_path / "x.csv"}  # the model is the hub's
+    assert (asked.as_json, asked.timeout, asked.token, asked.output) == (True, 5.0, "secret", tmp_path / "out")
+
+
+def test_the_command_line_wins_over_the_yaml_file(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("seed: 3\nlearning_rate: 0.00003\ntrain_file: here.csv\n")
+    asked = read(f"recipes/cls.py {tmp_path}/my.yaml --seed 4")
+    assert asked.settings == {"learning_rate": "3e-05", "seed": "4", "train_file": "here.csv"}
+    assert asked.files == {"train_file": Path("here.csv")}
+
+
+@pytest.mark.parametrize(("one", "other"), [("3e-5", "0.00003"), ("true", "True"), ("no", "false"), ("32", "32.0")])
+def test_one_value_spelled_twice(one: str, other: str) -> None:
+    assert job.one_spelling(one) == job.one_spelling(other)
+
+
+def test_values_that_differ_stay_different() -> None:
+    assert len({job.one_spelling(value) for value in ("1", "2", "a", "A", "true", "1e-5")}) == 6
+
+
+@pytest.mark.parametrize("name", ["absent.py", "absent.yaml"])
+def test_files_of_the_line_that_are_missing_are_findings(name: str) -> None:
+    (fault,) = read(name).faults
+    assert fault.level == "fail"
+    assert name in fault.text
+
+
+def test_folders_that_are_meant_are_looked_at(tmp_path: Path) -> None:
+    assert read(f"x.py --model_name_or_path {tmp_path}").files == {"model_name_or_path": tmp_path}
+    assert read("x.py --model_name_or_path ./missing").files == {"model_name_or_path": Path("missing")}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("stray", "neither a RECIPE.py"),
+        ("--timeout 0", "--timeout 0"),
+        ("--timeout soon", "see toolkit doctor --help"),
+        ("--peers 10.0.0.1", "names 10.0.0.1 alone"),
+        ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
+        ("--peers 127.0.0.1,192.0.2.77", "127.0.0.1 means each machine itself"),
+        ("--peers localhost,192.0.2.77 --machine_rank 1", "localhost means each machine itself"),
+        ("--config_file absent.yaml", "there is no config file absent.yaml"),
+        ("--main_process_port 99999", "99999 is no TCP port"),
+        ("--config_file", "--config_file needs a value"),
+    ],
+)
+def test_lines_that_cannot_be_meant(line: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        read(line)
+
+
+@needs_address
+def test_machines_from_peers_and_from_a_config_file() -> None:
+    asked = read(f"--peers {OWN},192.0.2.77 --main_process_port 4000")
+    assert asked.machines is not None
+    assert (asked.machines.rank, asked.machines.addresses, asked.port) == (0, (OWN, "192.0.2.77"), 4000)
+    line = f"recipes/cls.py --config_file accelerate_configs/2node.yaml --main_process_ip {OWN} --num_processes 4"
+    asked = read(line)
+    assert asked.machines is not None
+    assert (asked.machines.count, asked.machines.rank, asked.machines.addresses) == (2, 0, (OWN,))
+    assert asked.processes == 4
+    assert set(asked.settings) == {"config_file_content", "num_processes"}
+
+
+def test_a_config_file_of_one_machine_means_one_machine() -> None:
+    asked = read("recipes/cls.py --config_file accelerate_configs/zero2.yaml")
+    assert asked.machines is None
+    assert len(asked.settings["deepspeed_config_content"]) == 12
+
+
+def test_configs_that_differ_in_content_are_told_apart(tmp_path: Path) -> None:
+    base = "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: 'no'\n"
+    names = {"same": base, "address": base + "main_process_ip: 10.0.0.9\n", "other": base + "use_cpu: true\n"}
+    found = {}
+    for name, text in names.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+        found[name] = read(f"--config_file {tmp_path}/{name}.yaml").settings["config_file_content"]
+    assert found["same"] == found["address"] != found["other"]
+
+
+@needs_address
+def test_the_lines_to_type() -> None:
+    asked = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --token secret --timeout 5")
+    assert job.line_elsewhere(asked, 1) == (
+        f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --timeout 5 --machine_rank 1 --token THE_SAME"
+    )
+    assert job.line_to_start(asked) == (
+        f"accelerate launch recipes/cls.py --seed 3 --machines {OWN},192.0.2.77 --machine_rank 0 "
+        "--config_file accelerate_configs/2node.yaml"
+    )
+    assert job.line_to_start(read("--seed 3")) == ""
+
+
+def test_a_job_can_be_told_as_json() -> None:
+    json.dumps(read("recipes/cls.py recipes/cls_zh_reviews.yaml").settings)
