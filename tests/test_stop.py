@@ -25,13 +25,14 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "python and a file, SIGTERM": ([sys.executable, SCRIPT], DDP, signal.SIGTERM, False, 0),
     "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 0),
     "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 0),
+    "python and a file, the launcher killed": ([sys.executable, SCRIPT], DDP, signal.SIGKILL, False, -9),
     "accelerate launch, SIGTERM to all": (["accelerate", "launch", SCRIPT], DDP, signal.SIGTERM, True, -15),
     "torchrun, SIGTERM": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGTERM, False, 1),
     "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
     "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
 }
 QUICK = ("python, SIGUSR1", "python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
-         "deepspeed, SIGTERM to all")  # fmt: skip
+         "python and a file, the launcher killed", "deepspeed, SIGTERM to all")  # fmt: skip
 STEPS = 4000
 
 

@@ -6,8 +6,10 @@ torchrun, and `accelerate launch` through it, start all processes of a machine a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +35,14 @@ def tell_launcher(how: str) -> None:
     if path:
         with contextlib.suppress(OSError):
             Path(path).write_text(how, encoding="ascii")
+
+
+def end_with_launcher() -> None:
+    """Where our launcher is killed, this process is told to stop (SIGTERM): it would train on with nobody to end it."""
+    if ENDED_FILE in os.environ and sys.platform == "linux":
+        set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def give_up() -> None:

@@ -24,6 +24,7 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import Place, forget_port, settle
 from toolkit.launch.facts import unlike
 from toolkit.launch.relaunch import MARKER, ddp_seconds, find_beside, read_config, rendezvous_seconds
+from toolkit.launch.restarts import end_with_launcher
 from toolkit.launch.rollcall import call_roll
 from toolkit.launch.watch import named_machines
 
@@ -40,6 +41,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
 
     `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
     """
+    end_with_launcher()
     place = settle(os.environ)
     _check_devices(place)
     import torch  # after the environment is settled: torch reads OMP_NUM_THREADS on import
