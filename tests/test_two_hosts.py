@@ -76,6 +76,7 @@ def test_the_literal_command_with_the_address_in_the_file(
     assert "this is machine 1 (hostB) of 2: 10.77.0.1 is not an address of this machine" in done["b"].err
 
 
+@pytest.mark.slow
 def test_two_processes_on_each(hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path) -> None:
     command = on_both(*LITERAL, "accelerate_configs/2node.yaml", *FIRST, "--num_processes", "4", *settings,
                       "--output_dir", tmp_path / "run")  # fmt: skip
@@ -99,7 +100,9 @@ RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", RANKS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if "by name" in way else way for way in RANKS]
+)
 def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
     words, env = RANKS[way]
     started = {host: hosts.start(host, [*WORKER, *words[host]], env=env.get(host)) for host in ("a", "b")}
@@ -357,7 +360,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow) if "silent" in what else what for what in BREAKS]
+)
 def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:

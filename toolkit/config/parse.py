@@ -203,8 +203,8 @@ def _from_command_line(
         usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
         description=description,
         epilog="To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines, "
-        "--machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config under `deepspeed`; "
-        "how long is waited: --rendezvous_timeout, --ddp_timeout (seconds).",
+        "--machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config under "
+        "`deepspeed`; how long is waited: --rendezvous_timeout, --ddp_timeout (seconds).",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         exit_on_error=False,

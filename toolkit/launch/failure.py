@@ -25,6 +25,8 @@ SILENCE_SECONDS = 10.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
 INTERRUPTED = 130
+# How long rank 0 stays for those that have still to read in its store that all are done.
+_BYE_SECONDS = 5.0
 _LOST_CONTACT = (
     "connection closed by peer",
     "connection reset by peer",
@@ -63,8 +65,11 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     except KeyboardInterrupt:
         _leave("interrupted", INTERRUPTED)
     except SystemExit as leaving:
-        if leaving.code and watch.current is not None:  # the others would wait for it
-            watch.current.failed("failed", f"it left with exit code {leaving.code}")
+        if not leaving.code:
+            _leave_group()
+        elif watch.current is not None:  # the others would wait for it
+            code, said = _exit_code(leaving)
+            _leave(said, code, said.removeprefix("error: "))
         raise
     except UserError as error:
         _leave(f"error: {error}", 1, str(error), hopeless=True)
@@ -73,6 +78,13 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
             _leave_for(watch.current.cause_within(_NEWS_SECONDS))
         message = _describe(error)
         _leave(message, 1, message.removeprefix("error: ").strip().split("\n")[-1])
+
+
+def _exit_code(leaving: SystemExit) -> tuple[int, str]:
+    """(code, what there is to say)"""
+    if isinstance(leaving.code, int):
+        return leaving.code, f"error: it left by sys.exit({leaving.code})"
+    return 1, str(leaving.code)
 
 
 def _describe(error: Exception) -> str:
@@ -175,6 +187,7 @@ def _leave_group() -> None:
         store.set(f"toolkit/done/{place_of(os.environ).rank}", "yes")
         store.wait([f"toolkit/done/{rank}" for rank in ranks], timedelta(seconds=LAST_WAIT_SECONDS))
     if watch.current is not None:
+        watch.current.await_byes(_BYE_SECONDS)
         watch.current.done()
     logging.shutdown()
     sys.stdout.flush()

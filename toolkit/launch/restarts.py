@@ -47,7 +47,7 @@ def end_with_launcher() -> None:
 
 def give_up() -> None:
     """Lets our launcher end instead of starting again what will fail again: a setting, a file, another version."""
-    if ENDED_FILE in os.environ and attempt() < most_restarts():
+    if ENDED_FILE in os.environ and attempt() < most_restarts() and os.getppid() != 1:
         tell_launcher(HOPELESS)
         os.kill(os.getppid(), signal.SIGTERM)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, listing
 from toolkit.launch import facts, watch, wire
 from toolkit.launch.environment import Place
+from toolkit.launch.relaunch import ddp_seconds
 from toolkit.launch.watch import Member
 from toolkit.launch.wire import UnreachableError
 
@@ -50,6 +51,7 @@ def call_roll(place: Place, script: str, seconds: float) -> None:
     if place.world_size == 1:
         return
     _check_meeting_place(place)
+    ddp_seconds()  # the watch's threads could tell nobody that it is no number
     deadline = time.monotonic() + seconds
     store = _open_store(place, deadline, seconds)
     member = Member(place.rank, socket.gethostname(), facts.machine(), place.local_rank, os.getpid())
@@ -152,16 +154,17 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
 
 def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
     """Until somebody listens there: torch would try for as long, and warn on every failure."""
-    trouble: UnreachableError | None = None
-    while (left := deadline - time.monotonic()) > 0:
+    while True:
+        left = deadline - time.monotonic()
         try:
-            wire.connect(address, port, min(left, 5.0)).close()
+            wire.connect(address, port, min(max(left, 1.0), 5.0)).close()
         except UnreachableError as error:
             trouble = error
-            time.sleep(0.2)
         else:
             return
-    assert trouble is not None
+        if left <= 0:
+            break
+        time.sleep(0.2)
     raise UserError(
         f"rank {place.rank} on {socket.gethostname()} found no rank 0 within {seconds:.0f} s: {trouble}. "
         f"To do: {wire.remedy(trouble)}. `toolkit doctor --peers {address},"
@@ -172,10 +175,10 @@ def _await_server(address: str, port: int, place: Place, deadline: float, second
 def _await_all(store: Store, place: Place, deadline: float, seconds: float) -> tuple[list[Shown], str]:
     """(those that came, why they cannot start together)."""
     missing = list(range(place.world_size))
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not store.check([f"shown/{rank}"])]
-        if missing:
-            time.sleep(_POLL_SECONDS)
+    while missing := [rank for rank in missing if not store.check([f"shown/{rank}"])]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
     shown = [_shown(store, rank) for rank in range(place.world_size) if rank not in missing]
     if missing:
         return shown, _missing(missing, shown, place, seconds)

@@ -83,7 +83,8 @@ class Watch:
         """The main thread has the last word, not the watch."""
         self._known = threading.Event()
         self._word = threading.Lock()
-        os.register_at_fork(after_in_child=self._forget)
+        if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+            os.register_at_fork(after_in_child=self._forget)
 
     def _connections(self) -> Sequence[socket.socket]:
         return ()
@@ -98,6 +99,9 @@ class Watch:
 
     def done(self) -> None:
         raise NotImplementedError
+
+    def await_byes(self, seconds: float) -> None:
+        """Rank 0, with which the store may end, leaves last."""
 
     def failed(
         self, kind: Literal["failed", "interrupted"], message: str, hopeless: bool = False, seconds: float = 3.0
@@ -210,21 +214,34 @@ class Hub(Watch):
             self.over = True
             self._tell({"over": True})
 
+    def await_byes(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while len(self._left) < len(self.members) - 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+
     def _accept(self) -> None:
         deadline = time.monotonic() + _CONNECT_SECONDS
         self._server.settimeout(1.0)
         while len(self._lines) < len(self.members) - 1 and not self.over:
-            with contextlib.suppress(TimeoutError, WireError, OSError):
-                line = wire.answer(self._server, self.token)
-                rank = line.receive(5.0).get("rank")
-                if isinstance(rank, int) and 0 < rank < len(self.members):
-                    self._lines[rank] = line
-                    _thread(self._hear, rank, line)
+            with contextlib.suppress(TimeoutError, OSError):
+                _thread(self._greet, self._server.accept()[0])
             if time.monotonic() > deadline:
                 missing = [member.rank for member in self.members[1:] if member.rank not in self._lines]
-                self._suspect(Cause(missing[0], "gone", "it did not connect"))
+                if missing:
+                    self._suspect(Cause(missing[0], "gone", "it did not connect"))
                 break
         self._server.close()
+
+    def _greet(self, connection: socket.socket) -> None:
+        """In a thread of its own: a stranger that says nothing holds nobody up."""
+        with contextlib.suppress(WireError, OSError):
+            line = wire.greet(connection, self.token)
+            rank = line.receive(5.0).get("rank")
+            if isinstance(rank, int) and 0 < rank < len(self.members) and rank not in self._lines:
+                self._lines[rank] = line
+                self._hear(rank, line)
+            else:
+                line.close()
 
     def _hear(self, rank: int, line: Line) -> None:
         try:
@@ -406,6 +423,10 @@ def join(members: Sequence[Member], rank: int, address: str, port: int, token: s
         line = wire.dial(address, port, token, _CONNECT_SECONDS / 2)
         line.send({"rank": rank})
     except WireError as error:
+        if isinstance(error, ClosedError):
+            raise UserError(
+                f"rank {rank} on {socket.gethostname()} had reached rank 0 on {members[0].host}, which has ended since"
+            ) from error
         remedy = f". To do: {wire.remedy(error)}" if isinstance(error, UnreachableError) else ""
         raise UserError(
             f"rank {rank} on {socket.gethostname()} reached {address}, and not its port {port}: {error}; every TCP "
@@ -421,12 +442,13 @@ def _cause_of(rank: int, error: WireError) -> Cause:
 
 
 def collectives() -> int:
-    """How many collectives this process has begun, over all its groups."""
+    """How many collectives this process has begun, over all groups in which all take part."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0
     with contextlib.suppress(RuntimeError):  # a group that is being made, or taken down
-        groups = list(distributed.distributed_c10d._world.pg_map)
+        world = distributed.get_world_size()
+        groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
         return sum(int(group._get_sequence_number_for_group()) for group in groups)
     return 0
 
