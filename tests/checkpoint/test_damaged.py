@@ -80,6 +80,34 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
     assert str(root / "global_step2") in fault_of(root)
 
 
+@pytest.mark.parametrize(
+    ("name", "gone", "told"),
+    [
+        ("zero2-bf16 x3", "*rank_[12]_*", "the optimizer files of ranks 1, 2 are missing (3 processes saved it)"),
+        ("zero2-bf16 x3", "*rank_1_*", "the optimizer file of rank 1 is missing (3 processes saved it)"),
+        ("zero2-bf16 x3", "*rank_0*model*", "the model file of rank 0 is missing (3 processes saved it)"),
+        ("zero2-bf16 x3", "mp_rank_00*", "the model file of rank 0 is missing (3 processes saved it)"),
+        (
+            "zero2-bf16 x3",
+            "mp_*|*pp_rank_0_*",
+            "the model and optimizer files of rank 0 are missing (3 processes saved",
+        ),
+        ("zero2-bf16 x3", "mp_*|*_[01]_mp*", "the model file of rank 0 and the optimizer files of ranks 0, 1 are"),
+        ("zero3-bf16 x3", "*rank_2_*", "the model and optimizer files of rank 2 are missing (3 processes saved it)"),
+        ("zero3-bf16 x3", "*rank_[01]_*", "the model and optimizer files of ranks 0, 1 are missing (3 processes"),
+        ("zero3-bf16 x3", "*rank_1_*optim*", "the optimizer file of rank 1 is missing (3 processes saved it)"),
+        ("zero3-bf16 x3", "*model_states.pt", "the model files of ranks 0, 1, 2 are missing (3 processes saved it)"),
+    ],
+)
+def test_all_missing_ranks_are_named_at_once(name: str, gone: str, told: str, copied: Callable[..., Path]) -> None:
+    root = copied(name)
+    for file in {file for pattern in gone.split("|") for file in tag_of(root).glob(pattern)}:
+        file.unlink()
+    fault, tag = fault_of(root), tag_of(root)
+    assert fault.startswith(f"{tag}: {told}")
+    assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in fault
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_flipped_bytes_of_the_structure(name: str, copied: Callable[..., Path]) -> None:
     root = copied(name)

@@ -3,6 +3,9 @@
 A folder counts once its manifest.json is there: that file is written last, by rename, when every other
 file of every process is whole and flushed. Removing starts with it, so that at no moment a half-made or
 half-removed checkpoint looks like one.
+
+Where machines share no disk, each one's folder holds the files of its own processes and the same manifest,
+which says of every file on which host it lies (see disks.py).
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +63,73 @@ def _format_of(manifest: Any) -> Any:
     return manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
 
 
-def fault_of(folder: Path) -> str:
-    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
+def fault_of(folder: Path, elsewhere: bool = False) -> str:
+    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can.
+
+    `elsewhere`: what another machine's disk holds, by the manifest, may be missing here.
+    """
+    fault, half = _looked_at(folder, elsewhere)
+    return fault or ("" if elsewhere else half)
+
+
+def half_of(folder: Path) -> str:
+    """What `fault_of` says where all that is wrong is that other machines have a part of it."""
+    fault, half = _looked_at(folder)
+    return "" if fault else half
+
+
+def _looked_at(folder: Path, elsewhere: bool = False) -> tuple[str, str]:
+    """(what is wrong here, what other machines have)."""
     try:
-        files = read_manifest(folder)["files"]
+        manifest = read_manifest(folder)
     except UserError as error:
-        return str(error)
-    for name, entry in files.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != entry["bytes"]:
-            return f"{path} " + ("is missing" if size is None else f"has {size} bytes and should have {entry['bytes']}")
-    return ""
+        return str(error), ""
+    here, away = socket.gethostname(), []
+    for name, entry in manifest["files"].items():
+        size = size_of(folder / name)
+        if size is None and "host" in entry and (elsewhere or entry["host"] != here):
+            away.append(name)
+        elif size != entry["bytes"]:
+            return size_fault(folder / name, size, entry), ""
+    return "", lacking(folder, manifest, away) if away else ""
+
+
+def size_of(path: Path) -> int | None:
+    """None where there is no such file."""
+    return path.stat().st_size if path.is_file() else None
+
+
+def size_fault(path: Path, size: int | None, entry: Mapping[str, Any]) -> str:
+    return f"{path} " + ("is missing" if size is None else f"has {size} bytes and should have {entry['bytes']}")
+
+
+def lacking(folder: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Half a checkpoint: whose of the named files lie on which other machine, and the command that brings them."""
+    ranks: dict[str, set[int]] = {}
+    for name in names:
+        entry = manifest["files"][name]
+        ranks.setdefault(entry["host"], set()).add(entry["rank"])
+    whose = ", and ".join(f"of {_ranks(found)}, which lie on {host}" for host, found in ranks.items())
+    commands = " && ".join(copy_command(host, _folder_on(host, folder, manifest), folder) for host in ranks)
+    return f"{folder} lacks the files {whose}: bring them together first: `{commands}`"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    texts = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' * (len(texts) > 1)} {', '.join(texts)}"
+
+
+def _folder_on(host: str, folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Where the checkpoint lies there: where it was saved, or, if this machine's part has been moved since, moved
+    alike (under the old name there may be another run by now)."""
+    saved, here = manifest.get("disks") or {}, str(folder.resolve())
+    moved = saved.get(socket.gethostname(), here) != here
+    return here if moved else str(saved.get(host, here))
+
+
+def copy_command(host: str, there: str, folder: Path) -> str:
+    """What to type to get another machine's part of a folder."""
+    return f"rsync -a {host}:{shlex.quote(there)}/ {shlex.quote(str(folder.resolve()))}/"
 
 
 def checksum_fault(folder: Path, names: Iterable[str]) -> str:
@@ -198,21 +258,33 @@ def point_best(checkpoints: Path, step: int) -> None:
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Leaves the newest `keep` complete checkpoints, what `best` and `last` name, and nothing half done."""
-    for draft in checkpoints.glob(".*"):  # of a link whose maker was killed
+    for folder in superfluous(checkpoints, keep):
+        remove(folder)
+
+
+def superfluous(checkpoints: Path, keep: int) -> list[Path]:
+    """What pruning removes. Takes away what is left of a link whose maker was killed."""
+    for draft in checkpoints.glob(".*"):
         if draft.is_symlink():
             draft.unlink()
     kept = complete(checkpoints)[:keep]
     named = [pointed(checkpoints, name) for name in ("best", "last")]
-    for folder in _step_folders(checkpoints):
-        if folder not in kept and folder.resolve() not in named:
-            remove(folder)
+    return [folder for folder in _step_folders(checkpoints) if folder not in kept and folder.resolve() not in named]
 
 
-def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
-    """(complete checkpoints, the newest first; why each of the others is skipped)."""
+def remove_others(folder: Path, names: Iterable[str]) -> None:
+    """Files of a checkpoint that are none of the named ones."""
+    kept = {folder / name for name in names}
+    for path in folder.rglob("*"):
+        if path not in kept and not path.is_dir():
+            path.unlink()
+
+
+def resumable(checkpoints: Path, elsewhere: bool = False) -> tuple[list[Path], list[str]]:
+    """(complete checkpoints, the newest first; why each of the others is skipped). `elsewhere`: see `fault_of`."""
     good, skipped = [], []
     for folder in newest_first(checkpoints):
-        fault = fault_of(folder)
+        fault = fault_of(folder, elsewhere)
         if fault:
             skipped.append(f"{folder.name}: {fault}")
         else:

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 from toolkit.checkpoint.checksum import combine, crc32
+from toolkit.checkpoint.disks import Disks
 from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, adam_step, whole_shape
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 
@@ -106,12 +108,12 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     checksums: dict[str, int] = {}
     of_data = 0
     with (folder / draft.name).open("wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
+        write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
         for name in layout.tensors:
-            content = _bytes(draft.tensors[name][0])
+            content = bytes_of(draft.tensors[name][0])
             checksums[name] = crc32(content)
             of_data = combine(of_data, checksums[name], len(content))
-            _write_all(file.fileno(), content)
+            write_all(file.fileno(), content)
         header = layout.header(checksums)
         os.pwrite(file.fileno(), header, 0)
         os.fsync(file.fileno())
@@ -119,13 +121,14 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     return {"bytes": layout.size, "crc32": f"{whole:08x}"}
 
 
-def _bytes(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
     """Of a tensor, without a copy where it lies in host memory."""
     content: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(content)
 
 
-def _write_all(descriptor: int, content: memoryview) -> None:
+def write_all(descriptor: int, content: memoryview) -> None:
+    """To an open file, at its place."""
     while len(content):  # one call writes 2 GiB at most
         content = content[os.write(descriptor, content) :]
 
@@ -153,6 +156,28 @@ def _rank_of(name: str) -> int:
         if found and digits:
             return int(digits)
     return 0
+
+
+def write_random_states(accelerator: Accelerator, disks: Disks, folder: Path) -> list[str]:
+    """A file per process, written by itself, or by rank 0 for those that do not find rank 0's disk: what a process
+    draws is no reason for a checkpoint to need the files of two machines.
+
+    All processes call this; returns the names that this one wrote for others.
+    """
+    rank, text = accelerator.process_index, json.dumps(random_states(accelerator))
+    if disks.first:
+        (folder / random_file(rank)).write_text(text, encoding="utf-8")
+    if disks.shared:
+        return []
+    far = [found for found in gather_object([None if disks.first else (random_file(rank), text)]) if found is not None]
+    for name, other in far if rank == 0 else []:
+        (folder / name).write_text(other, encoding="utf-8")
+    return [name for name, _ in far] if rank == 0 else []
+
+
+def random_file(rank: int) -> str:
+    """The name, in a checkpoint's folder, of a process's random states."""
+    return f"rng-rank-{rank:05d}.json"
 
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:

@@ -257,7 +257,8 @@ def _not_found(machines: Machines, trouble: WireError | None, seconds: float) ->
             f"({machines.how}): is it machine 0?"
         )
     own = wire.address_towards(machines.first) or "ADDRESS_OF_THIS_MACHINE"
-    return f"{fault}{'' if fault.endswith('?') else '.'} `toolkit doctor --peers {machines.first},{own}` on each machine finds out more"
+    stop = "" if fault.endswith("?") else "."
+    return f"{fault}{stop} `toolkit doctor --peers {machines.first},{own}` on each machine finds out more"
 
 
 def _say(line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,25 +17,36 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from toolkit import launch
 from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.disks import Disks, find_disks
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
+from toolkit.checkpoint.publish import (
+    Background,
+    Completion,
+    begin_on_all,
+    publish_on_all,
+    settle_on_all,
+    why_not_written,
+)
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
-    random_states,
+    random_file,
     set_random_states,
     write,
     write_deepspeed,
+    write_random_states,
     written_by,
 )
+from toolkit.checkpoint.together import bring_together
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training.loop import Loop, Step, StepMetrics
 from toolkit.training.optimizer import scaler_state, set_scaler, set_schedule
-from toolkit.training.origin import Origin
+from toolkit.training.origin import Origin, or_older
 
 
 class BestSoFar(Protocol):
@@ -92,7 +102,14 @@ class Checkpoints:
         self.settings: TrainingSettings = loop.settings
         self.path = run_folder / "checkpoints"
         self.evaluations = run_folder / "eval.jsonl"
-        self._writer: _Background | None = None
+        self._writer: Background | None = None
+        self._disks: dict[Path, Disks] = {}
+
+    def disks(self, checkpoints: Path) -> Disks:
+        """Which processes find the same folder of checkpoints there. Found out once; all processes ask alike."""
+        if checkpoints not in self._disks:
+            self._disks[checkpoints] = find_disks(self.accelerator, checkpoints)
+        return self._disks[checkpoints]
 
     # --- saving
 
@@ -111,9 +128,9 @@ class Checkpoints:
         self.wait()
         folder = folders.step_folder(self.path, metrics.step)
         try:
-            saved = self._write(folder, metrics, started)
+            complete = self._write(folder, metrics)
         except (OSError, RuntimeError) as error:
-            why = _why_not_written(error)
+            why = why_not_written(error)
             if why is None:
                 raise
             shutil.rmtree(folder, ignore_errors=True)
@@ -121,45 +138,57 @@ class Checkpoints:
                 f"the checkpoint {folder} cannot be written: {why}; those before it are untouched. "
                 "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
             ) from error
-        return saved
-
-    def _write(self, folder: Path, metrics: StepMetrics, started: float) -> Saved:
-        accelerator, rank = self.accelerator, self.accelerator.process_index
-        if accelerator.is_main_process:
-            folders.begin(folder)
-        accelerator.wait_for_everyone()
-        state = live_state(accelerator, self.loop.model, self.loop.optimizer)
-        manifest = self._manifest(state, metrics)
-        later: list[Draft] = []
-        mine: dict[str, Any] = {}
-        if state.strategy_files == "deepspeed":
-            write_deepspeed(self.loop.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
-        else:
-            drafts = drafts_of(state, set(manifest["excluded"]), rank)
-            if self.settings.checkpoint_in_background and state.strategy_files == "whole":
-                later = [draft.copied() for draft in drafts]
-            else:
-                mine = {draft.name: write(draft, folder) for draft in drafts}
-        self._write_small(folder, rank)
-        mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])
-        entries = gather_object([mine])
-        files = {name: entry for part in entries for name, entry in part.items()}
-        size = sum(entry["bytes"] for entry in files.values())
-        size += broadcast_object_list([sum(draft.layout.size for draft in later)])[0]
-        if accelerator.is_main_process:
-            complete = _Completion(folder, manifest, files, later, self.settings.keep_checkpoints, self.best.step)
-            if later:
-                self._writer = _Background(complete)
-            else:
-                complete()
-        accelerator.wait_for_everyone()
+        size = sum(entry["bytes"] for entry in complete.files.values())
+        size += broadcast_object_list([sum(draft.layout.size for draft in complete.drafts)])[0]
+        if not self.disks(self.path).shared:
+            settle_on_all(self.accelerator, self.disks(self.path), complete)
+            if not self.settings.checkpoint_every:  # otherwise it was said at the start
+                launch.say(self.accelerator, self._note_of_disks(complete.manifest["state"] == "whole"))
         return Saved(folder, time.perf_counter() - started, size)
 
-    def _write_small(self, folder: Path, rank: int) -> None:
-        states = json.dumps(random_states(self.accelerator))
-        (folder / f"rng-rank-{rank:05d}.json").write_text(states, encoding="utf-8")
-        if rank != 0:
-            return
+    def _write(self, folder: Path, metrics: StepMetrics) -> Completion:
+        accelerator, disks, rank = self.accelerator, self.disks(self.path), self.accelerator.process_index
+        begin_on_all(accelerator, disks, folder)
+        state = live_state(accelerator, self.loop.model, self.loop.optimizer)
+        manifest = self._manifest(state, metrics)
+        mine, later = self._write_state(folder, state, manifest)
+        names = [*self._write_small(folder), *written_by(folder, rank)]
+        mine |= folders.described(folder, [name for name in names if name not in mine])
+        if not disks.shared:
+            mine = {name: {**entry, "host": disks.mine.host, "rank": rank} for name, entry in mine.items()}
+        files = {name: entry for part in gather_object([mine]) for name, entry in part.items()}
+        complete = Completion(folder, manifest, files, later, self.settings.keep_checkpoints, self.best.step)
+        if not disks.shared:
+            publish_on_all(accelerator, disks, complete)
+        elif later and accelerator.is_main_process:
+            self._writer = Background(complete)
+        elif accelerator.is_main_process:
+            complete()
+        accelerator.wait_for_everyone()
+        return complete
+
+    def _write_state(
+        self, folder: Path, state: LiveState, manifest: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], list[Draft]]:
+        """(the manifest's entries of files that this process has written, what it is to write in the background)."""
+        excluded = set(manifest["excluded"])
+        if state.strategy_files == "deepspeed":
+            write_deepspeed(self.loop.model, folder, manifest["step"], exclude_frozen=bool(excluded))
+            return {}, []
+        drafts = drafts_of(state, excluded, self.accelerator.process_index)
+        if self._in_background(state):
+            return {}, [draft.copied() for draft in drafts]
+        return {draft.name: write(draft, folder) for draft in drafts}, []
+
+    def _in_background(self, state: LiveState) -> bool:
+        asked = self.settings.checkpoint_in_background
+        return asked and state.strategy_files == "whole" and self.disks(self.path).shared
+
+    def _write_small(self, folder: Path) -> list[str]:
+        """Returns the names of files that this process wrote and that are not named as its own."""
+        names = write_random_states(self.accelerator, self.disks(self.path), folder)
+        if not self.accelerator.is_main_process:
+            return names
         module = self.accelerator.unwrap_model(self.loop.model)
         module.config.save_pretrained(folder / "model")
         if module.config.is_encoder_decoder:  # how long its texts are, and how they are searched for
@@ -167,6 +196,7 @@ class Checkpoints:
         self.loop.tokenizer.save_pretrained(folder / "model")
         if adapter.config_of(module):
             adapter.write_config(module, folder / "model")
+        return names
 
     def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         loop, accelerator = self.loop, self.accelerator
@@ -205,10 +235,27 @@ class Checkpoints:
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state = live_state(self.accelerator, self.loop.model, self.loop.optimizer)
-        if not self.settings.checkpoint_in_background or state.strategy_files == "whole":
-            return []
-        way = strategy_of(self.accelerator, state)
-        return [f"--checkpoint_in_background is for one process or data parallel: under {way} training waits for saves"]
+        lines = []
+        if self.settings.checkpoint_in_background and not self._in_background(state):
+            why = "needs a disk that all machines share"
+            if state.strategy_files != "whole":
+                why = f"is for one process or data parallel, and this is {strategy_of(self.accelerator, state)}"
+            lines = [f"--checkpoint_in_background {why}: training waits for saves"]
+        if self.settings.checkpoint_every and not self.disks(self.path).shared:
+            lines.append(self._note_of_disks(whole=state.strategy_files == "whole"))
+        return lines
+
+    def _note_of_disks(self, whole: bool) -> str:
+        """What machines without a common disk mean for whoever wants to use the checkpoints."""
+        first, *others = self.disks(self.path).all
+        start = f"{' and '.join(disk.host for disk in (first, *others))} do not share {first.folder}"
+        if whole:
+            return f"{start}: checkpoints lie whole on {first.host}, and a resume sends them to the others by itself"
+        commands = " && ".join(folders.copy_command(disk.host, disk.folder, Path(first.folder)) for disk in others)
+        return (
+            f"{start}: each keeps the files of its own processes. A resume on these machines brings them together by "
+            f"itself; before `toolkit convert`, or a resume elsewhere, type on {first.host}: `{commands}`"
+        )
 
     def wait(self) -> None:
         """Until what is being written in the background is on the disk."""
@@ -224,8 +271,10 @@ class Checkpoints:
         Returns None where the run starts at step 0. Raises UserError when none of several is sound.
         """
         lines = [f"checkpoint {why}: skipped" for why in self.origin.skipped]
-        for folder in self.origin.candidates:
-            fault = self._damage(folder)
+        if self.origin.aside is not None:
+            self._set_aside(self.origin.aside)
+        for place, folder in enumerate(self.origin.candidates, 1):
+            fault = self._fault(folder, or_older(self.origin.candidates[place : place + 1]))
             if not fault:
                 return self._resume_from(folder, lines)
             lines.append(f"checkpoint {folder.name}: {fault}: skipped")
@@ -235,10 +284,30 @@ class Checkpoints:
             launch.say(self.accelerator, line)
         return None
 
+    def _set_aside(self, aside: Path) -> None:
+        """Rank 0 has moved an old run aside: what lies of it on other disks goes with it."""
+        if self.disks(self.path).owns_another and folders.newest_first(self.path):
+            try:
+                self.path.parent.rename(aside)
+            except OSError as error:
+                raise UserError(f"{self.path.parent} cannot be renamed to {aside}: {error.strerror}") from error
+
+    def _fault(self, folder: Path, otherwise: str = "") -> str:
+        """Why nothing can be read from a checkpoint, once it is whole on every disk: all processes are told alike.
+
+        Raises UserError, which ends with `otherwise`, where it is half a checkpoint.
+        """
+        together = bring_together(
+            self.accelerator, self.disks(folder.parent), folder, lambda line: launch.say(self.accelerator, line)
+        )
+        if together.lacks:
+            raise UserError(together.lacks + otherwise)
+        return together.fault or self._damage(folder)
+
     def _damage(self, folder: Path) -> str:
-        """Each process reads a part of the files through, and so brings them into memory for the loading."""
-        names = sorted(folders.read_manifest(folder)["files"])
-        mine = names[self.accelerator.process_index :: self.accelerator.num_processes]
+        """Each process of a disk reads a part of the files through, and so brings them into memory for the loading."""
+        names, ranks = sorted(folders.read_manifest(folder)["files"]), self.disks(folder.parent).mine.ranks
+        mine = names[ranks.index(self.accelerator.process_index) :: len(ranks)]
         faults = gather_object([folders.checksum_fault(folder, mine)])
         return next((fault for fault in faults if fault), "")
 
@@ -251,7 +320,8 @@ class Checkpoints:
         self.best.restore(manifest["best"])
         lines += self._model_of_best(folder)
         self._restore(folder, step)
-        if accelerator.is_main_process and folder.parent.resolve() == self.path.resolve():
+        owns = accelerator.process_index == self.disks(folder.parent).mine.owner
+        if owns and folder.parent.resolve() == self.path.resolve():
             folders.point_best(self.path, self.best.step)
         set_schedule(loop.scheduler, int(manifest["scheduler_steps"]))
         set_scaler(accelerator, loop.optimizer, manifest["loss_scale"])
@@ -274,7 +344,7 @@ class Checkpoints:
         if not step or there == step:
             return []
         best = folders.step_folder(folder.parent, step)  # the link may already name one after this checkpoint
-        if not (best / folders.MANIFEST).is_file() or self._damage(best):
+        if self._fault(best, f". Or remove {best} to go on without the best model so far"):
             self.best.forget()
             return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
         self._restore(best, step)
@@ -284,7 +354,7 @@ class Checkpoints:
     def _set_randomness(self, folder: Path, manifest: Mapping[str, Any]) -> None:
         """The very dropout that would have come; in a world of another size, one that has not been yet."""
         loop, seed = self.loop, self.loop.settings.seed
-        path = folder / f"rng-rank-{self.accelerator.process_index:05d}.json"
+        path = folder / random_file(self.accelerator.process_index)
         if manifest["world"] == self.accelerator.num_processes and path.is_file():
             states = json.loads(path.read_text(encoding="utf-8"))
             loop.randomness = lambda: set_random_states(states)
@@ -324,55 +394,6 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[st
 _NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "checkpoint_", "keep_checkpoints ")
 
 
-@dataclass(frozen=True)
-class _Completion:
-    """The last part of a save, on the main process: from its end on the checkpoint counts."""
-
-    folder: Path
-    manifest: dict[str, Any]
-    files: dict[str, dict[str, Any]]
-    drafts: list[Draft]
-    keep: int
-    best_step: int
-
-    def __call__(self) -> None:
-        late = {draft.name: write(draft, self.folder) for draft in self.drafts}
-        folders.publish(self.folder, {**self.manifest, "files": {**self.files, **late}})
-        checkpoints = self.folder.parent
-        folders.point(checkpoints, "last", self.folder)
-        if self.manifest["step"] == self.best_step:
-            folders.point(checkpoints, "best", self.folder)
-        folders.prune(checkpoints, self.keep)
-
-
-class _Background:
-    """One thread that completes a checkpoint; its failure is the next step's."""
-
-    def __init__(self, complete: _Completion) -> None:
-        self._complete = complete
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._complete()
-        except Exception as error:
-            shutil.rmtree(self._complete.folder, ignore_errors=True)  # the disk may be full
-            self._error = error
-
-    def raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise UserError(
-                f"the checkpoint {self._complete.folder} could not be written: {self._error}; those before it are "
-                "untouched"
-            ) from self._error
-
-    def finish(self) -> None:
-        self._thread.join()
-        self.raise_if_failed()
-
-
 def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
     """As `Source.strategy` names it."""
     if state.strategy_files == "slices":
@@ -381,15 +402,6 @@ def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
     if plugin is not None and plugin.zero_stage:
         return f"zero{plugin.zero_stage}"
     return "ddp" if accelerator.num_processes > 1 else "single"
-
-
-def _why_not_written(error: OSError | RuntimeError) -> str | None:
-    """None for what is no failure of the disk. PyTorch, which writes DeepSpeed's files, says it in its own way."""
-    if isinstance(error, OSError):
-        return error.strerror or str(error)
-    first = str(error).split("\n")[0]
-    known = ("PytorchStreamWriter", "inline_container", "iostream")
-    return f"is the disk full? PyTorch says: {first}" if any(word in first for word in known) else None
 
 
 def _count_lines(path: Path) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ class Origin:
     candidates: list[Path] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Why newer checkpoints were passed over, one line each."""
+    aside: Path | None = None
+    """Where the run that was in the folder has been moved."""
 
     def within(self, before: Path, after: Path) -> Origin:
         """The same after a folder was renamed."""
@@ -28,29 +30,47 @@ class Origin:
             after / path.resolve().relative_to(old) if old in path.resolve().parents else path
             for path in self.candidates
         ]
-        return Origin(moved, self.skipped)
+        return Origin(moved, self.skipped, after)
 
 
-def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """What `--resume` means here. Raises UserError when there is nothing at PATH, nothing sound at all, or
-    the checkpoint is of another job."""
+def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any], elsewhere: bool = False) -> Origin:
+    """What `--resume` means here. `elsewhere`: the run has other machines, which may hold what is missing here.
+
+    Raises UserError when there is nothing at PATH, nothing sound at all, the checkpoint is of another job, or a
+    part of it lies on a machine that is not in this run.
+    """
     if resume == "no":
         return Origin()
     good: list[Path]
     skipped: list[str]
     place = checkpoints if resume == "auto" else _place_of(resume, checkpoints)
     if (place / folders.MANIFEST).is_file() or folders.step_number(place) is not None:
-        fault = folders.fault_of(place)
+        fault = folders.fault_of(place, elsewhere)
         if fault:
-            raise UserError(f"--resume {resume}: {fault}; `--resume auto` takes the newest one that is complete")
+            other = "" if folders.half_of(place) else "; `--resume auto` takes the newest one that is complete"
+            raise UserError(f"--resume {resume}: {fault}{other}")
         good, skipped = [place], []
     else:
-        good, skipped = folders.resumable(place)
+        good, skipped = folders.resumable(place, elsewhere)
+        _refuse_half(place, good)
     if not good and resume != "auto":
         raise UserError(f"--resume {resume}: no complete checkpoint there" + "".join(f"\n  {why}" for why in skipped))
     if good:
         _refuse_other_job(good[0], facts)
     return Origin(good, skipped)
+
+
+def _refuse_half(checkpoints: Path, good: list[Path]) -> None:
+    """Half a checkpoint can be mended: to go on from an older one must be asked for."""
+    for folder in folders.complete(checkpoints):
+        if folder in good:
+            return
+        if half := folders.half_of(folder):
+            raise UserError(half + or_older(good[:1]))
+
+
+def or_older(older: Sequence[Path]) -> str:
+    return f". Or go on from an older one: --resume {older[0]}" if older else ""
 
 
 def _place_of(resume: str, checkpoints: Path) -> Path:
@@ -66,7 +86,11 @@ def _place_of(resume: str, checkpoints: Path) -> Path:
             f"--resume {resume or repr(resume)}: there is no such folder: give auto, no, a checkpoint's folder, "
             "or best, last or step-... of this run"
         )
-    return path / "checkpoints" if (path / "checkpoints").is_dir() else path.resolve()
+    if (path / "checkpoints").is_dir():
+        return path / "checkpoints"
+    target = path.resolve()
+    beside = path.parent / target.name  # where other machines, on which links may lead elsewhere, find it too
+    return beside if beside.resolve() == target else target
 
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:

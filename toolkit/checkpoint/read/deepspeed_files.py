@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_?op
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt")
+_MOST_PROCESSES = 1 << 20  # a larger number is not believed
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,8 @@ def open_files(folder: Path) -> Files:
     _refuse_parallel(folder, names)
     optimizers = _by_rank(folder, names, _OPTIMIZER, "optimizer", rank_group=2)
     models = _by_rank(folder, names, _MODEL, "model", rank_group=1)
-    if not models:
-        raise UserError(f"{folder}: the model file mp_rank_00_model_states.pt is missing; copy the folder again")
-    opened = Files(folder, [_open(path) for path in models], [_open(path) for path in optimizers])
+    opened = Files(folder, [_open(path) for path in models.values()], [_open(path) for path in optimizers.values()])
+    _refuse_missing(opened, models, optimizers)
     for model in opened.models:
         _expect(model, {"module": dict})
     for optimizer in opened.optimizers:
@@ -99,7 +100,7 @@ def _refuse_parallel(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str], what: str, rank_group: int) -> list[Path]:
+def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str], what: str, rank_group: int) -> dict[int, Path]:
     found: dict[int, str] = {}
     for name in names:
         if match := pattern.fullmatch(name):
@@ -110,19 +111,69 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str], what: str
                     "two saves lie in one folder; remove the files of the other one"
                 )
             found[rank] = name
-    for missing, there in enumerate(sorted(found)):
-        if missing != there:
-            raise UserError(
-                f"{folder}: the {what} file of rank {missing} is missing ({found[there]} is there); "
-                "copy the folder again"
-            )
     prefixes = {match[1] for name in found.values() if pattern is _OPTIMIZER and (match := pattern.fullmatch(name))}
     if len(prefixes) > 1:
         raise UserError(
-            f"{folder} holds {what} files with and without bf16_ in front ({found[0]}, {found[max(found)]}): "
+            f"{folder} holds {what} files with and without bf16_ in front ({found[min(found)]}, {found[max(found)]}): "
             "two saves lie in one folder; remove the files of the other one"
         )
-    return [folder / found[rank] for rank in sorted(found)]
+    return {rank: folder / found[rank] for rank in sorted(found)}
+
+
+def _refuse_missing(files: Files, models: Collection[int], optimizers: Collection[int]) -> None:
+    """Raises UserError that names every rank of which a file is not there. `models`, `optimizers`: those that are."""
+    world = _told_world(files) or max([*models, *optimizers]) + 1
+    stage_3 = any(_state(opened).get("zero_stage") == 3 for opened in files.optimizers)
+    divided = _is_divided(files.model) if files.models else stage_3
+    lacks = {
+        "model": [rank for rank in range(world if divided else 1) if rank not in models],
+        "optimizer": [rank for rank in range(world if optimizers else 0) if rank not in optimizers],
+    }
+    count = sum(map(len, lacks.values()))
+    if not count:
+        return
+    if lacks["model"] == lacks["optimizer"]:
+        lacks = {"model and optimizer": lacks["model"]}
+    listed = " and ".join(_files_of(what, ranks) for what, ranks in lacks.items() if ranks)
+    start = f"{files.folder}: {listed} {'are' if count > 1 else 'is'} missing"
+    path = shlex.quote(str(files.folder.resolve()))
+    if world == 1:
+        raise UserError(f"{start}; copy the folder again")
+    raise UserError(
+        f"{start} ({world} processes saved it): copy the folder again; where machines share no disk each has the files "
+        f"of its own processes, to be brought together here: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+    )
+
+
+def _files_of(what: str, ranks: list[int]) -> str:
+    """`the optimizer files of ranks 1, 2`."""
+    files = "files" if len(ranks) > 1 or " and " in what else "file"
+    return f"the {what} {files} of rank{'s' * (len(ranks) > 1)} {listing(ranks, 16)}"
+
+
+def _told_world(files: Files) -> int | None:
+    """The number of processes that a file says it was saved by."""
+    for model in files.models:
+        world = model.content.get("dp_world_size") if type(model.content) is dict else None
+        if type(world) is int and 0 < world <= _MOST_PROCESSES:
+            return world
+    for optimizer in files.optimizers:
+        counts = _state(optimizer).get("partition_count")
+        count = counts[0] if type(counts) is list and counts else counts
+        if type(count) is int and 0 < count <= _MOST_PROCESSES:
+            return count
+    return None
+
+
+def _state(opened: TorchFile) -> dict[str, Any]:
+    """The optimizer's state, or nothing where there is none."""
+    state = opened.content.get("optimizer_state_dict") if type(opened.content) is dict else None
+    return state if type(state) is dict else {}
+
+
+def _is_divided(model: TorchFile) -> bool:
+    """Under stage 3 each rank has a model file."""
+    return model.file.name.startswith("zero_pp_rank_")
 
 
 def _open(path: Path) -> TorchFile:
@@ -148,10 +199,9 @@ def _compare(files: Files) -> None:
     world = files.model.content.get("dp_world_size")
     ranks = len(files.optimizers)
     if files.optimizers and type(world) is int and world != ranks:
-        raise _wrong_count(files, files.optimizers, world, f"{files.model.file} was saved by {world} processes")
-    divided = files.model.file.name.startswith("zero_pp_rank_")  # under stage 3 each rank has one
-    if len(files.models) != (ranks if divided and ranks else 1):
-        raise _wrong_count(files, files.models, ranks, f"there are {ranks} optimizer files")
+        raise _wrong_count(files, files.optimizers, f"{files.model.file} was saved by {world} processes")
+    if len(files.models) != (ranks if _is_divided(files.model) and ranks else 1):
+        raise _wrong_count(files, files.models, f"there are {ranks} optimizer files")
 
 
 def _same(opened: list[TorchFile], key: str) -> None:
@@ -165,13 +215,8 @@ def _same(opened: list[TorchFile], key: str) -> None:
             )
 
 
-def _wrong_count(files: Files, found: list[TorchFile], wanted: int, why: str) -> UserError:
+def _wrong_count(files: Files, found: list[TorchFile], why: str) -> UserError:
     what = "optimizer" if found is files.optimizers else "model"
-    if len(found) < wanted:
-        return UserError(
-            f"{files.folder} holds {len(found)} {what} files and {why}: those after {found[-1].file.name} are missing; "
-            "copy the folder again"
-        )
     return UserError(
         f"{files.folder} holds {len(found)} {what} files and {why}: {found[-1].file.name} is left of a larger save; "
         "remove the files of the other save"

@@ -8,6 +8,7 @@ would tell them apart: all are `weights`.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Thing, unpickle
 from toolkit.checkpoint.read.weights_source import main_dtype, torch_tensors
 from toolkit.checkpoint.source import Source, Span, Stored
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
 SHARDED = "pytorch_model_fsdp_0"
@@ -159,7 +160,20 @@ def _places(folder: Path, storage: Mapping[Thing, Thing]) -> dict[tuple[str, tup
             raise ValueError(f"a shard {name} that is elsewhere or compressed")
         place = _Place(folder / name, info.state["offset"], info.state["length"])
         places[index.state["fqn"], tuple(index.state.get("offset") or ())] = place
+    _refuse_missing(folder, sorted({place.file for place in places.values() if not place.file.is_file()}))
     return places
+
+
+def _refuse_missing(folder: Path, missing: list[Path]) -> None:
+    """`__1_0.distcp` is of rank 1."""
+    if not missing:
+        return
+    path = shlex.quote(str(folder.resolve()))
+    raise UserError(
+        f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
+        "share no disk each has the files of its own processes (__RANK_...), to be brought together here: "
+        f"`rsync -a OTHER_MACHINE:{path}/ {path}/`"
+    )
 
 
 def _stored(
@@ -188,8 +202,6 @@ def _stored(
 def _open_chunk(metadata: Path, name: str, sizes: tuple[int, ...], place: _Place | None) -> tuple[Span, str]:
     if place is None:
         raise UserError(f"{metadata}: it does not say where a chunk of {name} lies: damaged")
-    if not place.file.is_file():
-        raise UserError(f"{place.file} is missing; copy the folder again")
     opened = open_torch_file(place.file, pickled_names.TORCH, place.offset, place.length)
     if type(opened.content) is not Tensor or opened.content.shape != sizes:
         raise UserError(f"{place.file}: at byte {place.offset} it has something else than a chunk of {name}: damaged")

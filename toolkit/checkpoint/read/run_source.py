@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksum import crc32_by_parts
-from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest
+from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, half_of, read_manifest
 from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_layout import number_in
@@ -32,9 +32,12 @@ def newest_complete(checkpoints: Path) -> Path | None:
 def open_run_checkpoint(path: Path, folder: Path) -> Source:
     """Opens a folder with a manifest. `path`: as the user named it.
 
-    Raises UserError where a file is missing or of another size than the manifest says, or is damaged.
+    Raises UserError where a file is missing or of another size than the manifest says, or is damaged; where all
+    that is missing lies on other machines' disks, with the command that brings it.
     """
     manifest = read_manifest(folder)
+    if half := half_of(folder):
+        raise UserError(half)
     if fault := fault_of(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     _refuse_foreign_files(folder, manifest)
