@@ -1,6 +1,6 @@
 """A script of a user's, started on several hosts: the processes meet, and each says who it is.
 
-    python tests/hosts_worker.py [--launch options]
+python tests/hosts_worker.py [--launch options]
 """
 
 from __future__ import annotations
