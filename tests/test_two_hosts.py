@@ -427,3 +427,19 @@ def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: l
     done = hosts.run_both(on_both(*command), SECONDS)
     for finished in done.values():
         assert "nothing" in error_of(finished)
+
+
+def test_the_launcher_that_was_typed_told_to_stop_on_one_machine_ends_both_in_good_order(
+    hosts: TwoHosts, long_settings: list[str], tmp_path: Path
+) -> None:
+    """`accelerate launch` hands nothing on; and the other machine's launcher would wait for this one's."""
+    folder = tmp_path / "run"
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--output_dir", str(folder)]
+    started = _training(hosts, command, folder, 3)
+    told = time.monotonic()
+    started["b"].terminate()
+    done = {host: hosts.finish(process, 60) for host, process in started.items()}
+    assert time.monotonic() - told < 40
+    assert done["a"].code == 0, done["a"].err[-3000:]
+    assert "stopped by SIGTERM after step" in done["a"].err
+    assert not hosts.processes("b")

@@ -128,7 +128,7 @@ def test_two_of_the_list_on_this_machine_are_not_told_apart(find: Find) -> None:
 
 
 def test_a_first_machine_whose_name_nobody_knows_proves_nothing(find: Find) -> None:
-    assert "does not know which it is" in refused(find, {"main_process_ip": "gpu1"}, own=[SECOND])
+    assert "no machine is known here by the name gpu1" in refused(find, {"main_process_ip": "gpu1"}, own=[SECOND])
 
 
 @pytest.mark.parametrize(

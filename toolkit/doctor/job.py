@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from toolkit.doctor.finding import Finding, plain
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean
 from toolkit.launch import relaunch
 from toolkit.launch.machines import MEETING_PORT, Machines, find_machines, is_own, whole
 from toolkit.launch.wire import is_loopback, own_addresses
@@ -97,6 +98,7 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
         raise UserError(f"--timeout {own.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
     options, rest = relaunch.split(others)
     script, yaml_file, given = _words(rest)
+    _refuse_unknown(given)
     faults: list[Finding] = []
     if script is not None and not script.is_file():
         faults.append(_missing("recipe", script))
@@ -142,6 +144,20 @@ def _words(rest: Sequence[str]) -> tuple[Path | None, Path | None, dict[str, str
         else:
             raise UserError(f"{word!r} is neither a RECIPE.py, nor a SETTINGS.yaml, nor `--name value`")
     return script, yaml_file, settings
+
+
+def _refuse_unknown(given: Mapping[str, str]) -> None:
+    """A name that is mistyped would check nothing, and all would be well."""
+    from toolkit import config
+
+    tasks = (config.TaskSettings, config.LongTaskSettings, config.TitleSettings)
+    sections = [section for task in tasks for section in config.sections_of(task).values()]
+    settings = {field.name for section in sections for field in dataclasses.fields(section)}
+    options = {"peers", "token", "timeout", "json", *relaunch.Options.__dataclass_fields__}
+    unknown = [name for name in given if name not in settings]
+    if unknown:
+        listed = "; ".join(f"--{name}{did_you_mean(name, settings | options)}" for name in unknown)
+        raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: {listed}")
 
 
 def _from_yaml(path: Path | None, faults: list[Finding]) -> dict[str, str]:

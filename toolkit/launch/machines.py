@@ -143,7 +143,12 @@ def _rank(
         return None, ""  # "machines" that share their addresses, as in a test
     if config.get("machine_rank") is not None:
         return whole("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
-    if count == 2 and len(listed) == 1 and addresses_of(listed[0]):
+    if count == 2 and len(listed) == 1:
+        if not addresses_of(listed[0]):
+            raise UserError(
+                f"no machine is known here by the name {listed[0]}: give the first machine's address in numbers "
+                "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
+            )
         return 1, f"{listed[0]} is not an address of this machine"
     return None, ""
 

@@ -234,7 +234,9 @@ def _call(machines: Machines, hello: Hello, seconds: float) -> None:
                 line.send(hello)
                 verdict = line.receive(seconds + _VERDICT_SECONDS)  # machine 0 may have come just now
         except WireError as error:
-            trouble = error
+            # a stranger at the port, or another token, tells more than that nobody is there any more
+            if trouble is None or isinstance(trouble, UnreachableError) or not isinstance(error, UnreachableError):
+                trouble = error
         else:
             if verdict.get("fault"):
                 raise UserError(str(verdict["fault"]))
@@ -257,6 +259,7 @@ def _not_found(machines: Machines, trouble: WireError | None, seconds: float) ->
             f"({machines.how}): is it machine 0?"
         )
     own = wire.address_towards(machines.first) or "ADDRESS_OF_THIS_MACHINE"
+    own = "ADDRESS_OF_THE_OTHER" if own == machines.first else own
     stop = "" if fault.endswith("?") else "."
     return f"{fault}{stop} `toolkit doctor --peers {machines.first},{own}` on each machine finds out more"
 

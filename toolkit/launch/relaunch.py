@@ -22,6 +22,7 @@ from toolkit.errors import UserError, did_you_mean
 from toolkit.launch import meeting
 from toolkit.launch.environment import free_port, place_of
 from toolkit.launch.machines import Machines, find_machines, whole
+from toolkit.launch.restarts import stop_with_parent
 
 MARKER = "TOOLKIT_LAUNCH"
 DEFAULT_PORT = 29500
@@ -273,6 +274,8 @@ def _replace_process(arguments: Sequence[str], asked: Mapping[str, Any]) -> NoRe
     env[MARKER] = json.dumps(dict(asked))
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
+    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
+        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", "toolkit.launch.accelerate_cli", *arguments]

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 # Names the file by which a run tells our launcher how it ended: in good order, or for a reason that will not go away.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
@@ -39,10 +41,28 @@ def tell_launcher(how: str) -> None:
 
 def end_with_launcher() -> None:
     """Where our launcher is killed, this process is told to stop (SIGTERM): it would train on with nobody to end it."""
-    if ENDED_FILE in os.environ and sys.platform == "linux":
+    if ENDED_FILE in os.environ:
+        stop_with_parent()
+
+
+def stop_with_parent() -> None:
+    """SIGTERM for this process when its parent ends; it stays so when another program takes the process over."""
+    if sys.platform == "linux":
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def separate_attempts() -> None:
+    """Gives the process group of each attempt names of its own in the launcher's store, which outlives them: a process
+    that is early would find where another one listened the last time. (torch relies on a new store for each.)"""
+    if not attempt():
+        return
+    from torch.distributed import PrefixStore
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the attribute is a function
+    make_store, prefix = rendezvous._create_c10d_store, f"toolkit/attempt/{attempt()}"
+    rendezvous._create_c10d_store = lambda *given, **named: PrefixStore(prefix, make_store(*given, **named))
 
 
 def give_up() -> None:

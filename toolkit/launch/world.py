@@ -24,7 +24,7 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import Place, forget_port, settle
 from toolkit.launch.facts import unlike
 from toolkit.launch.relaunch import MARKER, ddp_seconds, find_beside, read_config, rendezvous_seconds
-from toolkit.launch.restarts import end_with_launcher
+from toolkit.launch.restarts import end_with_launcher, separate_attempts
 from toolkit.launch.rollcall import call_roll
 from toolkit.launch.watch import named_machines
 
@@ -51,6 +51,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
+    separate_attempts()
     call_roll(place, sys.argv[0], rendezvous_seconds())
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
