@@ -26,7 +26,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # as a program it is not in a package
+if not __package__:  # as a program
+    sys.path.insert(0, str(ROOT))
 
 from tests.hosts import ADDRESSES, NAMES, TwoHosts, two_hosts  # noqa: E402
 from tests.runs import Finished, losses_of, recipe  # noqa: E402
@@ -34,6 +35,8 @@ from tests.runs import Finished, losses_of, recipe  # noqa: E402
 FOLDER = ROOT / "docs" / "cluster"
 BATCH_FILES = ["slurm-accelerate.sbatch", "slurm-srun.sbatch"]
 SECONDS = 240
+# of the reference; a run that is stopped in the middle has far more before it, so that it is not done by then
+STEPS, MANY = 150, 4000
 IN_IMAGE = "/workspace/finetune-toolkit"
 
 
@@ -487,8 +490,8 @@ def reference(
 ) -> list[float]:
     """The losses of one process on one machine."""
     folder = tmp_path_factory.mktemp("reference") / "run"
-    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, *settings, "--max_steps", "40",
-                      "--eval_every", "1000", "--output_dir", folder)  # fmt: skip
+    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, *settings, "--max_steps", str(STEPS),
+                      "--eval_every", "100000", "--output_dir", folder)  # fmt: skip
     assert finished.code == 0, finished.err[-3000:]
     return losses_of(folder)
 
@@ -522,7 +525,7 @@ def start_slurm(
     """`start_slurm("slurm-srun.sbatch", steps, changes)`: the file with its lines edited for the two hosts."""
 
     def start(name: str, steps: int, changes: Mapping[str, str] | None = None) -> Cluster:
-        more = shlex.join([*settings, "--max_steps", str(steps), "--eval_every", "1000"])
+        more = shlex.join([*settings, "--max_steps", str(steps), "--eval_every", "100000"])
         needed = {
             "source .venv/bin/activate\n": "",
             "--train_file reviews.csv": f"--train_file {reviews}",
@@ -537,7 +540,7 @@ def start_slurm(
 
 
 def check_time_limit(cluster: Cluster, reference: Sequence[float], kind: str) -> None:
-    """40 steps: warned in the middle, the job takes a checkpoint and is put back, and then goes on."""
+    """Warned in the middle, the job takes a checkpoint and is put back, and then goes on, to its end."""
     first = cluster.start()
     await_file(cluster.run / "metrics.jsonl", first, lines=3)
     first.send_signal(signal.SIGUSR1)  # to the shell alone: --signal=B:
@@ -547,24 +550,24 @@ def check_time_limit(cluster: Cluster, reference: Sequence[float], kind: str) ->
     assert "stopped by SIGUSR1 after step" in done.err
     assert cluster.slurm.requeued == ["requeue 4711"]
     steps = len(losses_of(cluster.run))
-    assert steps < 40
+    cluster.text = edited(cluster.text, {f"--max_steps {MANY}": f"--max_steps {steps + 5}"})
     again = cluster.finish(cluster.start(restarts=1))
     assert again.code == 0, again.err[-3000:]
-    assert f"step {steps} of 40" in again.err
+    assert f"step {steps} of {steps + 5}" in again.err
     assert len(cluster.slurm.requeued) == 1  # not once more
-    assert_one_world(cluster.run, reference, kind, 40)
+    assert_one_world(cluster.run, reference, kind, steps + 5)
 
 
 @on_two_hosts
 def test_slurm_with_a_launcher_and_its_time_limit(start_slurm: Callable[..., Cluster], reference: list[float]) -> None:
-    check_time_limit(start_slurm("slurm-accelerate.sbatch", 40, {"/2node_zero2.yaml": "/2node.yaml"}), reference,
+    check_time_limit(start_slurm("slurm-accelerate.sbatch", MANY, {"/2node_zero2.yaml": "/2node.yaml"}), reference,
                      "MULTI_CPU")  # fmt: skip
 
 
 @pytest.mark.slow
 @on_two_hosts
 def test_slurm_with_zero2_and_its_time_limit(start_slurm: Callable[..., Cluster], reference: list[float]) -> None:
-    check_time_limit(start_slurm("slurm-accelerate.sbatch", 40), reference, "DEEPSPEED")
+    check_time_limit(start_slurm("slurm-accelerate.sbatch", MANY), reference, "DEEPSPEED")
 
 
 @pytest.mark.slow
@@ -597,6 +600,16 @@ def test_slurm_without_a_launcher_zero2(start_slurm: Callable[..., Cluster], ref
     done = cluster.finish(cluster.start())
     assert done.code == 0, done.err[-3000:]
     assert_one_world(cluster.run, reference, "DEEPSPEED", 3)
+
+
+@pytest.mark.slow
+@on_two_hosts
+def test_slurm_on_one_machine(start_slurm: Callable[..., Cluster], reference: list[float]) -> None:
+    cluster = start_slurm("slurm-srun.sbatch", 3, {"--nodes=2": "--nodes=1"})
+    cluster.text = edited(cluster.text, {"--ntasks-per-node=1\n#": "--ntasks-per-node=2\n#"})
+    done = cluster.finish(cluster.start())
+    assert done.code == 0, done.err[-3000:]
+    assert_one_world(cluster.run, reference, "MULTI_CPU", 3)
 
 
 @pytest.mark.slow
@@ -659,7 +672,7 @@ class Pods:
         known = [f"{ADDRESSES[host]} {name} {name}.{job}" for host, name in self.names.items()]
         self.etc_hosts.write_text("\n".join(["127.0.0.1 localhost", *known, ""]), encoding="utf-8")
 
-    def start(self, host: str, command: Sequence[str] | None = None, **variables: str) -> subprocess.Popen[str]:
+    def start(self, host: str, command: Sequence[str] | None = None, more: Sequence[str] = ()) -> subprocess.Popen[str]:
         number = "ab".index(host)
         if self.name == "pytorchjob.yaml":
             (program,) = pod_spec_of(self.name, self.job)["containers"]
@@ -668,14 +681,17 @@ class Pods:
             program = self.job["spec"]["trainer"]
             told = trainjob_environment(self.job, number)
         given = {variable["name"]: variable["value"] for variable in program["env"]}
-        words = command or [*program["command"], *program["args"]]
+        words = command or [*program["command"], *program["args"], *more]
         named = f'echo {self.names[host]} > /proc/sys/kernel/hostname; exec "$@"'
         container = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", named, "sh", *words]
-        return self.hosts.start(host, container, env={**given, **told, **variables},
+        return self.hosts.start(host, container, env={**given, **told},
                                 binds={"/etc/hosts": self.etc_hosts})  # fmt: skip
 
-    def start_both(self, command: Sequence[str] | None = None, **variables: str) -> dict[str, subprocess.Popen[str]]:
-        return {host: self.start(host, command, **variables) for host in ("a", "b")}
+    def start_both(
+        self, command: Sequence[str] | None = None, steps: int | None = None
+    ) -> dict[str, subprocess.Popen[str]]:
+        more = ["--max_steps", str(steps)] if steps else []  # said twice, the last counts
+        return {host: self.start(host, command, more) for host in ("a", "b")}
 
     def finish(self, started: Mapping[str, subprocess.Popen[str]]) -> dict[str, Finished]:
         return {host: self.hosts.finish(process, SECONDS) for host, process in started.items()}
@@ -694,7 +710,7 @@ def make_pods(
     """`make_pods("trainjob.yaml", steps, changes)`: the file with its lines edited for the two hosts."""
 
     def make(name: str, steps: int, changes: Mapping[str, str] | None = None) -> Pods:
-        more = [*settings, "--max_steps", str(steps), "--eval_every", "1000"]
+        more = [*settings, "--max_steps", str(steps), "--eval_every", "100000"]
         last = "- --checkpoint_every=200     # for what gives no warning: a node that dies\n"
         indent = " " * (16 if name == "pytorchjob.yaml" else 6)
         words = ["--checkpoint_every=20", *more]
@@ -740,7 +756,7 @@ def test_a_pod_that_is_told_to_stop(
     host: str, name: str, make_pods: Callable[..., Pods], reference: list[float]
 ) -> None:
     """Neither pod ends as if the training were finished; started again, they go on."""
-    pods = make_pods(name, 40)
+    pods = make_pods(name, MANY)
     started = pods.start_both()
     await_file(pods.run / "metrics.jsonl", *started.values(), lines=3)
     pods.tell_to_stop(started[host])
@@ -748,30 +764,29 @@ def test_a_pod_that_is_told_to_stop(
     assert_all(pods.finish(started), 75)
     assert time.monotonic() - told < 200  # torch's launcher alone would wait 300 s for that of the other pod
     steps = len(losses_of(pods.run))
-    assert steps < 40
-    done = pods.finish(pods.start_both())
+    done = pods.finish(pods.start_both(steps=steps + 5))
     assert_all(done, 0)
-    assert f"step {steps} of 40" in done["a"].err
-    assert_one_world(pods.run, reference, "DEEPSPEED", 40)
+    assert f"step {steps} of {steps + 5}" in done["a"].err
+    assert_one_world(pods.run, reference, "DEEPSPEED", steps + 5)
 
 
 @pytest.mark.slow
 @on_two_hosts
 def test_a_pod_that_comes_late_and_one_that_fails(make_pods: Callable[..., Pods], reference: list[float]) -> None:
     """The second pod waits for the first one's name, and both for each other; a pod that is killed ends the other."""
-    pods = make_pods("trainjob.yaml", 40, {"/2node_zero2.yaml": "/2node.yaml"})
+    pods = make_pods("trainjob.yaml", MANY, {"/2node_zero2.yaml": "/2node.yaml"})
     known = pods.etc_hosts.read_text(encoding="utf-8")
     pods.etc_hosts.write_text("127.0.0.1 localhost\n", encoding="utf-8")  # in place: it is mounted
     second = pods.start("b")
     time.sleep(15)
     pods.etc_hosts.write_text(known, encoding="utf-8")
     started = {"b": second, "a": pods.start("a")}
-    await_file(pods.run / "metrics.jsonl", *started.values(), lines=3)
+    await_file(pods.run / "metrics.jsonl", *started.values(), lines=25)  # a checkpoint is there
     second.kill()
     assert pods.hosts.finish(started["a"], 60).code == 1
-    done = pods.finish(pods.start_both())
-    assert_all(done, 0)
-    assert_one_world(pods.run, reference, "MULTI_CPU", 40)
+    steps = len(losses_of(pods.run)) + 5
+    assert_all(pods.finish(pods.start_both(steps=steps)), 0)
+    assert_one_world(pods.run, reference, "MULTI_CPU", steps)
 
 
 @pytest.mark.slow

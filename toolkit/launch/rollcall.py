@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError, listing
 from toolkit.launch import facts, watch, wire
 from toolkit.launch.environment import Place
+from toolkit.launch.member import Member
 from toolkit.launch.relaunch import ddp_seconds
-from toolkit.launch.watch import Member
 from toolkit.launch.wire import UnreachableError
 
 if TYPE_CHECKING:

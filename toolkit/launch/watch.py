@@ -16,13 +16,13 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from toolkit.errors import UserError, listing
 from toolkit.launch import wire
+from toolkit.launch.member import Cause, Member, where
 from toolkit.launch.relaunch import ddp_seconds
 from toolkit.launch.restarts import ENDED_FILE, give_up
 from toolkit.launch.wire import ClosedError, Line, UnreachableError, WireError
@@ -36,30 +36,6 @@ _CONNECT_SECONDS = 20.0
 _MENTION_SECONDS = 60.0
 _HUB_GRACE_SECONDS = 15.0
 _MESSAGE_CHARACTERS = 2000
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process of the run."""
-
-    rank: int
-    host: str
-    machine: str
-    """See `facts.machine`."""
-    local_rank: int
-    pid: int
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a run ends."""
-
-    rank: int
-    kind: Literal["failed", "interrupted", "gone", "lost", "hangs"]
-    """It said so itself; its process ended; its machine does not answer; it does not arrive."""
-    message: str
-    hopeless: bool = False
-    """It would fail again."""
 
 
 @dataclass
@@ -451,15 +427,6 @@ def collectives() -> int:
         groups = [group for group in list(distributed.distributed_c10d._world.pg_map) if group.size() == world]
         return sum(int(group._get_sequence_number_for_group()) for group in groups)
     return 0
-
-
-def where() -> str:
-    """What the main thread is doing: `prepare.py:70 _prepared < cls.py:31 main`, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
-        return "its end"
-    stack = traceback.extract_stack(frame)[::-1]
-    return " < ".join(f"{os.path.basename(f.filename)}:{f.lineno} {f.name}" for f in stack[:6])  # noqa: PTH119
 
 
 def _thread(target: Any, *arguments: Any) -> None:
