@@ -315,6 +315,19 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
     assert "reviews.csv" in error_of(done["a"])
 
 
+@pytest.mark.parametrize("wrong", ["a", "b"])
+def test_a_mistyped_setting_on_one_machine_is_told_on_both(
+    wrong: str, hosts: TwoHosts, settings: list[str], tmp_path: Path
+) -> None:
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run")]
+    commands = {host: [*command, *(["--trainfile", "x.csv"] if host == wrong else [])] for host in ("a", "b")}
+    done = hosts.run_both(commands, SECONDS)
+    other = "b" if wrong == "a" else "a"
+    assert error_of(done[wrong]).startswith("unknown setting --trainfile")
+    rank = 0 if wrong == "a" else 1
+    assert f"rank {rank} on {NAMES[wrong]} failed: unknown setting --trainfile" in error_of(done[other])
+
+
 # --- what breaks on the way
 
 

@@ -19,6 +19,7 @@ from toolkit.launch import watch
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.relaunch import relaunch_if_asked
 from toolkit.launch.restarts import give_up
+from toolkit.launch.rollcall import tell_before_roll
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
 SILENCE_SECONDS = 10.0
@@ -135,6 +136,8 @@ def _leave(message: str, code: int, short: str = "", hopeless: bool = False) -> 
         print(f"{_where()}{message}", file=sys.stderr, flush=True)
     # No cleanup of a broken group: the exit code must reach the launcher at once.
     sys.stdout.flush()
+    if speaks and hopeless:
+        tell_before_roll(_place(), short)
     if hopeless:
         give_up()
     os._exit(code)

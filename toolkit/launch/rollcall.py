@@ -6,9 +6,11 @@ the processes: `accelerate`, `torchrun`, `deepspeed`, `mpirun`, `srun`, or varia
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -86,6 +88,21 @@ def call_roll(place: Place, script: str, seconds: float) -> None:
         members = [Member(**found) for found in verdict["members"]]
         watch.join(members, place.rank, toward, int(verdict["port"]), str(verdict["token"]))
     _choose_interface(verdict["members"], toward if place.rank else verdict["towards"])
+
+
+def tell_before_roll(place: Place, message: str) -> None:
+    """To the other machines, from a process that fails before it shows up: a setting, a file. It takes seconds."""
+    several = place.local_world_size < place.world_size and watch.current is None
+    if not several or "torch" not in sys.modules or not os.environ.get("MASTER_ADDR"):
+        return
+    said = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
+    with contextlib.suppress(Exception):  # what there is to say here has been said
+        store = _open_store(place, time.monotonic() + _HEARING_SECONDS, _HEARING_SECONDS)
+        if place.rank:
+            store.set("early", said)
+        else:
+            store.set("verdict", json.dumps({"fault": said, "members": []}))
+            _let_hear(store, range(1, place.world_size))
 
 
 def _check_meeting_place(place: Place) -> None:
@@ -176,6 +193,9 @@ def _await_all(store: Store, place: Place, deadline: float, seconds: float) -> t
     """(those that came, why they cannot start together)."""
     missing = list(range(place.world_size))
     while missing := [rank for rank in missing if not store.check([f"shown/{rank}"])]:
+        if store.check(["early"]):
+            came = [rank for rank in range(place.world_size) if rank not in missing]
+            return [_shown(store, rank) for rank in came], str(store.get("early").decode())
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_SECONDS)
