@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from toolkit.launch.meeting import port_taken
 from toolkit.launch.restarts import ENDED_FILE, HOPELESS, STOPPED
 
 # How long processes that were told to stop have for their checkpoint.
@@ -77,7 +78,9 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> None:
         if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
             print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)
-    except (ValueError, ConnectionError, AssertionError, FileNotFoundError) as error:
+    except ConnectionError:  # accelerate has looked at the port
+        sys.exit(f"error: {port_taken(int(arguments.main_process_port), 'another run took it in between')}")
+    except (ValueError, AssertionError, FileNotFoundError) as error:
         sys.exit(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
 
 

@@ -63,7 +63,7 @@ def _receive(machines: Machines, mine: Hello, seconds: float) -> None:
     try:
         server = listen(machines.port)
     except OSError as error:
-        raise UserError(_port_taken(machines.port, error)) from error
+        raise UserError(port_taken(machines.port, error.strerror)) from error
     lines: dict[int, Line] = {}
     with server, contextlib.ExitStack() as closing:
         found = _gather(server, machines, mine, seconds, lines)
@@ -213,12 +213,13 @@ def _doctor(address: str, machines: Machines) -> str:
     return f"toolkit doctor --peers {address},{','.join(machines.addresses[1:]) or 'ADDRESS_OF_THE_OTHER'}"
 
 
-def _port_taken(port: int, error: OSError) -> str:
+def port_taken(port: int, why: str | None) -> str:
+    """What there is to say of a port of this machine that another process holds."""
     holder = wire.holder_of(port)
     by = f" by {holder[1]}: `kill {holder[0]}` if it is left over, or" if holder else ":"
     return (
         f"port {port} of this machine ({socket.gethostname()}) is taken{by} pass another --main_process_port on every "
-        f"machine ({error.strerror})"
+        f"machine ({why})"
     )
 
 
