@@ -38,10 +38,6 @@ trap 'echo stop > "$stop"; end' TERM
 while kill -0 "$launcher" 2>/dev/null; do
     if [ -n "$(<"$stop")" ]; then end; fi
     sleep 1
-    # its processes are gone: torch's launcher would wait 300 s for that of the other pod, deaf to signals
-    if [ -n "$told" ] && ! grep -qs "^PPid:[[:space:]]$launcher\$" /proc/[0-9]*/status; then
-        kill -KILL "$launcher" 2>/dev/null || true
-    fi
 done
 wait "$launcher" || code=$?
 if [ -n "$told$(<"$stop")" ]; then code=75; fi
