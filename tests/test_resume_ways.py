@@ -56,11 +56,11 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     for name in ("one-to-many", "many-to-many", "many-to-one"):
         assert_goes_on(tmp_path / name, one, 1e-5)
     for folder in (one, many):
-        source = open_checkpoint(saved(folder))
-        assert source.weights
-        assert all(adapter.is_adapters(name) for name in source.weights)
-        assert any("word_embeddings" in name for name in source.excluded)
-        base = sum(4 * _count(shape) for shape in source.excluded.values())
+        reader = open_checkpoint(saved(folder))
+        assert reader.weights
+        assert all(adapter.is_adapters(name) for name in reader.weights)
+        assert any("word_embeddings" in name for name in reader.excluded)
+        base = sum(4 * _count(shape) for shape in reader.excluded.values())
         files = folders.read_manifest(saved(folder))["files"]
         assert sum(entry["bytes"] for name, entry in files.items() if name.endswith((".pt", ".safetensors"))) < base
 

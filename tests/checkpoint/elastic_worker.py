@@ -3,7 +3,7 @@ strategy, saves it, restores it under others, and compares.
 
     torchrun --nproc_per_node N -m tests.checkpoint.elastic_worker FOLDER
 
-FOLDER/plan.json holds [model, source, target] for every restore. A way `zero2-bf16 x3` is made and restored
+FOLDER/plan.json holds [model, reader, target] for every restore. A way `zero2-bf16 x3` is made and restored
 into by the worker of three processes; workers of all sizes run at the same time and wait for each other's
 checkpoints. What is wrong with each restore goes to FOLDER/results-N.jsonl.
 """
@@ -119,11 +119,11 @@ def uneven(root: Path, target: str) -> list[str]:
     wait_for(root / "losses.json")
     way = build("odd", target)
     before = truth_of(way)
-    source = open_checkpoint(root / "checkpoint")
-    last = list(source.adam_steps)[-1]
-    source = replace(source, adam_steps={**source.adam_steps, last: 1.0})
+    reader = open_checkpoint(root / "checkpoint")
+    last = list(reader.adam_steps)[-1]
+    reader = replace(reader, adam_steps={**reader.adam_steps, last: 1.0})
     try:
-        restore(way.state, source, SAVED_AFTER)
+        restore(way.state, reader, SAVED_AFTER)
     except UserError as error:
         faults = [] if "steps" in str(error) else [f"another error: {error}"]
     else:
@@ -154,23 +154,23 @@ def main() -> None:
     folder = Path(sys.argv[1])
     plan = json.loads((folder / "plan.json").read_text())
     mine = f"x{dist.get_world_size()}"
-    sources = dict.fromkeys((model, source) for model, source, _ in plan if source.endswith(mine))
-    for model, source in sources:
-        place(folder, model, source).mkdir(exist_ok=True)
-        make(model, source, place(folder, model, source))
+    readers = dict.fromkeys((model, reader) for model, reader, _ in plan if reader.endswith(mine))
+    for model, reader in readers:
+        place(folder, model, reader).mkdir(exist_ok=True)
+        make(model, reader, place(folder, model, reader))
         gc.collect()
     results = []
-    for model, source, target in plan:
+    for model, reader, target in plan:
         if not target.endswith(mine):
             continue
-        root = place(folder, model, source)
+        root = place(folder, model, reader)
         try:
-            faults = uneven(root, target[1:]) if target[0] == "!" else faults_of(model, root, target, source == target)
+            faults = uneven(root, target[1:]) if target[0] == "!" else faults_of(model, root, target, reader == target)
         except TimeoutError:
             raise
         except Exception:  # the other processes meet it too
             faults = [traceback.format_exc()[-1500:]]
-        results.append({"model": model, "source": source, "target": target, "faults": faults})
+        results.append({"model": model, "reader": reader, "target": target, "faults": faults})
         gc.collect()
     if dist.get_rank() == 0:
         (folder / f"results-{mine[1:]}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))

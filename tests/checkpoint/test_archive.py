@@ -19,7 +19,7 @@ from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.checkpoint.read.archive import open_archive, verify_member
 from toolkit.checkpoint.read.flat import Line
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.source import Member, Span
+from toolkit.checkpoint.reader import Member, Span
 from toolkit.errors import UserError
 
 GIB = 1 << 30

@@ -14,7 +14,7 @@ from tests.checkpoint.test_convert import convert
 from toolkit.checkpoint.convert.check_config import check
 from toolkit.checkpoint.convert.outputs import Output
 from toolkit.checkpoint.convert.shards import divide, parse_size
-from toolkit.checkpoint.source import Stored
+from toolkit.checkpoint.reader import TensorIndex
 from toolkit.errors import UserError
 
 CONFIG = {
@@ -109,7 +109,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_shards_are_no_larger_than_asked() -> None:
-    outputs = [Output(f"x.{size}", Stored(f"x.{size}", (size,), "F32", ())) for size in (10, 10, 50, 5, 5, 5)]
+    outputs = [Output(f"x.{size}", TensorIndex(f"x.{size}", (size,), "F32", ())) for size in (10, 10, 50, 5, 5, 5)]
     shards = divide(outputs, "F32", 80)
     assert [[output.stored.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
     assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

@@ -35,7 +35,7 @@ def some_pairs() -> list[Triple]:
 
 
 def all_pairs() -> list[Triple]:
-    return [(model, source, target) for model, ways in WAYS.items() for source in ways for target in ways]
+    return [(model, reader, target) for model, ways in WAYS.items() for reader in ways for target in ways]
 
 
 def restored(folder: Path, plan: list[Triple]) -> dict[Triple, list[str]]:
@@ -46,7 +46,7 @@ def restored(folder: Path, plan: list[Triple]) -> dict[Triple, list[str]]:
         list(pool.map(lambda world: work(folder, world), worlds))
     lines = [line for world in worlds for line in (folder / f"results-{world}.jsonl").read_text().splitlines()]
     results = [json.loads(line) for line in lines]
-    return {(result["model"], result["source"], result["target"]): result["faults"] for result in results}
+    return {(result["model"], result["reader"], result["target"]): result["faults"] for result in results}
 
 
 def work(folder: Path, world: str) -> None:

@@ -12,24 +12,24 @@ from safetensors import safe_open
 
 from tests.checkpoint.conftest import Made, names
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.source import Source, Stored
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 pytestmark = pytest.mark.multiprocess
 
 
-def tensor_of(stored: Stored) -> torch.Tensor:
+def tensor_of(stored: TensorIndex) -> torch.Tensor:
     content = stored.read()
     empty = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     return torch.frombuffer(content, dtype=empty.dtype).view(stored.shape) if content else empty
 
 
-def everything_of(source: Source) -> dict[str, Stored]:
+def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
     """By the names of the reference files."""
-    found = {f"weight.{name}": stored for name, stored in source.weights.items()}
-    found |= {f"buffer.{name}": stored for name, stored in source.buffers.items()}
-    for name, moments in source.moments.items():
+    found = {f"weight.{name}": stored for name, stored in reader.weights.items()}
+    found |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
+    for name, moments in reader.moments.items():
         found |= {f"{key}.{name}": stored for key, stored in moments.items()}
     return found
 
@@ -48,21 +48,21 @@ def _left_out(made: Made, name: str, truth: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", names())
 def test_every_tensor_is_that_in_memory(name: str, deepspeed_checkpoints: dict[str, Made]) -> None:
     made = deepspeed_checkpoints[name]
-    source = open_checkpoint(made.folder)
-    found, wanted = everything_of(source), read_reference(made)
+    reader = open_checkpoint(made.folder)
+    found, wanted = everything_of(reader), read_reference(made)
     assert set(found) == set(wanted)
     for key, tensor in wanted.items():
         read = tensor_of(found[key])
         assert read.dtype == tensor.dtype, key
         assert torch.equal(read, tensor), key
-    assert (source.world, source.step) == (made.world, 2)
-    assert source.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
-    assert source.engine_dtype == {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[made.kind.dtype]
-    assert source.tied == ({} if made.kind.bert else {"head.weight": "embed.weight"})
+    assert (reader.world, reader.step) == (made.world, 2)
+    assert reader.strategy == (f"zero{made.kind.stage}" if made.kind.stage else "ddp" if made.world > 1 else "single")
+    assert reader.engine_dtype == {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}[made.kind.dtype]
+    assert reader.tied == ({} if made.kind.bert else {"head.weight": "embed.weight"})
     if made.kind.stage:
-        trained = {name for name in source.weights if name not in source.frozen}
-        assert trained == set(source.moments) == set(source.adam_steps)
-        assert set(source.adam_steps.values()) == {2.0}
+        trained = {name for name in reader.weights if name not in reader.frozen}
+        assert trained == set(reader.moments) == set(reader.adam_steps)
+        assert set(reader.adam_steps.values()) == {2.0}
     for stored in found.values():
         assert sum(span.count for span in stored.spans) == math.prod(stored.shape)
 

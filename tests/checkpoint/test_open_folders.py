@@ -88,22 +88,22 @@ def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)
 
 def test_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = write_whole(tmp_path / "step-00000004", tied={"b": "scale"}, excluded={"c": [3, 2]}, frozen=["scale"])
-    source = open_checkpoint(folder)
-    same(source.weights, WEIGHTS)
-    same(source.buffers, {"count": torch.tensor(5)})
-    same({name: kept["exp_avg"] for name, kept in source.moments.items()}, {k: v + 4 for k, v in WEIGHTS.items()})
-    assert source.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
-    assert (source.strategy, source.world, source.step, source.engine_dtype) == ("ddp", 2, 4, "BF16")
-    assert (source.tied, source.excluded, source.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
-    assert source.model_folder == folder / "model"
+    reader = open_checkpoint(folder)
+    same(reader.weights, WEIGHTS)
+    same(reader.buffers, {"count": torch.tensor(5)})
+    same({name: kept["exp_avg"] for name, kept in reader.moments.items()}, {k: v + 4 for k, v in WEIGHTS.items()})
+    assert reader.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+    assert (reader.strategy, reader.world, reader.step, reader.engine_dtype) == ("ddp", 2, 4, "BF16")
+    assert (reader.tied, reader.excluded, reader.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
+    assert reader.model_folder == folder / "model"
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4, 7, 20, 21])
 def test_slices_are_joined(cut: int, tmp_path: Path) -> None:
-    source = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
-    same(source.weights, WEIGHTS)
-    same({name: kept["exp_avg_sq"] for name, kept in source.moments.items()}, WEIGHTS)
-    assert source.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+    reader = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
+    same(reader.weights, WEIGHTS)
+    same({name: kept["exp_avg_sq"] for name, kept in reader.moments.items()}, WEIGHTS)
+    assert reader.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
 
 
 def test_slices_that_do_not_fit(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_a_run_with_deepspeed_files(deepspeed_checkpoints: dict[str, Made], tmp_
     shutil.copytree(made.folder, folder)
     excluded = {"first.weight": [11, 7], "first.bias": [11]}
     write_run(folder, state="deepspeed", strategy="zero3", world=2, step=2, excluded=excluded, base_model="m")
-    source = open_checkpoint(folder)
-    assert source.excluded == {"first.weight": (11, 7), "first.bias": (11,)}
-    assert source.weights == open_checkpoint(made.folder).weights | dict(source.weights)
-    assert source.details["base_model"] == "m"
+    reader = open_checkpoint(folder)
+    assert reader.excluded == {"first.weight": (11, 7), "first.bias": (11,)}
+    assert reader.weights == open_checkpoint(made.folder).weights | dict(reader.weights)
+    assert reader.details["base_model"] == "m"
 
 
 # others'
@@ -175,11 +175,11 @@ def test_accelerate_save_state(tmp_path: Path) -> None:
     truth = load_file(folder / "truth.safetensors")
     del truth["head.weight"]  # tied; accelerate leaves it out of safetensors without a note
     for kind in ("safe", "bin", "sharded"):
-        source = open_checkpoint(folder / kind)
-        same(source.weights, truth)
-        assert source.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
-        assert not source.moments  # by position alone: not to be trusted
-        assert (source.strategy, source.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
+        reader = open_checkpoint(folder / kind)
+        same(reader.weights, truth)
+        assert reader.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
+        assert not reader.moments  # by position alone: not to be trusted
+        assert (reader.strategy, reader.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
     (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
     assert "several models" in fault_of(folder / "bin")
 
@@ -201,12 +201,12 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_fsdp(kind: str, fsdp: Path) -> None:
-    source = open_checkpoint(fsdp / kind)
+    reader = open_checkpoint(fsdp / kind)
     truth = load_file(fsdp / "truth.safetensors")
-    same(everything_of(source), truth)
-    assert source.strategy == "fsdp2"
-    assert set(source.adam_steps.values()) == {2.0}
-    assert set(source.adam_steps) == set(source.moments)
+    same(everything_of(reader), truth)
+    assert reader.strategy == "fsdp2"
+    assert set(reader.adam_steps.values()) == {2.0}
+    assert set(reader.adam_steps) == set(reader.moments)
 
 
 @pytest.mark.multiprocess
@@ -240,16 +240,16 @@ def test_tied_names_that_safetensors_notes(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
     save_model(model, str(tmp_path / "model.safetensors"))
-    source = open_checkpoint(tmp_path)
-    assert set(source.weights) | set(source.tied) == {"a.weight", "a.bias", "b.weight", "b.bias"}
-    assert set(source.tied.values()) < set(source.weights)
+    reader = open_checkpoint(tmp_path)
+    assert set(reader.weights) | set(reader.tied) == {"a.weight", "a.bias", "b.weight", "b.bias"}
+    assert set(reader.tied.values()) < set(reader.weights)
 
 
 def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     truth = load_file(tiny_model / "model.safetensors")
-    source = open_checkpoint(tiny_model)
-    same(source.weights, truth)
-    assert (source.strategy, source.step, source.model_folder) == ("model", None, tiny_model)
+    reader = open_checkpoint(tiny_model)
+    same(reader.weights, truth)
+    assert (reader.strategy, reader.step, reader.model_folder) == ("model", None, tiny_model)
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(tiny_model)

@@ -19,6 +19,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import crc32
 from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers, tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.restore import fill, restore
 from toolkit.checkpoint.save import (
     Draft,
@@ -28,7 +29,6 @@ from toolkit.checkpoint.save import (
     write,
     written_by,
 )
-from toolkit.checkpoint.source import Source
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError
 
@@ -77,7 +77,7 @@ def trained(seed: int, steps: int = 3) -> LiveState:
     return live_state(ACCELERATOR, model, optimizer)
 
 
-def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), **manifest: Any) -> Source:
+def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), **manifest: Any) -> CheckpointReader:
     folders.begin(folder)
     for draft in drafts_of(state, set(without), rank=0):
         write(draft, folder)
@@ -105,9 +105,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def test_there_and_back(tmp_path: Path) -> None:
     saved = trained(1)
-    source = save(saved, tmp_path / "one")
+    reader = save(saved, tmp_path / "one")
     fresh = trained(2, steps=5)
-    restore(fresh, source, 3)
+    restore(fresh, reader, 3)
     assert_same(snapshot(fresh), snapshot(saved))
     fresh.module.alias.weight.data[0] = 9.0
     assert fresh.module.head.weight[0, 0] == 9.0  # still tied
@@ -175,64 +175,64 @@ def test_only_rank_0_writes_what_everybody_has() -> None:
 
 def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None:
     saved, fresh = trained(1), trained(2)
-    source = save(saved, tmp_path / "one", frozenset({"frozen"}), excluded={"frozen": [7]})
-    assert "frozen" not in source.weights
+    reader = save(saved, tmp_path / "one", frozenset({"frozen"}), excluded={"frozen": [7]})
+    assert "frozen" not in reader.weights
     before = fresh.module.frozen.clone()
-    restore(fresh, source, 3)
+    restore(fresh, reader, 3)
     assert torch.equal(fresh.module.frozen, before)
     assert torch.equal(fresh.module.embed.weight, saved.module.embed.weight)
 
 
-def refused(fresh: LiveState, source: Source) -> str:
+def refused(fresh: LiveState, reader: CheckpointReader) -> str:
     """What restoring says; nothing may have been changed by then."""
     before = snapshot(fresh)
     with pytest.raises(UserError) as caught:
-        restore(fresh, source, 3)
+        restore(fresh, reader, 3)
     assert_same(snapshot(fresh), before)
     return str(caught.value)
 
 
 def test_a_missing_parameter_is_refused(tmp_path: Path) -> None:
     fresh = trained(2)
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     fresh.module.extra = nn.Parameter(torch.ones(2), requires_grad=False)
-    assert f"{tmp_path / 'one'} lacks extra, which the model has" in refused(fresh, source)
+    assert f"{tmp_path / 'one'} lacks extra, which the model has" in refused(fresh, reader)
 
 
 def test_a_left_over_parameter_is_refused(tmp_path: Path) -> None:
     fresh = trained(2)
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     del fresh.module.frozen
-    assert "holds frozen, which the model has not" in refused(fresh, source)
+    assert "holds frozen, which the model has not" in refused(fresh, reader)
 
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     fresh = trained(2)
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     fresh.module.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
-    assert "frozen has shape [7], and [8] in the model" in refused(fresh, source)
+    assert "frozen has shape [7], and [8] in the model" in refused(fresh, reader)
 
 
 def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
     fresh = trained(2)
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     fresh.module.register_buffer("mask", torch.ones(2, dtype=torch.bool))
-    assert "mask has shape [3], and [2] in the model" in refused(fresh, source)
+    assert "mask has shape [3], and [2] in the model" in refused(fresh, reader)
 
 
 def test_what_was_not_trained_there_is_refused(tmp_path: Path) -> None:
     fresh = trained(2)
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     fresh.module.frozen.requires_grad_(True)
     fresh.optimizer.add_param_group({"params": [fresh.module.frozen]})
-    assert "has no optimizer state for frozen, which is trained here" in refused(fresh, source)
+    assert "has no optimizer state for frozen, which is trained here" in refused(fresh, reader)
 
 
 def test_many_faults_are_cut_short(tmp_path: Path) -> None:
-    source = save(trained(1), tmp_path / "one")
+    reader = save(trained(1), tmp_path / "one")
     fresh = trained(2)
     fresh.module.layers = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(40))
-    said = refused(fresh, source)
+    said = refused(fresh, reader)
     assert "and 36 more" in said
     assert len(said) < 2000
 
@@ -251,38 +251,38 @@ def test_uneven_steps_go_on_where_each_has_its_own(tmp_path: Path) -> None:
 
 
 def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
-    source = save(trained(1), tmp_path / "one")
-    source = dataclasses.replace(source, adam_steps={**source.adam_steps, "scalar": 1.0})
+    reader = save(trained(1), tmp_path / "one")
+    reader = dataclasses.replace(reader, adam_steps={**reader.adam_steps, "scalar": 1.0})
     fresh = trained(2)
     fresh.strategy_files = "deepspeed"  # flattened
-    said = refused(fresh, source)
+    said = refused(fresh, reader)
     assert "not all parameters have taken the same number of steps (scalar 1 and brief 3)" in said
 
 
 def test_a_parameter_without_a_count_of_steps_is_refused(tmp_path: Path) -> None:
-    source = save(trained(1), tmp_path / "one")
-    steps = {name: count for name, count in source.adam_steps.items() if name != "brief"}
+    reader = save(trained(1), tmp_path / "one")
+    steps = {name: count for name, count in reader.adam_steps.items() if name != "brief"}
     assert "does not say how many steps brief has taken" in refused(
-        trained(2), dataclasses.replace(source, adam_steps=steps)
+        trained(2), dataclasses.replace(reader, adam_steps=steps)
     )
 
 
 def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None:
     """DeepSpeed and another version of a model class may call the tied one otherwise."""
     saved, fresh = trained(1), trained(2)
-    source = save(saved, tmp_path / "one")
+    reader = save(saved, tmp_path / "one")
 
     def renamed(found: Any) -> dict[str, Any]:
         return {("head.weight" if name == "embed.weight" else name): value for name, value in found.items()}
 
-    source = dataclasses.replace(
-        source,
-        weights=renamed(source.weights),
-        moments=renamed(source.moments),
-        adam_steps=renamed(source.adam_steps),
+    reader = dataclasses.replace(
+        reader,
+        weights=renamed(reader.weights),
+        moments=renamed(reader.moments),
+        adam_steps=renamed(reader.adam_steps),
         tied={"embed.weight": "head.weight", "alias.weight": "head.weight"},
     )
-    restore(fresh, source, 3)
+    restore(fresh, reader, 3)
     assert_same(snapshot(fresh), snapshot(saved))
 
 

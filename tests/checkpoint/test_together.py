@@ -39,7 +39,7 @@ def has(*names: str, **faults: str) -> Held:
 
 
 def moves(on: dict[int, Held]) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(move.name, move.source, move.targets) for move in plan(FILES, on)[0]]
+    return [(move.name, move.reader, move.targets) for move in plan(FILES, on)[0]]
 
 
 def test_each_sends_what_it_has() -> None:

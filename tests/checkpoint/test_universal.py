@@ -270,9 +270,9 @@ def test_other_readers_take_the_files(name: str, converted: dict[str, Path]) -> 
 
 @pytest.mark.parametrize("written", ["whole", "slices"])
 def test_a_run_of_one_process_or_of_fsdp(written: str, tmp_path: Path) -> None:
-    source = write_whole(tmp_path / "run") if written == "whole" else write_slices(tmp_path / "run", 10)
-    convert(source, tmp_path / "out", verify=True)
-    opened = open_checkpoint(source)
+    reader = write_whole(tmp_path / "run") if written == "whole" else write_slices(tmp_path / "run", 10)
+    convert(reader, tmp_path / "out", verify=True)
+    opened = open_checkpoint(reader)
     tag = (tmp_path / "out" / "latest_universal").read_text()
     for key, stored in everything_of(opened).items():
         kind, _, name = key.partition(".")
@@ -288,8 +288,8 @@ def test_no_torch_little_memory_and_few_files(tmp_path: Path) -> None:
     """400 MB in a large tensor and many small ones, of which more files come than may be open at a time."""
     weights = {"large": torch.ones(30_000_001), **{f"small.{number}": torch.ones(10_001) for number in range(200)}}
     moments = {f"{key}.{name}": tensor for name, tensor in weights.items() for key in ("exp_avg", "exp_avg_sq")}
-    source = whole(tmp_path / "run", weights, moments, [])
-    words = [sys.executable, "-c", _MEASURED, "convert", str(source), str(tmp_path / "out"), "--to", "universal"]
+    reader = whole(tmp_path / "run", weights, moments, [])
+    words = [sys.executable, "-c", _MEASURED, "convert", str(reader), str(tmp_path / "out"), "--to", "universal"]
     # the child's own peak: started by a shell, since a fork of this process would count this one's memory
     done = subprocess.run(["sh", "-c", 'ulimit -n 80; "$@"', "sh", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -338,9 +338,9 @@ def damage(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("name", ["../up", "a/b", "..", "a\0b"])
 def test_a_name_that_leaves_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     moments = {f"{key}.{name}": torch.ones(2) for key in ("exp_avg", "exp_avg_sq")}
-    source = whole(tmp_path / "run", {name: torch.ones(2)}, moments, [])
+    reader = whole(tmp_path / "run", {name: torch.ones(2)}, moments, [])
     with pytest.raises(UserError, match="name of a folder"):
-        convert(source, tmp_path / "out")
+        convert(reader, tmp_path / "out")
 
 
 def test_the_output_is_known_and_replaced(converted: dict[str, Path], tmp_path: Path) -> None:
@@ -349,10 +349,10 @@ def test_the_output_is_known_and_replaced(converted: dict[str, Path], tmp_path: 
     for path in (out, out / "global_step2"):
         with pytest.raises(UserError, match="universal format"):
             open_checkpoint(path)
-    source = write_whole(tmp_path / "run")
+    reader = write_whole(tmp_path / "run")
     with pytest.raises(UserError, match="--overwrite"):
-        convert(source, out)
-    convert(source, out, overwrite=True)
+        convert(reader, out)
+    convert(reader, out, overwrite=True)
     assert (out / "latest_universal").read_text() == "global_step4"
 
 

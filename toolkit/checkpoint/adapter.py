@@ -76,7 +76,7 @@ def write_config(model: torch.nn.Module, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def source(model: torch.nn.Module, folder: Path) -> tuple[Path, dict[str, str]]:
+def reader(model: torch.nn.Module, folder: Path) -> tuple[Path, dict[str, str]]:
     """(the folder to load a live model from, a tensor's name there -> its name in the model).
 
     With LoRA that is the adapter beside the merged model: the base weights are as they were.

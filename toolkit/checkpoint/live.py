@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from toolkit.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# By the names safetensors uses, as in `Stored.dtype`.
+# By the names safetensors uses, as in `TensorIndex.dtype`.
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,

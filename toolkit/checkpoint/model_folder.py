@@ -109,7 +109,7 @@ def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
 def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
     """A tensor's name in the model -> what reads it from the folder."""
     found: dict[str, Callable[[], Any]] = {}
-    folder, names = adapter.source(model, folder)
+    folder, names = adapter.reader(model, folder)
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118

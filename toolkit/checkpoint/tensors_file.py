@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.checkpoint.source import ITEM_BYTES, Member, Span, Stored
+from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
 
 # The library refuses longer ones, and so does every reader built on it.
@@ -51,7 +51,7 @@ class Layout:
 class Header:
     """What a safetensors file says it holds."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorIndex]
     """By name, in the order of their bytes. Each lies in a member of its own."""
     metadata: Mapping[str, str]
 
@@ -112,7 +112,7 @@ def read_header(path: Path) -> Header:
             _refuse(path, f"{name} begins at data byte {start}, where the tensor before it ends at {place}")
         place = end
         member = Member(path, name, begin + start, end - start, checksums.get(name))
-        tensors[name] = Stored(name, shape, dtype, (Span(member, 0, math.prod(shape)),))
+        tensors[name] = TensorIndex(name, shape, dtype, (Span(member, 0, math.prod(shape)),))
     if begin + place != size:
         what = "truncated" if begin + place > size else "there is more behind its last tensor"
         _refuse(path, f"it has {size} bytes and its header describes {begin + place}: {what}")

@@ -17,8 +17,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.convert.describe import gigabytes
 from toolkit.checkpoint.disks import Disks
+from toolkit.checkpoint.reader import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
-from toolkit.checkpoint.source import read_into
 from toolkit.errors import UserError
 
 _CHUNK = 16 << 20
@@ -54,7 +54,7 @@ class Move:
     name: str
     size: int
     """Bytes."""
-    source: int
+    reader: int
     """Rank."""
     targets: tuple[int, ...]
     """Ranks that write it, one of each disk."""
@@ -143,10 +143,10 @@ def _summary(moves: Sequence[Move], disks: Disks) -> str:
     sizes: dict[tuple[str, str], list[int]] = {}
     for move in moves:
         to = " and ".join(disks.host_of(target) for target in move.targets)
-        sizes.setdefault((disks.host_of(move.source), to), []).append(move.size)
+        sizes.setdefault((disks.host_of(move.reader), to), []).append(move.size)
     return ", ".join(
-        f"{len(each)} file{'s' * (len(each) > 1)} ({gigabytes(sum(each))}) from {source} to {to}"
-        for (source, to), each in sizes.items()
+        f"{len(each)} file{'s' * (len(each) > 1)} ({gigabytes(sum(each))}) from {reader} to {to}"
+        for (reader, to), each in sizes.items()
     )
 
 
@@ -183,10 +183,10 @@ def _send(accelerator: Accelerator, folder: Path, move: Move, buffer: torch.Tens
         file = stack.enter_context(_written(path)) if rank in move.targets else None
         for start in range(0, move.size, _CHUNK):
             block = buffer[: min(_CHUNK, move.size - start)]
-            if rank == move.source:
+            if rank == move.reader:
                 _read(path, start, bytes_of(block))
             sent = block.to(accelerator.device)
-            torch.distributed.broadcast(sent, src=move.source)
+            torch.distributed.broadcast(sent, src=move.reader)
             if file is not None:
                 write_all(file.fileno(), bytes_of(sent))
 

@@ -395,7 +395,7 @@ _NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "c
 
 
 def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
-    """As `Source.strategy` names it."""
+    """As `CheckpointReader.strategy` names it."""
     if state.strategy_files == "slices":
         return "fsdp2"
     plugin = accelerator.state.deepspeed_plugin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toolkit.checkpoint.source import FLOATS
+from toolkit.checkpoint.reader import FLOATS
 
 _NUMPY: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
@@ -61,17 +61,17 @@ class Caster:
 
         bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
         """
-        source = values.view(np.uint32)
-        bits = self._bits[: len(source)]
-        np.right_shift(source, 16, out=bits)
+        reader = values.view(np.uint32)
+        bits = self._bits[: len(reader)]
+        np.right_shift(reader, 16, out=bits)
         np.bitwise_and(bits, 1, out=bits)
         np.add(bits, 0x7FFF, out=bits)
-        np.add(bits, source, out=bits)
+        np.add(bits, reader, out=bits)
         np.right_shift(bits, 16, out=bits)
         halves[:] = bits
         if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
             lost = np.isnan(values)
-            halves[lost] = (source[lost] >> 16) | 0x0040
+            halves[lost] = (reader[lost] >> 16) | 0x0040
 
 
 def _copy(target: np.ndarray, numbers: np.ndarray) -> None:

@@ -106,11 +106,11 @@ def _inspect(checkpoint: Path, as_json: bool) -> None:
     from toolkit.checkpoint.convert.describe import describe, lines
     from toolkit.checkpoint.read.open import open_checkpoint
 
-    source = open_checkpoint(checkpoint)
+    reader = open_checkpoint(checkpoint)
     if as_json:
-        print(json.dumps(describe(source), ensure_ascii=False, indent=1))
+        print(json.dumps(describe(reader), ensure_ascii=False, indent=1))
     else:
-        print("\n".join(lines(source)))
+        print("\n".join(lines(reader)))
 
 
 def _end(number: int, frame: object) -> NoReturn:

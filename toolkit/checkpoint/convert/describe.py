@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.checkpoint.convert.lora import is_lora
 from toolkit.checkpoint.convert.outputs import clean_names
-from toolkit.checkpoint.source import Source, Stored
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 
 _WRITERS = {
     "single": "one process", "ddp": "data parallel", "zero1": "DeepSpeed ZeRO-1", "zero2": "DeepSpeed ZeRO-2",
@@ -17,47 +17,47 @@ _WRITERS = {
 }  # fmt: skip
 
 
-def describe(source: Source) -> dict[str, Any]:
+def describe(reader: CheckpointReader) -> dict[str, Any]:
     """What a checkpoint holds, as `--inspect --json` prints it."""
-    weights, buffers = source.weights.values(), source.buffers.values()
+    weights, buffers = reader.weights.values(), reader.buffers.values()
     numbers = sum(stored.count for stored in weights)
     return {
-        "checkpoint": str(source.path),
-        "strategy": source.strategy,
-        "world": source.world,
-        "step": source.step,
-        "engine_dtype": source.engine_dtype,
-        "parameters": len(source.weights),
+        "checkpoint": str(reader.path),
+        "strategy": reader.strategy,
+        "world": reader.world,
+        "step": reader.step,
+        "engine_dtype": reader.engine_dtype,
+        "parameters": len(reader.weights),
         "numbers": numbers,
         "dtypes": _dtypes(weights),
         "weights_bytes": sum(stored.size for stored in weights),
-        "buffers": len(source.buffers),
-        "frozen": len(source.frozen),
-        "tied": dict(source.tied),
-        "lora": is_lora(source),
-        "moments": len(source.moments),
-        "excluded": {name: list(shape) for name, shape in source.excluded.items()},
-        "model_folder": str(source.model_folder) if source.model_folder else None,
-        "missing": _missing(source),
+        "buffers": len(reader.buffers),
+        "frozen": len(reader.frozen),
+        "tied": dict(reader.tied),
+        "lora": is_lora(reader),
+        "moments": len(reader.moments),
+        "excluded": {name: list(shape) for name, shape in reader.excluded.items()},
+        "model_folder": str(reader.model_folder) if reader.model_folder else None,
+        "missing": _missing(reader),
         "output_bytes": {name: _output_bytes([*weights, *buffers], name) for name in ("F32", "BF16")},
-        "shapes": {short: list(source.weights[name].shape) for name, short in clean_names(source.weights).items()},
-        "details": {name: _plain(value) for name, value in source.details.items()},
+        "shapes": {short: list(reader.weights[name].shape) for name, short in clean_names(reader.weights).items()},
+        "details": {name: _plain(value) for name, value in reader.details.items()},
     }
 
 
-def lines(source: Source) -> list[str]:
+def lines(reader: CheckpointReader) -> list[str]:
     """The same for a reader."""
-    facts = describe(source)
-    step = "step not recorded" if source.step is None else f"step {source.step}"
+    facts = describe(reader)
+    step = "step not recorded" if reader.step is None else f"step {reader.step}"
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
     text = [
-        f"{source.path}: {_WRITERS.get(source.strategy, source.strategy)}, {_plural(source.world, 'process')}, {step}",
+        f"{reader.path}: {_WRITERS.get(reader.strategy, reader.strategy)}, {_plural(reader.world, 'process')}, {step}",
         f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
-        f"{gigabytes(facts['weights_bytes'])}; the model computed in {source.engine_dtype.lower()}",
-        f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(source.tied)} tied names"
+        f"{gigabytes(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
+        f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),
-        f"  optimizer   moments of {facts['moments']} parameters" if source.moments else "  optimizer   no state",
-        f"  config      {source.model_folder or 'none'}",
+        f"  optimizer   moments of {facts['moments']} parameters" if reader.moments else "  optimizer   no state",
+        f"  config      {reader.model_folder or 'none'}",
         f"  converted   {gigabytes(facts['output_bytes']['F32'])} as fp32, "
         f"{gigabytes(facts['output_bytes']['BF16'])} as bf16",
     ]
@@ -78,23 +78,23 @@ def gigabytes(size: int) -> str:
     return f"{size} bytes"
 
 
-def _missing(source: Source) -> list[str]:
+def _missing(reader: CheckpointReader) -> list[str]:
     missing = []
-    if source.model_folder is None:
+    if reader.model_folder is None:
         missing.append("config and tokenizer: --config_from FOLDER supplies them")
-    if source.excluded:
-        count = sum(math.prod(shape) for shape in source.excluded.values())
+    if reader.excluded:
+        count = sum(math.prod(shape) for shape in reader.excluded.values())
         missing.append(
-            f"{len(source.excluded)} frozen parameters with {count:,} numbers: --base_model FOLDER supplies them"
+            f"{len(reader.excluded)} frozen parameters with {count:,} numbers: --base_model FOLDER supplies them"
         )
     return missing
 
 
-def _dtypes(tensors: Iterable[Stored]) -> dict[str, int]:
+def _dtypes(tensors: Iterable[TensorIndex]) -> dict[str, int]:
     return dict(Counter(stored.dtype for stored in tensors).most_common())
 
 
-def _output_bytes(tensors: Iterable[Stored], dtype: str) -> int:
+def _output_bytes(tensors: Iterable[TensorIndex], dtype: str) -> int:
     from toolkit.checkpoint.convert.outputs import Output
 
     return sum(Output(stored.name, stored).size(dtype) for stored in tensors)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.checkpoint.convert.outputs import Output, Selection, from_base, tensors_of
-from toolkit.checkpoint.source import Member, Source, Stored
+from toolkit.checkpoint.reader import CheckpointReader, Member, TensorIndex
 from toolkit.errors import UserError, listing
 
 if TYPE_CHECKING:
@@ -65,17 +65,17 @@ class AdapterConfig:
         return default
 
 
-def is_lora(source: Source) -> bool:
+def is_lora(reader: CheckpointReader) -> bool:
     """Whether the parameters are those of a model with a LoRA adapter."""
-    return any(_FACTOR.match(name) for name in source.weights)
+    return any(_FACTOR.match(name) for name in reader.weights)
 
 
-def read_config(folder: Path | None, source: Source) -> AdapterConfig:
+def read_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
     """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
     path = folder / CONFIG if folder else None
     if path is None or not path.is_file():
         raise UserError(
-            f"{source.path} is of a model with a LoRA adapter, and its {CONFIG} is not there: "
+            f"{reader.path} is of a model with a LoRA adapter, and its {CONFIG} is not there: "
             "name the folder that has it with --config_from FOLDER"
         )
     try:
@@ -87,7 +87,7 @@ def read_config(folder: Path | None, source: Source) -> AdapterConfig:
     return AdapterConfig(path, content)
 
 
-def select_merged(source: Source, config: AdapterConfig, base: Source | None) -> Selection:
+def select_merged(reader: CheckpointReader, config: AdapterConfig, base: CheckpointReader | None) -> Selection:
     """The plain model: W + scaling * B @ A, summed in fp32, and the trained heads in place of the old ones.
 
     Raises UserError for variants of LoRA whose merge is not this sum, and for missing parameters.
@@ -97,31 +97,31 @@ def select_merged(source: Source, config: AdapterConfig, base: Source | None) ->
         raise UserError(
             f"{config.path} uses {listing(used)}: such adapters are merged by peft alone (merge_and_unload)"
         )
-    held, excluded = tensors_of(source)
-    factors = _factors(source, held)
+    held, excluded = tensors_of(reader)
+    factors = _factors(reader, held)
     plain = {_plain(name): tensor for name, tensor in held.items() if _stays(name)}
     wanted = _wanted(plain, excluded, factors)
     initial = str(config.content.get("init_lora_weights")).lower()
     if wanted and initial.startswith(_CHANGES_BASE):
         raise UserError(f"{config.path}: {initial} changes the base weights, which the checkpoint leaves out")
-    plain |= from_base(source, base, plain, wanted)
+    plain |= from_base(reader, base, plain, wanted)
     outputs = [Output(name, tensor, _delta(name, tensor, factors, config)) for name, tensor in plain.items()]
     return Selection(outputs, _members(tensor for pair in factors.values() for tensor in pair.values()))
 
 
-def select_adapter(source: Source, config: AdapterConfig) -> Selection:
+def select_adapter(reader: CheckpointReader, config: AdapterConfig) -> Selection:
     """The adapter under the names of peft's adapter_model.safetensors.
 
     Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
     """
-    held, _ = tensors_of(source)
-    _factors(source, held)  # one adapter, whole
+    held, _ = tensors_of(reader)
+    _factors(reader, held)  # one adapter, whole
     adapters = {_saved(name): tensor for name, tensor in held.items() if _is_adapters(name)}
-    frozen = {_bare(name) for name in source.frozen} or None
-    trained = {_bare(name) for name in source.moments}
+    frozen = {_bare(name) for name in reader.frozen} or None
+    trained = {_bare(name) for name in reader.moments}
     for name, tensor in held.items():
         is_trained = name in trained if trained else frozen is not None and name not in frozen
-        if _is_adapters(name) or name in _bare_buffers(source) or not is_trained:
+        if _is_adapters(name) or name in _bare_buffers(reader) or not is_trained:
             continue
         if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
             raise UserError(
@@ -135,13 +135,13 @@ def _bare(name: str) -> str:
     return name[name.index(_PREFIX) :] if _PREFIX in name else name
 
 
-def _bare_buffers(source: Source) -> set[str]:
-    return {_bare(name) for name in source.buffers}
+def _bare_buffers(reader: CheckpointReader) -> set[str]:
+    return {_bare(name) for name in reader.buffers}
 
 
-def _factors(source: Source, held: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
+def _factors(reader: CheckpointReader, held: Mapping[str, TensorIndex]) -> dict[str, dict[str, TensorIndex]]:
     """Layer (plain name) -> its factors under `A`, `B`, `embedding_A` and `embedding_B`."""
-    factors: dict[str, dict[str, Stored]] = {}
+    factors: dict[str, dict[str, TensorIndex]] = {}
     adapters = set()
     for name, tensor in held.items():
         if ".lora_" not in name:
@@ -149,19 +149,21 @@ def _factors(source: Source, held: Mapping[str, Stored]) -> dict[str, dict[str, 
         match = _FACTOR.match(name)
         if match is None or len(tensor.shape) != 2:
             raise UserError(
-                f"{source.path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here"
+                f"{reader.path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here"
             )
         adapters.add(match["adapter"])
         factors.setdefault(_plain(match["layer"]), {})[(match["kind"] or "") + match["factor"]] = tensor
     if len(adapters) != 1:
-        raise UserError(f"{source.path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
+        raise UserError(f"{reader.path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
     for layer, pair in factors.items():
         if len(pair) != 2 or not {kind[-1] for kind in pair} == {"A", "B"}:
-            raise UserError(f"{source.path} holds only {listing(pair)} of the adapter of {layer}")
+            raise UserError(f"{reader.path} holds only {listing(pair)} of the adapter of {layer}")
     return factors
 
 
-def _delta(name: str, base: Stored, factors: Mapping[str, dict[str, Stored]], config: AdapterConfig) -> Delta | None:
+def _delta(
+    name: str, base: TensorIndex, factors: Mapping[str, dict[str, TensorIndex]], config: AdapterConfig
+) -> Delta | None:
     pair = factors.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
     if pair is None:
         return None
@@ -178,7 +180,7 @@ def _delta(name: str, base: Stored, factors: Mapping[str, dict[str, Stored]], co
 
 
 def _wanted(
-    plain: Mapping[str, Stored], excluded: Mapping[str, tuple[int, ...]], factors: Iterable[str]
+    plain: Mapping[str, TensorIndex], excluded: Mapping[str, tuple[int, ...]], factors: Iterable[str]
 ) -> dict[str, tuple[int, ...] | None]:
     """What only the base model has: what the checkpoint says it leaves out, and the weights with an adapter."""
     wanted: dict[str, tuple[int, ...] | None] = {
@@ -210,6 +212,6 @@ def _saved(name: str) -> str:
     return _TRAINED_HEAD.sub(".", name)
 
 
-def _members(tensors: Iterable[Stored]) -> list[Member]:
+def _members(tensors: Iterable[TensorIndex]) -> list[Member]:
     found: Collection[Member] = dict.fromkeys(span.member for tensor in tensors for span in tensor.spans)
     return list(found)

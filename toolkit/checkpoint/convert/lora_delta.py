@@ -8,15 +8,15 @@ from functools import lru_cache
 import numpy as np
 
 from toolkit.checkpoint.convert.casts import Caster
-from toolkit.checkpoint.source import Stored
+from toolkit.checkpoint.reader import TensorIndex
 
 
 @dataclass(frozen=True, eq=False)
 class Delta:
     """scaling * B @ A, or its transpose. Of the factors only what a block needs is read."""
 
-    a: Stored  # (rank, in)
-    b: Stored  # (out, rank)
+    a: TensorIndex  # (rank, in)
+    b: TensorIndex  # (out, rank)
     scaling: float
     transposed: bool
     """For weights of shape (in, out): embeddings, and layers with `fan_in_fan_out`."""
@@ -54,6 +54,6 @@ def _right(delta: Delta) -> np.ndarray:
     return _numbers(delta.a, 0, delta.a.count).reshape(delta.a.shape)
 
 
-def _numbers(stored: Stored, first: int, count: int) -> np.ndarray:
+def _numbers(stored: TensorIndex, first: int, count: int) -> np.ndarray:
     """Elements as fp32."""
     return Caster(count).widen(memoryview(stored.read(first, count)), stored.dtype)

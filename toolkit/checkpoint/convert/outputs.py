@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from toolkit.checkpoint.source import ITEM_BYTES, Member, Source, Stored
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Member, TensorIndex
 from toolkit.errors import UserError, listing
 
 if TYPE_CHECKING:  # numpy, which a look at a checkpoint does without
@@ -22,7 +22,7 @@ class Output:
     """A tensor to write."""
 
     name: str
-    stored: Stored
+    stored: TensorIndex
     delta: Delta | None = None
     """What a LoRA adapter adds."""
 
@@ -57,41 +57,41 @@ def clean_names(names: Iterable[str]) -> dict[str, str]:
     return cleaned
 
 
-def tensors_of(source: Source) -> tuple[dict[str, Stored], dict[str, tuple[int, ...]]]:
+def tensors_of(reader: CheckpointReader) -> tuple[dict[str, TensorIndex], dict[str, tuple[int, ...]]]:
     """(parameters and buffers, parameters left out of the checkpoint with their shapes), by the model's names.
 
     Raises UserError when the checkpoint holds no tensor, or two under one name.
     """
-    stored = {**source.weights, **source.buffers}
-    names = clean_names([*stored, *source.excluded])
+    stored = {**reader.weights, **reader.buffers}
+    names = clean_names([*stored, *reader.excluded])
     if not stored:
-        raise UserError(f"{source.path} holds no weights")
+        raise UserError(f"{reader.path} holds no weights")
     if len(set(names.values())) < len(names):
         twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
-        raise UserError(f"{source.path} holds several tensors under one name: {listing(twice)}")
+        raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
     held = {names[name]: tensor for name, tensor in stored.items()}
-    return held, {names[name]: tuple(shape) for name, shape in source.excluded.items()}
+    return held, {names[name]: tuple(shape) for name, shape in reader.excluded.items()}
 
 
-def select(source: Source, base: Source | None) -> Selection:
+def select(reader: CheckpointReader, base: CheckpointReader | None) -> Selection:
     """Every parameter and buffer of a plain model; those left out of the checkpoint come from `base`.
 
     A tied parameter is written once, under the name that the checkpoint keeps it by: `from_pretrained`
     ties the others to it. Raises UserError when a parameter is neither in the checkpoint nor in `base`.
     """
-    held, excluded = tensors_of(source)
-    tied = clean_names([*held, *source.tied])
-    supplied = from_base(source, base, held, excluded, {tied[name] for name in source.tied})
+    held, excluded = tensors_of(reader)
+    tied = clean_names([*held, *reader.tied])
+    supplied = from_base(reader, base, held, excluded, {tied[name] for name in reader.tied})
     return Selection([Output(name, tensor) for name, tensor in {**held, **supplied}.items()])
 
 
 def from_base(
-    source: Source,
-    base: Source | None,
+    reader: CheckpointReader,
+    base: CheckpointReader | None,
     held: Collection[str],
     wanted: Mapping[str, tuple[int, ...] | None],
     tied: Collection[str] = (),
-) -> dict[str, Stored]:
+) -> dict[str, TensorIndex]:
     """What the base model's folder adds to the parameters that a checkpoint holds, under the model's names.
 
     A base model's names may lack the prefix of a model with a head (`bert.`), or have it where the model
@@ -106,10 +106,10 @@ def from_base(
         UserError: no base model is given, or it lacks a wanted parameter, or has it in another shape.
     """
     if base is None:
-        named = source.details.get("base_model") or ""
+        named = reader.details.get("base_model") or ""
         if wanted:
             raise UserError(
-                f"{source.path} leaves {len(wanted)} frozen parameters out ({listing(wanted, 3)}): "
+                f"{reader.path} leaves {len(wanted)} frozen parameters out ({listing(wanted, 3)}): "
                 f"say where the base model{named and f', {named},'} is with --base_model FOLDER"
             )
         return {}
@@ -118,20 +118,20 @@ def from_base(
     if missing:
         raise UserError(
             f"--base_model {base.path} lacks {len(missing)} of the {len(wanted)} parameters that "
-            f"{source.path} leaves out: {listing(missing, 5)}"
+            f"{reader.path} leaves out: {listing(missing, 5)}"
         )
     for name, shape in wanted.items():
         if shape is not None and known[name].shape != shape:
             raise UserError(
                 f"{name} is of shape {list(known[name].shape)} in {base.path} and of {list(shape)} in the model of "
-                f"{source.path}: --base_model is not the model that was trained"
+                f"{reader.path}: --base_model is not the model that was trained"
             )
-    if source.excluded:
+    if reader.excluded:
         return {name: known[name] for name in wanted}
     return {name: tensor for name, tensor in known.items() if name not in held and name not in tied}
 
 
-def _renamed(known: Mapping[str, Stored], names: Collection[str]) -> dict[str, Stored]:
+def _renamed(known: Mapping[str, TensorIndex], names: Collection[str]) -> dict[str, TensorIndex]:
     """The base model's tensors by the model's names: as they are, or with one prefix more or less."""
     prefixes = sorted({name.split(".")[0] + "." for name in (*known, *names)})
     ways = [dict(known)]

@@ -17,7 +17,7 @@ from toolkit.checkpoint.convert.outputs import Selection, clean_names, select
 from toolkit.checkpoint.convert.safe_folder import check_place, check_space, flush, flushing, made_beside
 from toolkit.checkpoint.convert.shards import Shard, divide, write_index
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -52,7 +52,7 @@ class Plan:
     """Everything that is decided before a byte is written."""
 
     options: Options
-    source: Source
+    reader: CheckpointReader
     selection: Selection
     shards: list[Shard]
     files: model_files.ModelFiles
@@ -67,38 +67,38 @@ def plan(options: Options) -> Plan:
     """Opens and checks everything. Raises UserError for whatever is wrong with it; writes nothing."""
     inputs = [options.checkpoint, options.config_from, options.base_model]
     check_place(options.out, options.overwrite, [path for path in inputs if path is not None])
-    source = open_checkpoint(options.checkpoint)
-    base = _open_base(options, source)
-    selection, config_folder = _select(options, source, base)
+    reader = open_checkpoint(options.checkpoint)
+    base = _open_base(options, reader)
+    selection, config_folder = _select(options, reader, base)
     files = model_files.find(config_folder, selection.is_adapter)
     if files.config is not None and files.folder is not None:
         shapes = {output.name: output.shape for output in selection.outputs}
-        tied = clean_names([*shapes, *source.tied])
-        shapes |= {tied[other]: source.weights[name].shape for other, name in source.tied.items()}
-        check_config.check(shapes, files.config, files.folder / model_files.CONFIG, str(source.path))
+        tied = clean_names([*shapes, *reader.tied])
+        shapes |= {tied[other]: reader.weights[name].shape for other, name in reader.tied.items()}
+        check_config.check(shapes, files.config, files.folder / model_files.CONFIG, str(reader.path))
     dtype = DTYPES[options.dtype]
     shards = divide(selection.outputs, dtype, options.max_shard_bytes, selection.is_adapter)
-    return Plan(options, source, selection, shards, files)
+    return Plan(options, reader, selection, shards, files)
 
 
-def _select(options: Options, source: Source, base: Source | None) -> tuple[Selection, Path | None]:
+def _select(options: Options, reader: CheckpointReader, base: CheckpointReader | None) -> tuple[Selection, Path | None]:
     """(what is written, the folder of its config)."""
-    own = source.model_folder
-    if not lora.is_lora(source):
+    own = reader.model_folder
+    if not lora.is_lora(reader):
         if options.merge_lora:
-            raise UserError(f"{source.path} holds no LoRA adapter: leave --merge_lora out")
-        return select(source, base), options.config_from or _having(model_files.CONFIG, own)
+            raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
+        return select(reader, base), options.config_from or _having(model_files.CONFIG, own)
     if (options.checkpoint / lora.CONFIG).is_file():
         raise UserError(
             f"{options.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
             "loads; to merge it, convert the run's checkpoint with --merge_lora"
         )
-    config = lora.read_config(_having(lora.CONFIG, own) or options.config_from, source)
+    config = lora.read_config(_having(lora.CONFIG, own) or options.config_from, reader)
     if not options.merge_lora:
-        return lora.select_adapter(source, config), config.path.parent
+        return lora.select_adapter(reader, config), config.path.parent
     # an adapter's folder has no config of the model
     folder = _having(model_files.CONFIG, options.config_from, own, options.base_model)
-    return lora.select_merged(source, config, base), folder
+    return lora.select_merged(reader, config, base), folder
 
 
 def _having(name: str, *folders: Path | None) -> Path | None:
@@ -106,13 +106,13 @@ def _having(name: str, *folders: Path | None) -> Path | None:
     return next((folder for folder in folders if folder is not None and (folder / name).is_file()), None)
 
 
-def _open_base(options: Options, source: Source) -> Source | None:
+def _open_base(options: Options, reader: CheckpointReader) -> CheckpointReader | None:
     """What has the parameters that the checkpoint leaves out: as named, or as the run noted."""
     if options.base_model is not None:
         return open_checkpoint(options.base_model)
-    if not source.excluded or (lora.is_lora(source) and not options.merge_lora):
+    if not reader.excluded or (lora.is_lora(reader) and not options.merge_lora):
         return None
-    folder = Path(located(str(source.details.get("base_model", ""))))
+    folder = Path(located(str(reader.details.get("base_model", ""))))
     return open_checkpoint(folder) if (folder / model_files.CONFIG).is_file() else None
 
 
@@ -143,7 +143,7 @@ def notes(plan: Plan) -> list[str]:
     """What the user should know of the output."""
     if plan.selection.is_adapter or plan.files.config is not None:
         return []
-    return [f"weights only: {plan.source.path} has no config beside it; name a folder that has with --config_from"]
+    return [f"weights only: {plan.reader.path} has no config beside it; name a folder that has with --config_from"]
 
 
 def write(plan: Plan) -> list[str]:
@@ -165,19 +165,19 @@ def write(plan: Plan) -> list[str]:
     seconds = time.monotonic() - began - verifying
     files = f"{len(plan.shards)} file" + ("s" if len(plan.shards) > 1 else "")
     wrote = (
-        f"wrote {options.out}{_step(plan.source)}: {gigabytes(plan.size)} of {options.dtype} in {files}, "
+        f"wrote {options.out}{_step(plan.reader)}: {gigabytes(plan.size)} of {options.dtype} in {files}, "
         f"read {gigabytes(read)}, "
         f"{seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
     )
     return [*notes(plan), *verified, wrote]
 
 
-def _step(source: Source) -> str:
+def _step(reader: CheckpointReader) -> str:
     """A run's folder stands for its newest checkpoint, which need not be the best: say which it was."""
-    if source.step is None:
+    if reader.step is None:
         return ""
-    folder = f" ({source.model_folder.resolve().parent.name})" if source.model_folder else ""
-    return f" from step {source.step}{folder}"
+    folder = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
+    return f" from step {reader.step}{folder}"
 
 
 def _stream(plan: Plan, draft: Path, flushes: bool) -> int:
@@ -226,7 +226,7 @@ def _verify(plan: Plan, draft: Path) -> list[str]:
         shapes: Mapping[str, tuple[int, ...]] = {
             output.name: output.shape for shard in plan.shards for output in shard.outputs
         }
-        lines.append("verified: " + check_config.check_built(draft, shapes, plan.source.tied))
+        lines.append("verified: " + check_config.check_built(draft, shapes, plan.reader.tied))
     return lines
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from toolkit.checkpoint.checksum import combine, crc32
-from toolkit.checkpoint.source import FLOATS, ITEM_BYTES, Member, Stored
+from toolkit.checkpoint.reader import FLOATS, ITEM_BYTES, Member, TensorIndex
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:  # numpy takes as long to import as a gigabyte to copy
@@ -40,7 +40,7 @@ class Target:
 
     name: str
     """In the output."""
-    stored: Stored
+    stored: TensorIndex
     dtype: str
     """In the output."""
     file: int
@@ -201,13 +201,13 @@ def _make_caster() -> Caster:
     return Caster(BLOCK // 2)
 
 
-def changes(stored: Stored, dtype: str, delta: Delta | None) -> bool:
+def changes(stored: TensorIndex, dtype: str, delta: Delta | None) -> bool:
     """Whether the output's bytes are others than the checkpoint's."""
     return delta is not None or (stored.dtype != dtype and stored.dtype in FLOATS)
 
 
 def converted(
-    numbers: memoryview, stored: Stored, dtype: str, first: int, delta: Delta | None, caster: Caster
+    numbers: memoryview, stored: TensorIndex, dtype: str, first: int, delta: Delta | None, caster: Caster
 ) -> memoryview:
     """Elements of `stored`, from `first` on, as the output holds them.
 

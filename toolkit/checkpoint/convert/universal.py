@@ -26,7 +26,7 @@ from toolkit.checkpoint.convert.universal_state import State, model_state, state
 from toolkit.checkpoint.read.archive import open_archive, verify_member
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, listing
 
 _LATEST = "latest_universal"
@@ -40,7 +40,7 @@ class Plan:
     """Everything that is decided before a byte is written."""
 
     options: Options
-    source: Source
+    reader: CheckpointReader
     state: State
     tag: str
     small: list[Small]
@@ -61,54 +61,54 @@ class Plan:
 def plan(options: Options) -> Plan:
     """Opens and checks everything. Raises UserError for whatever is wrong with it; writes nothing."""
     check_place(options.out, options.overwrite, [options.checkpoint])
-    source = open_checkpoint(options.checkpoint)
-    _check_moments(source)
-    _check_names(source)
-    state = state_of(source)
-    tag = state.files.folder.name if state.files is not None else f"global_step{source.step or 0}"
+    reader = open_checkpoint(options.checkpoint)
+    _check_moments(reader)
+    _check_names(reader)
+    state = state_of(reader)
+    tag = state.files.folder.name if state.files is not None else f"global_step{reader.step or 0}"
     zero = f"{tag}/zero"
     small = [files_of.small(f"{zero}/optimizer_state.pt", state.optimizer.value, state.optimizer.blobs)]
     if state.step_dtype is not None:
-        for name, step in source.adam_steps.items():
+        for name, step in reader.adam_steps.items():
             blobs: list[bytes] = []
             value = step_value(step, state.step_dtype, blobs)
             small.append(files_of.small(f"{zero}/{name}/step.pt", value, blobs))
     copied = _model_files(state, tag)
     if not copied:
-        content = model_state(source)
+        content = model_state(reader)
         small += [files_of.small(f"{tag}/{name}", content.value, content.blobs) for name in (_STAGE_1_2, _STAGE_3)]
-    return Plan(options, source, state, tag, small, _streamed(source, zero), copied)
+    return Plan(options, reader, state, tag, small, _streamed(reader, zero), copied)
 
 
-def _check_moments(source: Source) -> None:
-    if not source.moments:
+def _check_moments(reader: CheckpointReader) -> None:
+    if not reader.moments:
         raise UserError(
-            f"{source.path} holds no optimizer state that is known parameter by parameter, and the universal format is "
+            f"{reader.path} holds no optimizer state that is known parameter by parameter, and the universal format is "
             "made of it: take a checkpoint of ZeRO-1, 2 or 3, or one of a run; for the weights alone leave --to out"
         )
-    trained = [name for name in source.weights if name not in source.frozen and source.weights[name].count]
-    missing = [name for name in trained if not all(key in source.moments.get(name, {}) for key in _NEEDED)]
+    trained = [name for name in reader.weights if name not in reader.frozen and reader.weights[name].count]
+    missing = [name for name in trained if not all(key in reader.moments.get(name, {}) for key in _NEEDED)]
     if missing:
         raise UserError(
-            f"{source.path} lacks {' or '.join(_NEEDED)} of {len(missing)} parameters ({listing(missing, 3)}): "
+            f"{reader.path} lacks {' or '.join(_NEEDED)} of {len(missing)} parameters ({listing(missing, 3)}): "
             "DeepSpeed loads the universal format for Adam and its kin only"
         )
 
 
-def _check_names(source: Source) -> None:
+def _check_names(reader: CheckpointReader) -> None:
     """Names become folders."""
-    for name in (*source.weights, *source.buffers):
+    for name in (*reader.weights, *reader.buffers):
         if not name or name in (".", "..") or any(sign in name for sign in "/\\\0"):
-            raise UserError(f"{source.path}: a parameter is named {name!r}, which cannot be the name of a folder")
+            raise UserError(f"{reader.path}: a parameter is named {name!r}, which cannot be the name of a folder")
 
 
-def _streamed(source: Source, zero: str) -> list[Streamed]:
+def _streamed(reader: CheckpointReader, zero: str) -> list[Streamed]:
     files = []
-    for name, stored in source.weights.items():
-        moments = source.moments.get(name, {})
+    for name, stored in reader.weights.items():
+        moments = reader.moments.get(name, {})
         files.append(files_of.streamed(f"{zero}/{name}/fp32.pt", stored, whole=bool(moments)))
         files += [files_of.streamed(f"{zero}/{name}/{key}.pt", moment) for key, moment in moments.items()]
-    for name, stored in source.buffers.items():
+    for name, stored in reader.buffers.items():
         files.append(files_of.streamed(f"{zero}/{name}/fp32.pt", stored, whole=False))
     return files
 
@@ -126,7 +126,7 @@ def _model_files(state: State, tag: str) -> list[Copied]:
 
 def described(plan: Plan) -> list[str]:
     """What `--dry_run` prints."""
-    parameters = len(plan.source.moments)
+    parameters = len(plan.reader.moments)
     return [
         f"would write {plan.options.out}: {gigabytes(plan.size)}, DeepSpeed's universal format",
         f"  {plan.tag}/zero: {parameters} parameters with their moments, {len(plan.streamed) + len(plan.small)} files",
@@ -138,17 +138,17 @@ def described(plan: Plan) -> list[str]:
 
 def notes(plan: Plan) -> list[str]:
     """What DeepSpeed makes of the format, where that may surprise."""
-    source, lines = plan.source, []
-    frozen = [*(name for name in source.frozen if source.weights[name].count), *source.excluded]
+    reader, lines = plan.reader, []
+    frozen = [*(name for name in reader.frozen if reader.weights[name].count), *reader.excluded]
     unloaded = [
-        f"{len(names)} {what}" for what, names in (("frozen parameters", frozen), ("buffers", source.buffers)) if names
+        f"{len(names)} {what}" for what, names in (("frozen parameters", frozen), ("buffers", reader.buffers)) if names
     ]
     if unloaded:
         lines.append(
             f"DeepSpeed does not load {' and '.join(unloaded)} from this format: your script must (see docs/convert.md)"
         )
     if not plan.state.has_settings:
-        lines.append(f"{source.path} does not hold the optimizer's settings (lr): they stay as your script sets them")
+        lines.append(f"{reader.path} does not hold the optimizer's settings (lr): they stay as your script sets them")
     if plan.state.differing:
         lines.append(
             "at stage 3 DeepSpeed loads one set of settings for all parameter groups: what differs between them "

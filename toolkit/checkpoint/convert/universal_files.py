@@ -14,7 +14,7 @@ from typing import Any
 from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.convert.torch_writer import TorchLayout, lay_out, new_tensor
 from toolkit.checkpoint.read.archive import open_archive
-from toolkit.checkpoint.source import Span, Stored
+from toolkit.checkpoint.reader import Span, TensorIndex
 
 # Open at a time by each thread. They are filled in the order of what is read, so that few are needed at once.
 _MOST_OPEN = 16
@@ -42,7 +42,7 @@ class Streamed:
 
     path: str
     layout: TorchLayout
-    stored: Stored
+    stored: TensorIndex
     dtype: str
     """In the output."""
 
@@ -64,10 +64,10 @@ class Copied:
     def size(self) -> int:
         return self.origin.stat().st_size
 
-    def members(self) -> list[Stored]:
+    def members(self) -> list[TensorIndex]:
         """Each member as a row of bytes, so that it is checked on the way like any tensor."""
         members = open_archive(self.origin).members.values()
-        return [Stored(member.name, (member.size,), "U8", (Span(member, 0, member.size),)) for member in members]
+        return [TensorIndex(member.name, (member.size,), "U8", (Span(member, 0, member.size),)) for member in members]
 
 
 def small(path: str, value: Any, blobs: list[bytes]) -> Small:
@@ -75,7 +75,7 @@ def small(path: str, value: Any, blobs: list[bytes]) -> Small:
     return Small(path, lay_out(_stem(path), value, [len(blob) for blob in blobs]), tuple(blobs))
 
 
-def streamed(path: str, stored: Stored, whole: bool = True) -> Streamed:
+def streamed(path: str, stored: TensorIndex, whole: bool = True) -> Streamed:
     """A file as ds_to_universal writes it: a dictionary of a tensor. `whole`: not of a parameter without moments."""
     dtype = stored.dtype if whole or stored.dtype not in _FLOATS else "F32"
     tensor = new_tensor("0", dtype, stored.shape)
@@ -178,7 +178,7 @@ def copy_rest(writer: Writer, file: Copied) -> None:
             place = max(place, end)
 
 
-def _range(stored: Stored) -> tuple[int, int]:
+def _range(stored: TensorIndex) -> tuple[int, int]:
     member = stored.spans[0].member
     return member.offset, member.offset + member.size
 

@@ -18,7 +18,7 @@ from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
 from toolkit.checkpoint.read.unpickle import Thing
-from toolkit.checkpoint.source import ITEM_BYTES, Source
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.errors import UserError
 
 # What is divided among the ranks, and is written by parameter instead.
@@ -46,22 +46,22 @@ class State:
     """What is known of the optimizer as a whole."""
 
     files: Files | None
-    """DeepSpeed's own, where they are the source."""
+    """DeepSpeed's own, where they are the reader."""
     optimizer: Content
     """zero/optimizer_state.pt"""
     differing: tuple[str, ...]
     """Settings that are not the same in all groups: one set for all, as stage 3 reads it, cannot hold them."""
     has_settings: bool
-    """Whether the source holds the settings of the parameter groups."""
+    """Whether the reader holds the settings of the parameter groups."""
     step_dtype: str | None
     """Of the tensor that each parameter's step is; `int` for a plain number, None where the groups hold it."""
 
 
-def state_of(source: Source) -> State:
+def state_of(reader: CheckpointReader) -> State:
     """Reads the settings. Raises UserError where their file is damaged."""
-    folder = source.details.get("folder")
+    folder = reader.details.get("folder")
     if not isinstance(folder, Path):
-        return _state(source, None, {}, [], "F32")
+        return _state(reader, None, {}, [], "F32")
     files = open_files(folder)
     opened = files.optimizers[0]
     kept = Content({})
@@ -69,11 +69,11 @@ def state_of(source: Source) -> State:
         if key not in _DIVIDED and _small(value):
             kept.value[key] = _embedded(value, opened, kept.blobs)
     groups = _embedded(_groups_in(opened), opened, kept.blobs)
-    return _state(source, files, kept.value, groups, _step_dtype(files), kept.blobs)
+    return _state(reader, files, kept.value, groups, _step_dtype(files), kept.blobs)
 
 
 def _state(
-    source: Source,
+    reader: CheckpointReader,
     files: Files | None,
     kept: dict[str, Any],
     groups: list[dict[str, Any]],
@@ -82,7 +82,7 @@ def _state(
 ) -> State:
     blobs = [] if blobs is None else blobs
     common, differing = _common(groups)
-    step = step_value(max(source.adam_steps.values(), default=0.0), step_dtype, blobs)
+    step = step_value(max(reader.adam_steps.values(), default=0.0), step_dtype, blobs)
     value = {
         "ds_version": _VERSION,
         **kept,
@@ -176,12 +176,12 @@ def _embedded_tensor(tensor: Tensor, opened: TorchFile, blobs: list[bytes]) -> T
     return new_tensor(str(len(blobs) - 1), tensor.dtype, tensor.shape)
 
 
-def model_state(source: Source) -> Content:
-    """The file of model states that the loader asks for, where the source has none of DeepSpeed's.
+def model_state(reader: CheckpointReader) -> Content:
+    """The file of model states that the loader asks for, where the reader has none of DeepSpeed's.
 
     It takes counts from it, and no weights.
     """
-    shapes: Mapping[str, tuple[int, ...]] = {name: source.weights[name].shape for name in source.moments}
+    shapes: Mapping[str, tuple[int, ...]] = {name: reader.weights[name].shape for name in reader.moments}
     return Content(
         {
             "module": {},
@@ -189,15 +189,15 @@ def model_state(source: Source) -> Content:
             "optimizer": None,
             "param_shapes": [shapes],
             "frozen_param_shapes": None,
-            "shared_params": dict(source.tied),
+            "shared_params": dict(reader.tied),
             "frozen_param_fragments": None,
             "lr_scheduler": None,
             "data_sampler": None,
             "random_ltd": None,
             "sparse_tensor_module_names": [],
             "skipped_steps": 0,
-            "global_steps": source.step or 0,
-            "dp_world_size": source.world,
+            "global_steps": reader.step or 0,
+            "dp_world_size": reader.world,
             "mp_world_size": 1,
             "ds_config": {},
             "ds_version": _VERSION,

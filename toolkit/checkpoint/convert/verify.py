@@ -15,7 +15,7 @@ import numpy as np
 from toolkit.checkpoint.convert.casts import Caster
 from toolkit.checkpoint.convert.shards import Shard
 from toolkit.checkpoint.convert.transfer import converted
-from toolkit.checkpoint.source import ITEM_BYTES, Stored
+from toolkit.checkpoint.reader import ITEM_BYTES, TensorIndex
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError
 
@@ -51,7 +51,7 @@ def verify(folder: Path, shards: list[Shard], progress: Callable[[int], object])
     return count, merged
 
 
-def _near(found: bytearray, expected: memoryview, target: Stored) -> bool:
+def _near(found: bytearray, expected: memoryview, target: TensorIndex) -> bool:
     one, other = Caster(_ELEMENTS), Caster(_ELEMENTS)
     left, right = one.widen(memoryview(found), target.dtype), other.widen(expected, target.dtype)
     return bool(np.allclose(left, right, rtol=_RELATIVE[target.dtype], atol=_ABSOLUTE, equal_nan=True))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from toolkit.checkpoint.checksum import crc32_of_range
-from toolkit.checkpoint.source import Member
+from toolkit.checkpoint.reader import Member
 from toolkit.errors import UserError
 
 _END, _END64, _LOCATOR = b"PK\5\6", b"PK\6\6", b"PK\6\7"

@@ -22,7 +22,7 @@ from toolkit.checkpoint.read.deepspeed_files import Files, optimizer_of
 from toolkit.checkpoint.read.flat import Line
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
-from toolkit.checkpoint.source import Span, Stored
+from toolkit.checkpoint.reader import Span, TensorIndex
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,12 +32,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Owned:
     """What the optimizer owns, by parameter name."""
 
-    weights: dict[str, Stored] = field(default_factory=dict)
-    moments: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    weights: dict[str, TensorIndex] = field(default_factory=dict)
+    moments: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, shape: tuple[int, ...], spans: tuple[Span, ...], dtype: str, key: str = "") -> None:
-        stored = Stored(name, shape, dtype, spans)
+        stored = TensorIndex(name, shape, dtype, spans)
         if key:
             self.moments.setdefault(name, {})[key] = stored
         else:
@@ -328,7 +328,7 @@ def _number(rank: _Rank, value: Any) -> float | None:
     return float(value) if type(value) in (int, float) else None
 
 
-def number_in(stored: Stored) -> float | None:
+def number_in(stored: TensorIndex) -> float | None:
     """The number that a tensor of one element holds: a few bytes are read."""
     form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(stored.dtype)
     if form is None or stored.count != 1:

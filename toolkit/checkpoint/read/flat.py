@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from toolkit.checkpoint.source import ITEM_BYTES, Span
+from toolkit.checkpoint.reader import ITEM_BYTES, Span
 
 
 class Line:

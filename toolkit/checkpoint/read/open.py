@@ -1,4 +1,4 @@
-"""Any checkpoint, recognised by what lies in the folder, as a `Source`. Imports no torch."""
+"""Any checkpoint, recognised by what lies in the folder, as a `CheckpointReader`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 from toolkit.checkpoint.folder import MANIFEST, step_number
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
-from toolkit.checkpoint.read.deepspeed_source import open_deepspeed
-from toolkit.checkpoint.read.fsdp_source import is_fsdp_folder, open_fsdp
-from toolkit.checkpoint.read.run_source import newest_complete, open_run_checkpoint
-from toolkit.checkpoint.read.weights_source import has_weights, open_weights
-from toolkit.checkpoint.source import Source
+from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
+from toolkit.checkpoint.read.fsdp_reader import is_fsdp_folder, open_fsdp
+from toolkit.checkpoint.read.run_reader import newest_complete, open_run_checkpoint
+from toolkit.checkpoint.read.weights_reader import has_weights, open_weights
+from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, did_you_mean
 
 _EXPECTED = (
@@ -19,7 +19,7 @@ _EXPECTED = (
 )
 
 
-def open_checkpoint(path: Path) -> Source:
+def open_checkpoint(path: Path) -> CheckpointReader:
     """Opens a checkpoint: the structure of its files is read, none of the data.
 
     Args:
@@ -44,7 +44,7 @@ def open_checkpoint(path: Path) -> Source:
         ) from error
 
 
-def _open(path: Path) -> Source:
+def _open(path: Path) -> CheckpointReader:
     if (path / MANIFEST).is_file() or step_number(path) is not None:
         return open_run_checkpoint(path, path)
     _refuse_universal(path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.checkpoint.read.unpickle import MalformedError, Name, Thing, call
-from toolkit.checkpoint.source import ITEM_BYTES
+from toolkit.checkpoint.reader import ITEM_BYTES
 
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",

@@ -11,7 +11,7 @@ from toolkit.checkpoint.read import pickled_names
 from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Name, unpickle
-from toolkit.checkpoint.source import ITEM_BYTES, Member, Span, Stored
+from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
 
 
@@ -40,11 +40,11 @@ class TorchFile:
             )
         return Span(member, tensor.offset * ITEM_BYTES[tensor.dtype], tensor.count)
 
-    def stored(self, name: str, tensor: Any) -> Stored:
+    def stored(self, name: str, tensor: Any) -> TensorIndex:
         """A tensor that lies in this file whole."""
         if type(tensor) is not Tensor:
             raise UserError(f"{self.file}: {name} is a {type(tensor).__name__} where a tensor should be")
-        return Stored(name, tensor.shape, tensor.dtype, (self.span(tensor, name),))
+        return TensorIndex(name, tensor.shape, tensor.dtype, (self.span(tensor, name),))
 
 
 def open_torch_file(

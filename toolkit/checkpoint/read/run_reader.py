@@ -1,4 +1,4 @@
-"""A run's own checkpoint (docs/checkpoints.md) as a `Source`."""
+"""A run's own checkpoint (docs/checkpoints.md) as a `CheckpointReader`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, half_of, rea
 from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_layout import number_in
-from toolkit.checkpoint.read.deepspeed_source import open_deepspeed
-from toolkit.checkpoint.source import Source, Span, Stored
+from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
+from toolkit.checkpoint.reader import CheckpointReader, Span, TensorIndex
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
@@ -29,7 +29,7 @@ def newest_complete(checkpoints: Path) -> Path | None:
     return next(iter(complete(checkpoints)), None)
 
 
-def open_run_checkpoint(path: Path, folder: Path) -> Source:
+def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     """Opens a folder with a manifest. `path`: as the user named it.
 
     Raises UserError where a file is missing or of another size than the manifest says, or is damaged; where all
@@ -43,18 +43,18 @@ def open_run_checkpoint(path: Path, folder: Path) -> Source:
     _refuse_foreign_files(folder, manifest)
     state = manifest.get("state")
     if state == "deepspeed":
-        source = _deepspeed(path, folder)
+        reader = _deepspeed(path, folder)
     elif state in ("whole", "slices"):
-        source = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
+        reader = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
     else:
         raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
-    most, step = max(source.adam_steps.values(), default=0), manifest.get("step")
+    most, step = max(reader.adam_steps.values(), default=0), manifest.get("step")
     if isinstance(step, int) and most > step:
         raise UserError(
             f"{folder / MANIFEST} is of optimizer step {step} and the optimizer's state of step {most:g}: "
             "files of two checkpoints are mixed; copy the checkpoint again or take another one"
         )
-    return _as_the_manifest_says(source, folder, manifest)
+    return _as_the_manifest_says(reader, folder, manifest)
 
 
 def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -79,24 +79,24 @@ def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def _as_the_manifest_says(source: Source, folder: Path, manifest: Mapping[str, Any]) -> Source:
+def _as_the_manifest_says(reader: CheckpointReader, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     model = folder / "model"
     excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
     keys = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
     return dataclasses.replace(
-        source,
-        strategy=str(manifest.get("strategy", source.strategy)),
-        world=int(manifest.get("world", source.world)),
-        step=manifest.get("step", source.step),
-        tied={**source.tied, **(manifest.get("tied") or {})},
-        frozen=source.frozen | {name for name in manifest.get("frozen") or () if name in source.weights},
-        excluded={**source.excluded, **excluded},
+        reader,
+        strategy=str(manifest.get("strategy", reader.strategy)),
+        world=int(manifest.get("world", reader.world)),
+        step=manifest.get("step", reader.step),
+        tied={**reader.tied, **(manifest.get("tied") or {})},
+        frozen=reader.frozen | {name for name in manifest.get("frozen") or () if name in reader.weights},
+        excluded={**reader.excluded, **excluded},
         model_folder=model if model.is_dir() else None,
-        details={**source.details, **{key: manifest[key] for key in keys if key in manifest}},
+        details={**reader.details, **{key: manifest[key] for key in keys if key in manifest}},
     )
 
 
-def _deepspeed(path: Path, folder: Path) -> Source:
+def _deepspeed(path: Path, folder: Path) -> CheckpointReader:
     tag = find_tag_folder(folder)
     if tag is None:
         raise UserError(f"{folder} holds no folder of DeepSpeed's files: copy the checkpoint again")
@@ -106,17 +106,17 @@ def _deepspeed(path: Path, folder: Path) -> Source:
 # one file of whole tensors
 
 
-def _whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
+def _whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     weights = read_header(folder / "weights.safetensors").tensors
     optimizer = folder / "optimizer.safetensors"
     state = read_header(optimizer).tensors if optimizer.is_file() else {}
-    return _source(path, manifest, weights, state)
+    return _reader(path, manifest, weights, state)
 
 
-def _source(
-    path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, Stored], state: Mapping[str, Stored]
-) -> Source:
-    moments: dict[str, dict[str, Stored]] = {}
+def _reader(
+    path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, TensorIndex], state: Mapping[str, TensorIndex]
+) -> CheckpointReader:
+    moments: dict[str, dict[str, TensorIndex]] = {}
     steps: dict[str, float] = {}
     for key, stored in state.items():
         kind, _, name = key.partition(".")
@@ -125,7 +125,7 @@ def _source(
         else:
             moments.setdefault(name, {})[kind] = dataclasses.replace(stored, name=name)
     named = set(manifest.get("buffers") or ())
-    return Source(
+    return CheckpointReader(
         path=path,
         strategy="single",
         world=1,
@@ -141,13 +141,13 @@ def _source(
 # a file of slices per process
 
 
-def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
+def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     files = sorted(folder.glob("slices-rank-*.safetensors"))
     world = manifest.get("world")
     if len(files) != world:
         raise UserError(f"{folder} holds {len(files)} files of slices and was written by {world} processes")
-    parts: dict[str, list[tuple[int, tuple[int, ...], Stored]]] = defaultdict(list)
-    steps: dict[str, Stored] = {}
+    parts: dict[str, list[tuple[int, tuple[int, ...], TensorIndex]]] = defaultdict(list)
+    steps: dict[str, TensorIndex] = {}
     for file in files:
         header = read_header(file)
         places = _places(file, header)
@@ -158,11 +158,11 @@ def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Source:
                 parts[key].append((*places[key], stored))
     whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
     state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
-    source = _source(path, manifest, {}, {**state, **steps})
-    return dataclasses.replace(source, weights=_named(whole, "weight."), buffers=_named(whole, "buffer."))
+    reader = _reader(path, manifest, {}, {**state, **steps})
+    return dataclasses.replace(reader, weights=_named(whole, "weight."), buffers=_named(whole, "buffer."))
 
 
-def _check_step(first: Stored, other: Stored) -> None:
+def _check_step(first: TensorIndex, other: TensorIndex) -> None:
     if number_in(first) != number_in(other):
         raise UserError(
             f"{other.spans[0].member.file} is of optimizer step {number_in(other)} and {first.spans[0].member.file} of "
@@ -170,7 +170,7 @@ def _check_step(first: Stored, other: Stored) -> None:
         )
 
 
-def _named(whole: Mapping[str, Stored], prefix: str) -> dict[str, Stored]:
+def _named(whole: Mapping[str, TensorIndex], prefix: str) -> dict[str, TensorIndex]:
     return {stored.name: stored for key, stored in whole.items() if key.startswith(prefix)}
 
 
@@ -187,7 +187,7 @@ def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]
     return places
 
 
-def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], Stored]]) -> Stored:
+def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], TensorIndex]]) -> TensorIndex:
     """The whole of a tensor from its slices. Raises UserError unless each element is there once."""
     pieces = sorted(pieces, key=lambda piece: (piece[0], piece[2].count))
     shape, dtype, place = pieces[0][1], pieces[0][2].dtype, 0
@@ -201,4 +201,4 @@ def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], Sto
         place += stored.count
     if place != math.prod(shape):
         raise UserError(f"{folder}: its files hold {place:,} of the {math.prod(shape):,} elements of {key}")
-    return Stored(key.partition(".")[2], shape, dtype, tuple(spans))
+    return TensorIndex(key.partition(".")[2], shape, dtype, tuple(spans))

@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as a `Source`."""
+"""A DeepSpeed checkpoint as a `CheckpointReader`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer
 from toolkit.checkpoint.read.deepspeed_layout import Owned, owned_by_stage_1_or_2, owned_by_stage_3
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
-from toolkit.checkpoint.source import ITEM_BYTES, Source, Span, Stored
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Span, TensorIndex
 from toolkit.errors import UserError
 
 
-def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> Source:
+def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> CheckpointReader:
     """Opens a tag folder of save_checkpoint (ZeRO stage 0 to 3). `path`: as the user named it.
 
     Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
@@ -26,7 +26,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     owned = Owned() if stage == 0 else owned_by_stage_3(files) if stage == 3 else owned_by_stage_1_or_2(files)
     module = _Module(files, owned)
     _check_step(files, owned)
-    return Source(
+    return CheckpointReader(
         path=path,
         strategy=f"zero{stage}" if stage else "ddp" if files.world > 1 else "single",
         world=files.world,
@@ -122,7 +122,7 @@ class _Module:
             if name not in self.owned.weights and name not in self.frozen and name not in self.excluded:
                 raise UserError(f"{files.model.file}: {other} is tied to {name}, which is not there: damaged?")
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> TensorIndex:
         return self.files.model.stored(name, self.tensors[name])
 
     def _tied(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class _Module:
             return {b if a in weights and b not in weights else a: a if a in weights else b for a, b in shared.items()}
         return tied_tensors({name: tensor for name, tensor in self.tensors.items() if name not in self.buffers})
 
-    def _fragments(self) -> dict[str, Stored]:
+    def _fragments(self) -> dict[str, TensorIndex]:
         """Frozen parameters as stages 2 (whole) and 3 (a part in each rank's file) write them."""
         shapes = self.files.model.content.get("frozen_param_shapes") or {}
         held = [model.content.get("frozen_param_fragments") for model in self.files.models]
@@ -148,7 +148,7 @@ class _Module:
             found[name] = self._fragment(name, shape, [part[name] for part in held])
         return found
 
-    def _fragment(self, name: str, shape: tuple[int, ...], parts: list[Any]) -> Stored:
+    def _fragment(self, name: str, shape: tuple[int, ...], parts: list[Any]) -> TensorIndex:
         """Chained, each part without the padding at its end."""
         spans, left = [], math.prod(shape)
         for model, part in zip(self.files.models, parts, strict=True):
@@ -160,9 +160,9 @@ class _Module:
                 f"{self.files.model.file} and its siblings hold parts of {name} that do not make shape "
                 f"{list(shape)}: they are of different saves, or one is damaged"
             )
-        return Stored(name, shape, parts[0].dtype, tuple(span for span in spans if span.count))
+        return TensorIndex(name, shape, parts[0].dtype, tuple(span for span in spans if span.count))
 
-    def _whole(self) -> Iterator[tuple[str, Stored]]:
+    def _whole(self) -> Iterator[tuple[str, TensorIndex]]:
         """What lies in `module` alone: all under stage 0, frozen parameters under stage 1."""
         shapes = self.files.model.content.get("frozen_param_shapes") or {}
         for name, tensor in self.tensors.items():
@@ -172,7 +172,7 @@ class _Module:
                 raise UserError(f"{self.files.model.file}: {name} is a placeholder, and no file holds its part")
             yield name, self._stored(name)
 
-    def in_order(self, weights: Mapping[str, Stored]) -> dict[str, Stored]:
+    def in_order(self, weights: Mapping[str, TensorIndex]) -> dict[str, TensorIndex]:
         """As the model names them, whatever order the groups have."""
         ordered = {name: weights[name] for name in self.tensors if name in weights}
         return {**ordered, **weights}

@@ -1,6 +1,6 @@
 """What a checkpoint holds: named tensors whose elements lie in byte ranges of files. Imports no torch.
 
-Everything that reads a checkpoint (resume, convert, inspect) works on a `Source`, whoever wrote the
+Everything that reads a checkpoint (resume, convert, inspect) works on a `CheckpointReader`, whoever wrote the
 files. A tensor is a chain of spans, and never has to be held whole: a reader takes the slice it needs.
 """
 
@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorIndex:
     """A tensor: its spans, in row-major order, hold each element exactly once."""
 
     name: str
@@ -93,7 +93,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointReader:
     """An opened checkpoint. Opening has read the structure of every file and none of the data."""
 
     path: Path
@@ -104,9 +104,9 @@ class Source:
     """Processes that wrote it."""
     step: int | None
     """Optimizer steps taken, where the files say."""
-    weights: Mapping[str, Stored]
+    weights: Mapping[str, TensorIndex]
     """By parameter name: the fp32 masters of trained parameters, frozen ones as stored."""
-    buffers: Mapping[str, Stored] = field(default_factory=dict)
+    buffers: Mapping[str, TensorIndex] = field(default_factory=dict)
     """Persistent buffers."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Another name of a parameter -> the name in `weights`."""
@@ -114,7 +114,7 @@ class Source:
     """Names in `weights` that no optimizer owns."""
     excluded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Frozen parameters (with shapes) that the checkpoint leaves out, where it names them."""
-    moments: Mapping[str, Mapping[str, Stored]] = field(default_factory=dict)
+    moments: Mapping[str, Mapping[str, TensorIndex]] = field(default_factory=dict)
     """Parameter name -> {`exp_avg`: ..., `exp_avg_sq`: ...}; empty where there is no optimizer state."""
     adam_steps: Mapping[str, float] = field(default_factory=dict)
     """Parameter name -> Adam's own count of steps."""

@@ -1,4 +1,4 @@
-"""FSDP folders of `accelerator.save_state` as a `Source`: a whole file, or torch.distributed.checkpoint's shards.
+"""FSDP folders of `accelerator.save_state`: a whole file, or torch.distributed.checkpoint's shards.
 
 A sharded folder holds `.metadata`, a pickle that says which rectangle of which tensor lies where, and
 `__RANK_N.distcp` files, each a row of small files of torch.save. Parameters and buffers have no mark that
@@ -19,8 +19,8 @@ from toolkit.checkpoint.read.deepspeed_layout import number_in
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Thing, unpickle
-from toolkit.checkpoint.read.weights_source import main_dtype, torch_tensors
-from toolkit.checkpoint.source import Source, Span, Stored
+from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
+from toolkit.checkpoint.reader import CheckpointReader, Span, TensorIndex
 from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
@@ -32,7 +32,7 @@ def is_fsdp_folder(folder: Path) -> bool:
     return (folder / FULL).is_file() or (folder / SHARDED).is_dir() or any(folder.glob("pytorch_model_fsdp_*rank*.bin"))
 
 
-def open_fsdp(path: Path, folder: Path) -> Source:
+def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
     """Opens FULL_STATE_DICT and SHARDED_STATE_DICT. Raises UserError where a file is missing or damaged."""
     tied: dict[str, str] = {}
     if (folder / SHARDED).is_dir():
@@ -49,7 +49,7 @@ def open_fsdp(path: Path, folder: Path) -> Source:
     if not weights:
         raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
     moments, steps = _moments(state, weights)
-    return Source(
+    return CheckpointReader(
         path=path,
         strategy="fsdp2",
         world=len(list(folder.glob("random_states_*.pkl"))) or _writers(weights),
@@ -64,15 +64,15 @@ def open_fsdp(path: Path, folder: Path) -> Source:
     )
 
 
-def _writers(weights: Mapping[str, Stored]) -> int:
+def _writers(weights: Mapping[str, TensorIndex]) -> int:
     return max(1, len({span.member.file for stored in weights.values() for span in stored.spans}))
 
 
 def _moments(
-    state: Mapping[str, Stored], weights: Mapping[str, Stored]
-) -> tuple[dict[str, dict[str, Stored]], dict[str, float]]:
+    state: Mapping[str, TensorIndex], weights: Mapping[str, TensorIndex]
+) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, float]]:
     """Of `NAME.exp_avg`, `NAME.step`, ... those whose name and shape are a weight's."""
-    moments: dict[str, dict[str, Stored]] = {}
+    moments: dict[str, dict[str, TensorIndex]] = {}
     steps: dict[str, float] = {}
     for key, stored in state.items():
         name, _, kind = key.rpartition(".")
@@ -80,11 +80,11 @@ def _moments(
             step = number_in(stored)
             steps |= {name: step} if step is not None and name in weights else {}
         elif name in weights and stored.shape == weights[name].shape:
-            moments.setdefault(name, {})[kind] = Stored(name, stored.shape, stored.dtype, stored.spans)
+            moments.setdefault(name, {})[kind] = TensorIndex(name, stored.shape, stored.dtype, stored.spans)
     return moments, steps
 
 
-def _optimizer(file: Path) -> dict[str, Stored]:
+def _optimizer(file: Path) -> dict[str, TensorIndex]:
     """`NAME.exp_avg`, ... of a whole optimizer, whose state FSDP keeps by name."""
     opened = open_torch_file(file)
     state = opened.content.get("state") if type(opened.content) is dict else None
@@ -111,7 +111,7 @@ class _Place:
     length: int
 
 
-def _sharded(folder: Path, prefix: str) -> dict[str, Stored]:
+def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     """The tensors whose names begin with `prefix`, without it."""
     metadata = folder / _METADATA
     if not metadata.is_file():
@@ -183,7 +183,7 @@ def _stored(
     shape: tuple[int, ...],
     chunks: list[_Chunk],
     places: Mapping[tuple[str, tuple[int, ...]], _Place],
-) -> Stored:
+) -> TensorIndex:
     if not all(offsets[1:] == (0,) * len(offsets[1:]) and sizes[1:] == shape[1:] for offsets, sizes in chunks):
         raise UserError(f"{metadata}: {name} is divided along other dimensions than the first, which is not supported")
     spans, dtypes, rows = [], set(), 0
@@ -196,7 +196,7 @@ def _stored(
         rows += sizes[0] if sizes else 1
     if sum(span.count for span in spans) != math.prod(shape) or len(dtypes) > 1:
         raise UserError(f"{metadata}: the chunks of {name} do not make its shape {list(shape)}: damaged")
-    return Stored(name.removeprefix(prefix), shape, next(iter(dtypes), "F32"), tuple(spans))
+    return TensorIndex(name.removeprefix(prefix), shape, next(iter(dtypes), "F32"), tuple(spans))
 
 
 def _open_chunk(metadata: Path, name: str, sizes: tuple[int, ...], place: _Place | None) -> tuple[Span, str]:

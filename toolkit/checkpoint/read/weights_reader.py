@@ -1,4 +1,4 @@
-"""Folders of weights as a `Source`: Hugging Face's, and `accelerator.save_state`'s of one process or DDP."""
+"""Folders of weights as a `CheckpointReader`: Hugging Face's, and `accelerator.save_state`'s of one process or DDP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from toolkit.checkpoint.read.deepspeed_source import tied_tensors
+from toolkit.checkpoint.read.deepspeed_reader import tied_tensors
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.source import Source, Stored
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError, listing
 
@@ -25,13 +25,13 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*SINGLE, *INDEXES))
 
 
-def open_weights(path: Path, folder: Path) -> Source:
+def open_weights(path: Path, folder: Path) -> CheckpointReader:
     """Opens a folder of weights. The parameters' order in an optimizer's file is not known, so it is left alone.
 
     Raises UserError where a file is missing or damaged, or tensors are in two files.
     """
     files = _files(folder)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for file in files:
         found, aliases = _safetensors(file) if file.suffix == ".safetensors" else torch_tensors(file)
@@ -43,7 +43,7 @@ def open_weights(path: Path, folder: Path) -> Source:
     _check_index(folder, files, tensors)
     saved_state = any(folder.glob("random_states_*.pkl")) or (folder / _OPTIMIZER).is_file()
     states = len(list(folder.glob("random_states_*.pkl")))
-    return Source(
+    return CheckpointReader(
         path=path,
         strategy=_strategy(saved_state, states),
         world=max(states, 1),
@@ -99,7 +99,7 @@ def _is_file_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
 
 
-def _check_index(folder: Path, files: list[Path], tensors: Mapping[str, Stored]) -> None:
+def _check_index(folder: Path, files: list[Path], tensors: Mapping[str, TensorIndex]) -> None:
     index = next((folder / name for name in INDEXES if (folder / name).is_file()), None)
     if index is None or files[0].name in SINGLE:
         return
@@ -109,14 +109,14 @@ def _check_index(folder: Path, files: list[Path], tensors: Mapping[str, Stored])
         raise UserError(f"{index} names {listing(missing)}, which its files do not hold; copy the folder again")
 
 
-def _safetensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def _safetensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     header = read_header(file)
     # safetensors' save_model notes the tied names that it left out, {left out: kept}; accelerate does not
     tied = {name: kept for name, kept in header.metadata.items() if kept in header.tensors and name != "format"}
     return dict(header.tensors), tied
 
 
-def torch_tensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def torch_tensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     """(tensors by name, other name -> name) of a state dict that torch.save wrote."""
     opened = open_torch_file(file)
     content = opened.content
@@ -127,7 +127,7 @@ def torch_tensors(file: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return {name: opened.stored(name, tensor) for name, tensor in tensors.items() if name not in tied}, tied
 
 
-def main_dtype(tensors: Iterable[Stored]) -> str:
+def main_dtype(tensors: Iterable[TensorIndex]) -> str:
     """F32, BF16 or F16, whichever most elements have."""
     sizes: dict[str, int] = {}
     for stored in tensors:
