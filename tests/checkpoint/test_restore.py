@@ -17,7 +17,7 @@ from torch import nn
 
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import crc32
-from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers, tied_names
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.restore import fill, restore
@@ -90,9 +90,9 @@ def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), 
 def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
     found = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
     for part in state.fragments():
-        found |= {f"{key}.{part.name}": value.clone() for key, value in part.moments.items()}
-        if part.moments:
-            found[f"step.{part.name}"] = torch.tensor(adam_step(part.adam))
+        found |= {f"{key}.{part.name}": value.clone() for key, value in part.state.items()}
+        found |= {f"{key}.{part.name}": value.clone() for key, value in part.factors.items()}
+        found |= {f"{key}.{part.name}": torch.as_tensor(value).clone() for key, value in part.scalars.items()}
     return found
 
 

@@ -281,7 +281,7 @@ def test_a_run_of_one_process_or_of_fsdp(written: str, tmp_path: Path) -> None:
         assert same_bits(found, tensor_of(stored)), key
         if kind == "weight":
             step = torch_load(tmp_path / "out" / tag / "zero" / name / "step.pt")
-            assert step.item() == opened.adam_steps[name]
+            assert step.item() == opened.step_counts()[name]
 
 
 def test_no_torch_little_memory_and_few_files(tmp_path: Path) -> None:

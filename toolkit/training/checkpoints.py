@@ -34,6 +34,7 @@ from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    optimizer_facts,
     random_file,
     set_random_states,
     write,
@@ -215,6 +216,7 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
+            "optimizer": optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # an adapter's base weights are not trained, large, and lie where they came from

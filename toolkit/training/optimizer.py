@@ -78,6 +78,7 @@ def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedul
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
     faults.raise_if_any()
     config.update(meant)
+    config.setdefault("zero_allow_untested_optimizer", True)  # any class: its state is saved by name, or refused
     if plugin.zero_stage == 3:  # otherwise the final weights could not be gathered
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 

@@ -69,7 +69,7 @@ def plan(options: Options) -> Plan:
     zero = f"{tag}/zero"
     small = [files_of.small(f"{zero}/optimizer_state.pt", state.optimizer.value, state.optimizer.blobs)]
     if state.step_dtype is not None:
-        for name, step in reader.adam_steps.items():
+        for name, step in reader.step_counts().items():
             blobs: list[bytes] = []
             value = step_value(step, state.step_dtype, blobs)
             small.append(files_of.small(f"{zero}/{name}/step.pt", value, blobs))
@@ -81,13 +81,13 @@ def plan(options: Options) -> Plan:
 
 
 def _check_moments(reader: CheckpointReader) -> None:
-    if not reader.moments:
+    if not reader.optimizer_state:
         raise UserError(
             f"{reader.path} holds no optimizer state that is known parameter by parameter, and the universal format is "
             "made of it: take a checkpoint of ZeRO-1, 2 or 3, or one of a run; for the weights alone leave --to out"
         )
     trained = [name for name in reader.weights if name not in reader.frozen and reader.weights[name].count]
-    missing = [name for name in trained if not all(key in reader.moments.get(name, {}) for key in _NEEDED)]
+    missing = [name for name in trained if not all(key in reader.optimizer_state.get(name, {}) for key in _NEEDED)]
     if missing:
         raise UserError(
             f"{reader.path} lacks {' or '.join(_NEEDED)} of {len(missing)} parameters ({listing(missing, 3)}): "
@@ -105,7 +105,7 @@ def _check_names(reader: CheckpointReader) -> None:
 def _streamed(reader: CheckpointReader, zero: str) -> list[Streamed]:
     files = []
     for name, stored in reader.weights.items():
-        moments = reader.moments.get(name, {})
+        moments = reader.optimizer_state.get(name, {})
         files.append(files_of.streamed(f"{zero}/{name}/fp32.pt", stored, whole=bool(moments)))
         files += [files_of.streamed(f"{zero}/{name}/{key}.pt", moment) for key, moment in moments.items()]
     for name, stored in reader.buffers.items():
@@ -126,7 +126,7 @@ def _model_files(state: State, tag: str) -> list[Copied]:
 
 def described(plan: Plan) -> list[str]:
     """What `--dry_run` prints."""
-    parameters = len(plan.reader.moments)
+    parameters = len(plan.reader.optimizer_state)
     return [
         f"would write {plan.options.out}: {gigabytes(plan.size)}, DeepSpeed's universal format",
         f"  {plan.tag}/zero: {parameters} parameters with their moments, {len(plan.streamed) + len(plan.small)} files",

@@ -82,7 +82,7 @@ def _state(
 ) -> State:
     blobs = [] if blobs is None else blobs
     common, differing = _common(groups)
-    step = step_value(max(reader.adam_steps.values(), default=0.0), step_dtype, blobs)
+    step = step_value(max(reader.step_counts().values(), default=0.0), step_dtype, blobs)
     value = {
         "ds_version": _VERSION,
         **kept,
@@ -181,7 +181,7 @@ def model_state(reader: CheckpointReader) -> Content:
 
     It takes counts from it, and no weights.
     """
-    shapes: Mapping[str, tuple[int, ...]] = {name: reader.weights[name].shape for name in reader.moments}
+    shapes: Mapping[str, tuple[int, ...]] = {name: reader.weights[name].shape for name in reader.optimizer_state}
     return Content(
         {
             "module": {},

@@ -3,7 +3,7 @@
 Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one
 line, its parameters one after the other in the order of `param_shapes`, with gaps under
 `parameter_alignment`. It is divided into as many equal parts as there are ranks. The masters are saved
-without the padding at the line's end, Adam's moments with it (or without it under `elastic_checkpoint`).
+without the padding at the line's end, the optimizer's state with it (or without it under `elastic_checkpoint`).
 
 Stage 3 (stage3.py): each parameter is divided into equal parts, the last ones padded. A rank's parts lie
 one after the other in the order of `param_shapes`, cut into sub-groups between parameters.
@@ -12,7 +12,6 @@ one after the other in the order of `param_shapes`, cut into sub-groups between 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from toolkit.checkpoint.read.deepspeed_files import Files, optimizer_of
 from toolkit.checkpoint.read.flat import Line
 from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
-from toolkit.checkpoint.reader import Span, TensorIndex
+from toolkit.checkpoint.reader import Scalar, Span, TensorIndex
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,13 +32,13 @@ class Owned:
     """What the optimizer owns, by parameter name."""
 
     weights: dict[str, TensorIndex] = field(default_factory=dict)
-    moments: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
 
     def add(self, name: str, shape: tuple[int, ...], spans: tuple[Span, ...], dtype: str, key: str = "") -> None:
         stored = TensorIndex(name, shape, dtype, spans)
         if key:
-            self.moments.setdefault(name, {})[key] = stored
+            self.kept.setdefault(name, {})[key] = stored
         else:
             self.weights[name] = stored
 
@@ -60,7 +59,7 @@ def _is_shapes(group: Any) -> bool:
 
 
 def owned_by_stage_1_or_2(files: Files) -> Owned:
-    """Masters, moments and steps of the parameters that are trained."""
+    """Masters and optimizer state of the parameters that are trained."""
     return _owned(files, "single_partition_of_fp32_groups", "base_optimizer_state", _add_group)
 
 
@@ -157,12 +156,11 @@ def _add_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes) ->
     _check_total(ranks, number, lines[""].count, needed)
     for key in _keys(ranks, number, part):
         lines[key] = _line(ranks, number, part, lambda rank, key=key: rank.state_of(number).get(key))
-    step = _step(ranks, number)
+    scalars = _scalars(ranks, number)
     for name, shape in shapes.items():
         for key, line in lines.items():
             owned.add(name, shape, _cut(ranks, line, places[name], math.prod(shape), name), line.dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+        owned.scalars[name] = scalars
     _check_addresses(ranks, number, shapes, places, part)
 
 
@@ -254,13 +252,12 @@ def _add_sub_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes
         _check_sub_group(rank, number, needed)
     keys = ["", *_keys(ranks, number, needed)]
     lines = {key: [_one_line(rank, number, key) for rank in ranks] for key in keys}
-    step, place = _step(ranks, number), 0
+    scalars, place = _scalars(ranks, number), 0
     for name, shape in shapes.items():
         for key in keys:
             spans = tuple(_stage_3_spans(ranks, lines[key], place, parts[name], math.prod(shape), name))
             owned.add(name, shape, spans, lines[key][0].dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+        owned.scalars[name] = scalars
         place += parts[name]
 
 
@@ -306,34 +303,35 @@ def _cut(ranks: list[_Rank], line: Line, start: int, count: int, name: str) -> t
         ) from None
 
 
-def _step(ranks: list[_Rank], number: int) -> float | None:
-    """Adam's step of a group, equal on all ranks that have one."""
-    steps = [(rank, _number(rank, rank.state_of(number).get("step"))) for rank in ranks]
-    known = [(rank, step) for rank, step in steps if step is not None]
-    for rank, step in known:
-        if step != known[0][1]:
+def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
+    """What the optimizer keeps once for a whole group: of each rank, where they differ. They do not in steps."""
+    found: dict[str, list[tuple[_Rank, Scalar]]] = {}
+    for rank in ranks:
+        for key, value in rank.state_of(number).items():
+            if scalar := _scalar(rank, str(key), value):
+                found.setdefault(str(key), []).append((rank, scalar))
+    return {key: _agreed(key, scalars) for key, scalars in found.items()}
+
+
+def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
+    if type(value) is Tensor and not value.shape:
+        stored = rank.opened.stored(key, value)
+        if stored.spans[0].member.size < 1000:  # its few bytes are read anyway
+            verify_member(stored.spans[0].member)
+        return Scalar(stored.number(), stored.dtype)
+    return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
+
+
+def _agreed(key: str, scalars: list[tuple[_Rank, Scalar]]) -> Scalar:
+    first, one = scalars[0]
+    for rank, other in scalars:
+        if key == "step" and other.value != one.value:
             raise UserError(
-                f"{rank.file} is of optimizer step {step:g} and {known[0][0].file} of step {known[0][1]:g}: "
+                f"{rank.file} is of optimizer step {other.value:g} and {first.file} of step {one.value:g}: "
                 "they are of different saves; copy the folder again or take another checkpoint"
             )
-    return known[0][1] if known else None
-
-
-def _number(rank: _Rank, value: Any) -> float | None:
-    if type(value) is Tensor:
-        stored = rank.opened.stored("step", value)
-        if stored.count == 1 and stored.spans[0].member.size < 1000:  # its few bytes are read anyway
-            verify_member(stored.spans[0].member)
-        return number_in(stored)
-    return float(value) if type(value) in (int, float) else None
-
-
-def number_in(stored: TensorIndex) -> float | None:
-    """The number that a tensor of one element holds: a few bytes are read."""
-    form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(stored.dtype)
-    if form is None or stored.count != 1:
-        return None
-    return float(struct.unpack(form, stored.read())[0])
+    values = tuple(scalar.value for _, scalar in scalars)
+    return one if len(set(values)) == 1 else Scalar(values, one.dtype)
 
 
 def _differs(rank: _Rank, first: _Rank, what: str) -> UserError:
