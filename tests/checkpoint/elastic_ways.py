@@ -1,4 +1,5 @@
-"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for tests/checkpoint/elastic_worker.py."""
+"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for
+tests/checkpoint/elastic_worker.py."""
 
 from __future__ import annotations
 

@@ -77,8 +77,12 @@ def plain(value: Any) -> Any:
     """As JSON holds it; anything else as it is."""
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
     return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)

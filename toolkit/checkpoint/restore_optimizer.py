@@ -51,10 +51,10 @@ def _refuse_factors(state: LiveState, reader: CheckpointReader) -> None:
         if len(shape) not in probed:
             probed[len(shape)] = _factors_after_a_step(state.optimizer, len(shape))
         stored = [key for key, kept in reader.optimizer_state.get(name, {}).items() if kept.shape != shape]
-        if keys := stored or probed[len(shape)]:
+        if keys := ", ".join(sorted(stored or probed[len(shape)])):
             raise UserError(
-                f"{reader.path}: {type(state.optimizer).__name__} keeps {', '.join(keys)} of {name} as a whole, which "
-                f"{reader.strategy} on {reader.world} and {state.strategy} on {state.world} processes divide "
+                f"{reader.path}: {type(state.optimizer).__name__} keeps {keys} of {name} as a whole, "
+                f"which {reader.strategy} on {reader.world} and {state.strategy} on {state.world} processes divide "
                 f"otherwise: resume under {reader.strategy} with {reader.world}, or take another --output_dir"
             )
 
@@ -65,7 +65,7 @@ def _factors_after_a_step(optimizer: Any, dimensions: int) -> list[str]:
     if hasattr(type(optimizer), "__del__"):  # DeepSpeed's, which takes away what both use
         return []
     device = next((tensor.device for tensor in optimizer.state if isinstance(tensor, torch.Tensor)), "cpu")
-    probe = torch.nn.Parameter(torch.zeros(*range(2, 2 + dimensions), device=device))
+    probe = torch.nn.Parameter(torch.zeros([*range(2, 2 + dimensions)], device=device))
     probe.grad = torch.zeros_like(probe)
     twin = object.__new__(type(optimizer))  # with neither the hooks nor the scheduler of the first
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
@@ -99,7 +99,7 @@ def _refuse_what_ranks_differ_in(state: LiveState, reader: CheckpointReader) -> 
 
 def _refuse_uneven(reader: CheckpointReader, names: list[str]) -> None:
     """Flattened parameters share one count of steps: parts of another age cannot be put among them."""
-    described = {name: _described(reader, name) for name in _saved(reader, names)}
+    described = {name: _described(reader, name) for name in _saved(reader, names) if reader.weights[name].count}
     for name, kept in described.items():
         first, alike = next(iter(described.items()))
         for key in {**alike, **kept}:
@@ -146,9 +146,9 @@ def make_state(state: LiveState, reader: CheckpointReader) -> None:
 
 
 def _saved(reader: CheckpointReader, names: list[str]) -> list[str]:
-    """Their names in the checkpoint, of those that have elements there."""
+    """Their names in the checkpoint, of those that are there."""
     saved = [reader.tied.get(name, name) for name in names]
-    return [name for name in saved if name in reader.weights and reader.weights[name].count]
+    return [name for name in saved if name in reader.weights]
 
 
 def _tensor_for(now: Any, holder: torch.Tensor, weight: TensorIndex, stored: TensorIndex) -> torch.Tensor:
@@ -190,4 +190,4 @@ def load_groups(state: LiveState, reader: CheckpointReader) -> None:
 def _like(now: Any, value: Any) -> Any:
     if isinstance(now, torch.Tensor):
         return now.fill_(value)
-    return tuple(value) if isinstance(now, tuple) else value
+    return tuple(value) if isinstance(now, tuple) else copy.deepcopy(value)
