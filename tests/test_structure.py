@@ -22,7 +22,7 @@ FLOORS = {
     "errors": 0, "config": 0, "launch": 0,
     "data": 1, "models": 1, "checkpoint": 1,
     "training": 2, "evaluation": 2,
-    "report": 3, "doctor": 3,
+    "report": 3, "run": 3, "doctor": 3,
     "cli": 4, "__main__": 4, "recipes": 4,
 }  # fmt: skip
 

@@ -104,10 +104,11 @@ class Run:
                 self._stop()
                 return
 
-    def log(self, step: Step, grad_norm: Any) -> None:
+    def log(self, step: Step, grad_norm: Any) -> StepMetrics:
         """Logs a finished step: the loss is gathered here. Raises UserError where it is not finite."""
-        self._metrics: StepMetrics = step.gather_metrics(grad_norm)
+        self._metrics = step.gather_metrics(grad_norm)
         self._log.log_step(self._metrics)
+        return self._metrics
 
     def save_if_best(self, step: Step, evaluation: Evaluation) -> None:
         """Logs an evaluation of the model after `step`, and saves the model where it is the best so far."""
