@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
-from toolkit.data.batches import Batch, Collator, evaluation_rounds
+from toolkit.data.batches import Batch, Collator, evaluation_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch import memory
@@ -79,8 +79,8 @@ def each_once(
     keep = accelerator.is_main_process
     kept: list[list[np.ndarray]] = []
     rank, world = accelerator.process_index, accelerator.num_processes
-    for share in evaluation_rounds(split, per_device_batch_size, rank, world, max_tokens):
-        batch = collate.share(share)
+    for indices in evaluation_batches(split, per_device_batch_size, rank, world, max_tokens):
+        batch = collate(indices)
         launch.explain_failures(partial(memory.of_evaluation, batch))
         with accelerator.autocast():
             found = outputs(batch)

@@ -116,7 +116,7 @@ def _judge(
     scores = rouge.scores(titles, references, segmenter)
     numbers: dict[str, Any] = {
         "num_samples": len(ids),
-        "loss": float(losses.sum(dtype=np.float64) / split.loss_terms.sum()),
+        "loss": float(losses.sum(dtype=np.float64) / split.loss_denominators.sum()),
         **{name: float(np.mean([score[name] for score in scores])) for name in scores[0]},
         "rouge_segmenter": segmenter,
     }

@@ -92,7 +92,7 @@ class Run:
         ]
         per_step = f"{training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
-            uneven = training.max_tokens_per_batch is not None or self.data.train.sparse is not None
+            uneven = training.max_tokens_per_batch is not None or self.data.train.buckets is not None
             at_most = "at most " if uneven else ""
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         lines = [

@@ -24,7 +24,7 @@ from accelerate.utils import gather_object, set_seed
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, collator_of, epoch_order, most_rounds, shares
+from toolkit.data.batches import Batch, collator_of, global_batches, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch import memory
@@ -53,7 +53,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     _refuse_too_long(settings, train.lengths)
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_rounds(
+    accumulation = most_micro_batches(
         train,
         settings.global_batch_size,
         settings.per_device_batch_size,
@@ -116,7 +116,7 @@ class Step:
     def micro_batches(self) -> Iterator[Batch]:
         """This process's micro-batches; gradients travel between processes in the last one only."""
         loop, accelerator = self.loop, self.loop.accelerator
-        mine = shares(
+        mine = micro_batches(
             loop.train,
             self.indices,
             loop.settings.per_device_batch_size,
@@ -124,10 +124,10 @@ class Step:
             accelerator.num_processes,
             loop.settings.max_tokens_per_batch,
         )
-        for place, share in enumerate(mine):
+        for place, indices in enumerate(mine):
             last = place == len(mine) - 1
             accelerator.sync_gradients = last
-            self._batch = loop.collate.share(share)
+            self._batch = loop.collate(indices)
             launch.explain_failures(partial(memory.of_training, self._batch, loop.recomputes))
             with contextlib.nullcontext() if last else accelerator.no_sync(loop.model):
                 yield self._batch
@@ -228,7 +228,7 @@ class Loop:
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        self.lengths, self.loss_terms = self.train.lengths, self.train.loss_terms
+        self.lengths, self.loss_denominators = self.train.lengths, self.train.loss_denominators
         self.collate = collator_of(self.train, self.tokenizer, self.accelerator.device)
         self.recomputes = any(getattr(part, "gradient_checkpointing", False) for part in self.model.modules())
         self.done = 0
@@ -249,7 +249,7 @@ class Loop:
         per_epoch = self.schedule.steps_per_epoch
         with self.signals:
             for epoch in range(self.done // per_epoch, -(-self.schedule.total_steps // per_epoch)):
-                order = epoch_order(
+                order = global_batches(
                     self.lengths,
                     self.settings.global_batch_size,
                     self.settings.seed,
@@ -259,5 +259,5 @@ class Loop:
                 for number, indices in enumerate(order, epoch * per_epoch + 1):
                     if self.done < number <= self.schedule.total_steps:
                         self.model.train()
-                        tokens, terms = int(self.lengths[indices].sum()), int(self.loss_terms[indices].sum())
+                        tokens, terms = int(self.lengths[indices].sum()), int(self.loss_denominators[indices].sum())
                         yield Step(self, number, indices, tokens, terms)
