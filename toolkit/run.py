@@ -194,7 +194,7 @@ class Run:
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
-            uneven = settings.training.max_tokens_per_batch is not None or data.train.sparse is not None
+            uneven = settings.training.max_tokens_per_batch is not None or data.train.buckets is not None
             at_most = "at most " if uneven else ""
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         named = launch.named_machines()

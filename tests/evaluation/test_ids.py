@@ -81,8 +81,8 @@ def test_outputs_come_in_the_order_of_the_file(
 class Losing(Collator):
     """Gives one sample the id of another."""
 
-    def __call__(self, indices: np.ndarray, real: bool = True) -> object:  # type: ignore[override]
-        batch = super().__call__(indices, real)
+    def __call__(self, indices: np.ndarray) -> object:  # type: ignore[override]
+        batch = super().__call__(indices)
         batch.ids[batch.ids == 6] = 3
         return batch
 
