@@ -10,8 +10,8 @@ from typing import Any
 
 from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer_of
 from toolkit.checkpoint.read.deepspeed_layout import Owned, owned_by_stage_1_or_2, owned_by_stage_3
-from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
+from toolkit.checkpoint.read.unpickle import Tensor
 from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Span, TensorIndex, step_counts
 from toolkit.errors import UserError
 

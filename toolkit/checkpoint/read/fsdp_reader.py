@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.read import pickled_names
-from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, Thing, unpickle
+from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
 from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
 from toolkit.errors import UserError, listing
@@ -117,7 +115,7 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     if metadata.stat().st_size > MOST_BYTES:
         raise UserError(f"{metadata} holds {metadata.stat().st_size:,} bytes, more than is believable: damaged?")
     try:
-        content = unpickle(metadata.read_bytes(), metadata, pickled_names.DISTRIBUTED).state
+        content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
         tensors = {
             name: _chunks(thing.state) for name, thing in content["state_dict_metadata"].items() if _is_tensor(thing)
@@ -133,7 +131,7 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     }
 
 
-def _is_tensor(thing: Thing) -> bool:
+def _is_tensor(thing: Inert) -> bool:
     return thing.name.endswith(".TensorStorageMetadata")
 
 
@@ -149,7 +147,7 @@ def _chunks(state: Mapping[str, Any]) -> tuple[tuple[int, ...], list[_Chunk]]:
     return shape, chunks
 
 
-def _places(folder: Path, storage: Mapping[Thing, Thing]) -> dict[tuple[str, tuple[int, ...]], _Place]:
+def _places(folder: Path, storage: Mapping[Inert, Inert]) -> dict[tuple[str, tuple[int, ...]], _Place]:
     """(tensor, offsets of a chunk) -> where it lies."""
     places: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for index, info in storage.items():
@@ -200,7 +198,7 @@ def _stored(
 def _open_chunk(metadata: Path, name: str, sizes: tuple[int, ...], place: _Place | None) -> tuple[Span, str]:
     if place is None:
         raise UserError(f"{metadata}: it does not say where a chunk of {name} lies: damaged")
-    opened = open_torch_file(place.file, pickled_names.TORCH, place.offset, place.length)
+    opened = open_torch_file(place.file, start=place.offset, size=place.length)
     if type(opened.content) is not Tensor or opened.content.shape != sizes:
         raise UserError(f"{place.file}: at byte {place.offset} it has something else than a chunk of {name}: damaged")
     return opened.span(opened.content, name), opened.content.dtype

@@ -12,9 +12,9 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32_by_parts
 from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, half_of, read_manifest
-from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
+from toolkit.checkpoint.read.torch_file import zip_members
 from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
@@ -66,7 +66,7 @@ def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
         if file.suffix == ".safetensors":
             members = [span.member for stored in read_header(file).tensors.values() for span in stored.spans]
         elif file.suffix == ".pt":
-            members = list(open_archive(file).members.values())
+            members = list(zip_members(file).values())
         else:
             continue
         parts = {member.offset: (member.offset, member.size, member.crc32) for member in members if member.size}
