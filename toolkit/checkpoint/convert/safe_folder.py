@@ -10,8 +10,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from toolkit.checkpoint.folder import MANIFEST, flush_folder, flush_folders
+from toolkit.checkpoint.folder import MANIFEST
 from toolkit.errors import UserError, listing
+from toolkit.files import flush_folder, flush_folders
 
 _FLUSH_SECONDS = 0.05
 # What conversions write: --overwrite removes nothing else.
