@@ -13,9 +13,11 @@ from pathlib import Path
 from toolkit import config, launch
 from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_data
+from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import Best, evaluate
-from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
+from toolkit.pretrained import load_config
 from toolkit.report.run import Run
 from toolkit.training.loop import Loop, make_schedule
 from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler

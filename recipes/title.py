@@ -13,12 +13,13 @@ from pathlib import Path
 from toolkit import config, launch
 from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_titles
+from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import Best
 from toolkit.evaluation.titles import evaluate_titles
-from toolkit.models.classifier import load_config, load_tokenizer
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
+from toolkit.pretrained import load_config
 from toolkit.report.run import Run
 from toolkit.training.loop import Loop, make_schedule
 from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler

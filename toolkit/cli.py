@@ -127,8 +127,9 @@ def _prepare(arguments: list[str]) -> None:
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.data.prepare import prepare_data, prepare_titles
-    from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.models.to_bigbird import long_model
+    from toolkit.pretrained import load_config
 
     pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
     prepare = prepare_titles if task == "title" else prepare_data

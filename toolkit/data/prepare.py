@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit import launch
+from toolkit.cache import made_once
 from toolkit.config import Task, TaskSettings, TextSettings, TitleSettings, flat
 from toolkit.data import demo, tokens
-from toolkit.data.cache import made_once
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.read import Table, read_file, read_hub
 from toolkit.data.rows import (
@@ -30,9 +30,9 @@ from toolkit.data.rows import (
     with_targets,
 )
 from toolkit.data.titles import Titles, find_titles
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
-from toolkit.models.bigbird.widths import length_buckets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -162,7 +162,7 @@ def prepare_texts(
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
     folder = made_once("tokens", digest, make, accelerator)
-    return tokens.load_split(folder, "texts", length_buckets(model_config))
+    return tokens.load_split(folder, "texts", LengthBuckets.of_model(model_config))
 
 
 def _prepared(
@@ -218,7 +218,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
     if settings.dataset_name:
         name = settings.dataset_name
-        found = demo.read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
+        found = demo.read_demo(name) if name.startswith(PREFIX) else read_hub(name, settings.dataset_config_name)
         names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
         tables = {
             split: next(found[alias] for alias in aliases if alias in found)
@@ -234,7 +234,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    buckets = length_buckets(model_config)
+    buckets = LengthBuckets.of_model(model_config)
     splits = {name: tokens.load_split(folder, name, buckets) for name in meta["splits"]}
     return {
         "folder": folder,

@@ -14,7 +14,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from toolkit.config import PretrainedSettings
+from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
+from toolkit.demo import model_path
 from toolkit.errors import UserError
+from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
 
 _BATCH_TEXTS = 2000
 
@@ -27,6 +31,14 @@ class LengthBuckets:
 
     full: int
     block: int
+
+    @classmethod
+    def of_model(cls, config: Any) -> LengthBuckets | None:
+        """Of a model's config; None where the width of a batch changes nothing."""
+        config = encoder_config(config)
+        if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
+            return None
+        return cls(full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """(samples,) int64: texts of one bucket are read together as each is alone."""
@@ -130,6 +142,18 @@ def load_split(folder: Path, name: str, buckets: LengthBuckets | None = None) ->
     return (TitleSplit if titled else Split)(name, folder / name, labels=labels, buckets=buckets, **arrays)
 
 
+def load_tokenizer(settings: PretrainedSettings) -> Any:
+    """Raises UserError when there is none, or it cannot pad, or cannot cut into words as it is asked to."""
+    name = str(settings.model_name_or_path)
+    if settings.tokenizer != "jieba":
+        tokenizer = load_plain_tokenizer(name)
+        return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
+    with explained(name):
+        jieba = load_words_first(model_path(name))
+    refuse_unusable(jieba, name)
+    return jieba
+
+
 def encode(
     tokenizer: Any, texts: Sequence[str], max_length: int, progress: str | None = None
 ) -> tuple[dict[str, np.ndarray], int]:
@@ -187,7 +211,7 @@ def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer can make tokens the model has no row for."""
-    rows = getattr(reader(config), "vocab_size", None)
+    rows = getattr(encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
@@ -200,7 +224,7 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
 
     Raises UserError when the model has fewer positions.
     """
-    config = reader(config)
+    config = encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its kin count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
@@ -215,8 +239,3 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     if positions and 0 < positions < wanted:
         raise UserError(f"--max_length {wanted}: the model has {positions} positions; pass at most that")
     return wanted
-
-
-def reader(config: Any) -> Any:
-    """The config of what reads the texts: an encoder-decoder has two."""
-    return getattr(config, "encoder", config)

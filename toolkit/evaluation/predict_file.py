@@ -18,14 +18,15 @@ from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
 from toolkit.data.rows import columns_of, text_column, texts_of
-from toolkit.data.tokens import Split, choose_max_length
+from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.answers import decide
 from toolkit.evaluation.metrics import probabilities_of
 from toolkit.evaluation.predict import predict
 from toolkit.evaluation.titles import generate_titles
 from toolkit.models import title_model
-from toolkit.models.classifier import load_config, load_saved_classifier, load_tokenizer
+from toolkit.models.classifier import load_saved_classifier
+from toolkit.pretrained import load_config
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from toolkit import launch
+from toolkit import demo, launch
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
-from toolkit.data import demo
 from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Best, Evaluation
 from toolkit.launch import restarts
