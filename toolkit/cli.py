@@ -63,6 +63,7 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
+    predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")

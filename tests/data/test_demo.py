@@ -17,7 +17,7 @@ from toolkit.config import TaskSettings, build
 from toolkit.data import demo
 from toolkit.data.demo import read_demo
 from toolkit.data.prepare import read_tables
-from toolkit.demo import DATASETS, MODELS, data_note_of, description_of, locate, model_path, note_of
+from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, description_of, locate, model_path, note_of
 from toolkit.errors import UserError
 
 needs_inews = pytest.mark.skipif(
@@ -54,7 +54,7 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, d
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
-    known = {"x": demo.Source("no_such_package_here", "data", "pip install nowhere")}
+    known = {"x": DemoModel("no_such_package_here", "data", "pip install nowhere")}
     with pytest.raises(UserError, match="demo:x needs a package that is not installed: pip install nowhere"):
         locate("demo:x", known)
 

@@ -21,7 +21,7 @@ from toolkit.pretrained import encoder_config, explained, load_config, quiet_tra
 
 
 class Classes(Protocol):
-    """What a classifier answers; `toolkit.data.labels.Labels` is one."""
+    """What a classifier answers; the labels that the data have are such."""
 
     @property
     def names(self) -> Sequence[str]: ...
