@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import BertConfig, BertModel
 
 from tests.jobs_worker import run_jobs
 from tests.runs import ROOT, WAYS, lines_of, losses_of
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
 STEPS = 6
-COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--learning_rate", "5e-3",
-          "--lr_scheduler_type", "constant", "--global_batch_size", 22, "--per_device_batch_size", 6,
-          "--max_eval_samples", 21]  # fmt: skip
+COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+          "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
+          "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
 HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
@@ -35,7 +38,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "frozen": ("frozen", []),
     "own_model": ("own_model", []),
     "own_model again": ("own_model", []),
-    "pair": ("", ["--text_pair", "second"]),
+    "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
 }
 # what looks at a micro-batch, or at a whole parameter, is another thing where there are others of them
 DIFFERENT = {"contrastive": ("ddp x2", "zero3 x2"), "adafactor": ("zero3 x2",), "adafactor again": ("zero3 x2",)}
@@ -68,6 +71,13 @@ def test_both_languages_show_the_same_edits() -> None:
     assert {edit for edit, _ in JOBS.values() if edit} == set(english)
 
 
+def reads_pairs(model: Path, folder: Path) -> None:
+    """The tiny BERT with a second token type."""
+    shutil.copytree(model, folder)
+    torch.manual_seed(3)
+    BertModel(BertConfig.from_pretrained(folder, type_vocab_size=2)).save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
     """A way to start -> the folder with its runs; each way is started once."""
@@ -75,6 +85,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     table = pd.read_csv(reviews)
     table["second"] = table["text"].str[::-1].str[:40]
     table.to_csv(folder / "rows.csv", index=False)
+    reads_pairs(tiny_model, folder / "PAIRS")
 
     def run(way: str) -> Path:
         runs = folder / way
@@ -85,6 +96,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
             data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
             jobs: list[list[Any]] = []
             for name, (edit, settings) in JOBS.items():
+                settings = [folder / word if word == "PAIRS" else word for word in settings]
                 job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, *settings, "--output_dir", runs / name]
                 jobs += [[*job, *HALF]] if name.endswith("again") else []
                 jobs.append([*job, "--max_steps", STEPS])
