@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import safe_open
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 from toolkit.checkpoint import adapter
 from toolkit.checkpoint.live import tied_names
 from toolkit.files import replace_folder
+from toolkit.pretrained import quiet_transformers
 
 _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
 
@@ -149,18 +149,3 @@ def _make_readable(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o666 & ~mask)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No bars for a moment's work, and no page about a new head, which is what was asked for."""
-    level = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
-            transformers.logging.enable_progress_bar()
