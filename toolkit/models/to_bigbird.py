@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.utils import cached_file
 
-from toolkit.checkpoint.convert.safe_folder import made_beside
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.data import demo
 from toolkit.data.cache import made_once
 from toolkit.data.read import digest_of_file
 from toolkit.errors import UserError, listing
+from toolkit.files import replace_folder, writing
 from toolkit.models import to_bigbird_weights as weights
 from toolkit.models.bigbird import plan
 from toolkit.models.classifier import load_config, load_tokenizer
@@ -83,7 +83,7 @@ def to_bigbird(
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config, pattern)
-    with made_beside(output) as draft:
+    with writing(output), replace_folder(output, overwrite) as draft:
         return dataclasses.replace(_write(source, draft, pattern), output=output)
 
 
