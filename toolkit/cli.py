@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, launch
+from toolkit import __version__, init, launch
 from toolkit.checkpoint.convert import command as convert
 from toolkit.doctor.job import add_options as add_doctor_options
 from toolkit.errors import UserError, did_you_mean
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    init.add_parser(commands)
     _add_predict(commands)
     commands.add_parser(
         "prepare",
@@ -94,6 +95,8 @@ def _run() -> None:
         from toolkit.evaluation.predict_file import predict_file
 
         predict_file(options)
+    elif options.command == "init":
+        init.run(options)
     elif options.command == "convert":
         convert.run(options)
     elif options.command == "to-bigbird":
@@ -105,7 +108,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("predict", "prepare", "convert", "to-bigbird", "report", "doctor")
+    known = ("init", "predict", "prepare", "convert", "to-bigbird", "report", "doctor")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 

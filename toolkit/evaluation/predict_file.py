@@ -12,7 +12,6 @@ from typing import Any
 
 from toolkit import launch
 from toolkit.config import ModelSettings
-from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels, problem_of
 from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
@@ -20,9 +19,8 @@ from toolkit.data.read import Table, read_file
 from toolkit.data.rows import columns_of, text_column, texts_of
 from toolkit.data.tokens import Split, choose_max_length
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import decide
-from toolkit.evaluation.metrics import probabilities_of
-from toolkit.evaluation.predict import predict
+from toolkit.evaluation.classification import decide, probabilities_of
+from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
 from toolkit.models import title_model
 from toolkit.models.classifier import load_config, load_saved_classifier, load_tokenizer
@@ -88,11 +86,11 @@ def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, options:
 def _classes(
     accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any, labels: Labels, flat: bool
 ) -> dict[str, Any] | None:
-    collate, most = Collator(split, tokenizer, accelerator.device), options.max_tokens_per_batch
-    predictions = predict(accelerator, model, split, collate, options.per_device_batch_size, most)
-    if predictions is None:
+    size, most = options.per_device_batch_size, options.max_tokens_per_batch
+    logits = predict(accelerator, model, split, tokenizer, size, most)
+    if logits is None:
         return None
-    chances = probabilities_of(predictions.logits, labels.problem_type)
+    chances = probabilities_of(logits, labels.problem_type)
     return _columns([decide(row, labels) for row in chances], labels, flat)
 
 

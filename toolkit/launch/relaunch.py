@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from toolkit.errors import UserError, did_you_mean
+from toolkit.init import templates
 from toolkit.launch import meeting
 from toolkit.launch.environment import free_port, place_of
 from toolkit.launch.machines import Machines, find_machines, whole
@@ -248,8 +249,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def find_beside(name: str, script: str, folder: str) -> Path:
     """A file as named from here, or from the repository the script lies in. Raises UserError."""
-    # the repository of the script, or of this package where `python -m toolkit` was typed
-    roots = [Path(script).resolve().parent.parent, Path(__file__).resolve().parents[2]]
+    # the folder the recipe lies in, or our own files where `python -m toolkit` was typed
+    roots = [Path(script).resolve().parent.parent, templates()]
     if Path(name).is_file():
         return Path(name)
     for root in roots:
