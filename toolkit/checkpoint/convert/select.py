@@ -275,7 +275,7 @@ def select_adapter(reader: CheckpointReader, config: AdapterConfig) -> Selection
     _factors(reader, held)  # one adapter, whole
     adapters = {saved_name(name): tensor for name, tensor in held.items() if is_adapters(name)}
     buffers, frozen = {_bare(name) for name in reader.buffers}, {_bare(name) for name in reader.frozen}
-    trained = {_bare(name) for name in reader.moments}
+    trained = {_bare(name) for name in reader.optimizer_state}
     for name, tensor in held.items():
         is_trained = name in trained if trained else bool(frozen) and name not in frozen
         if is_adapters(name) or name in buffers or not is_trained:

@@ -12,7 +12,6 @@ the other in the order of `param_shapes`, cut into sub-groups between parameters
 from __future__ import annotations
 
 import math
-import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 from toolkit.checkpoint.read.deepspeed_files import Files, optimizer_of
 from toolkit.checkpoint.read.torch_file import TorchFile, verify_member
 from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.reader import ITEM_BYTES, Span, TensorIndex
+from toolkit.checkpoint.reader import ITEM_BYTES, Scalar, Span, TensorIndex
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,13 +31,13 @@ class Owned:
     """What the optimizer owns, by parameter name."""
 
     weights: dict[str, TensorIndex] = field(default_factory=dict)
-    moments: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
 
     def add(self, name: str, shape: tuple[int, ...], spans: tuple[Span, ...], dtype: str, key: str = "") -> None:
         stored = TensorIndex(name, shape, dtype, spans)
         if key:
-            self.moments.setdefault(name, {})[key] = stored
+            self.kept.setdefault(name, {})[key] = stored
         else:
             self.weights[name] = stored
 
@@ -99,7 +98,7 @@ def _is_shapes(group: Any) -> bool:
 
 
 def owned_by_stage_1_or_2(files: Files) -> Owned:
-    """Masters, moments and steps of the parameters that are trained."""
+    """Masters and optimizer state of the parameters that are trained."""
     return _owned(files, "single_partition_of_fp32_groups", "base_optimizer_state", _add_group)
 
 
@@ -196,12 +195,11 @@ def _add_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes) ->
     _check_total(ranks, number, buffers[""].count, needed)
     for key in _keys(ranks, number, part):
         buffers[key] = _flat_buffer(ranks, number, part, lambda rank, key=key: rank.state_of(number).get(key))
-    step = _step(ranks, number)
+    scalars = _scalars(ranks, number)
     for name, shape in shapes.items():
         for key, buffer in buffers.items():
             owned.add(name, shape, _cut(ranks, buffer, places[name], math.prod(shape), name), buffer.dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+        owned.scalars[name] = scalars
     _check_addresses(ranks, number, shapes, places, part)
 
 
@@ -293,13 +291,12 @@ def _add_sub_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes
         _check_sub_group(rank, number, needed)
     keys = ["", *_keys(ranks, number, needed)]
     buffers = {key: [_rank_buffer(rank, number, key) for rank in ranks] for key in keys}
-    step, place = _step(ranks, number), 0
+    scalars, place = _scalars(ranks, number), 0
     for name, shape in shapes.items():
         for key in keys:
             spans = tuple(_stage_3_spans(ranks, buffers[key], place, parts[name], math.prod(shape), name))
             owned.add(name, shape, spans, buffers[key][0].dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+        owned.scalars[name] = scalars
         place += parts[name]
 
 
@@ -345,34 +342,35 @@ def _cut(ranks: list[_Rank], buffer: FlatBuffer, start: int, count: int, name: s
         ) from None
 
 
-def _step(ranks: list[_Rank], number: int) -> float | None:
-    """Adam's step of a group, equal on all ranks that have one."""
-    steps = [(rank, _number(rank, rank.state_of(number).get("step"))) for rank in ranks]
-    known = [(rank, step) for rank, step in steps if step is not None]
-    for rank, step in known:
-        if step != known[0][1]:
+def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
+    """What the optimizer keeps once for a whole group: of each rank, where they differ. They do not in steps."""
+    found: dict[str, list[tuple[_Rank, Scalar]]] = {}
+    for rank in ranks:
+        for key, value in rank.state_of(number).items():
+            if scalar := _scalar(rank, str(key), value):
+                found.setdefault(str(key), []).append((rank, scalar))
+    return {key: _agreed(key, scalars) for key, scalars in found.items()}
+
+
+def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
+    if type(value) is Tensor and not value.shape:
+        stored = rank.opened.stored(key, value)
+        if stored.spans[0].member.size < 1000:  # its few bytes are read anyway
+            verify_member(stored.spans[0].member)
+        return Scalar(stored.number(), stored.dtype)
+    return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
+
+
+def _agreed(key: str, scalars: list[tuple[_Rank, Scalar]]) -> Scalar:
+    first, one = scalars[0]
+    for rank, other in scalars:
+        if key == "step" and other.value != one.value:
             raise UserError(
-                f"{rank.file} is of optimizer step {step:g} and {known[0][0].file} of step {known[0][1]:g}: "
+                f"{rank.file} is of optimizer step {other.value:g} and {first.file} of step {one.value:g}: "
                 "they are of different saves; copy the folder again or take another checkpoint"
             )
-    return known[0][1] if known else None
-
-
-def _number(rank: _Rank, value: Any) -> float | None:
-    if type(value) is Tensor:
-        stored = rank.opened.stored("step", value)
-        if stored.count == 1 and stored.spans[0].member.size < 1000:  # its few bytes are read anyway
-            verify_member(stored.spans[0].member)
-        return number_in(stored)
-    return float(value) if type(value) in (int, float) else None
-
-
-def number_in(stored: TensorIndex) -> float | None:
-    """The number that a tensor of one element holds: a few bytes are read."""
-    form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(stored.dtype)
-    if form is None or stored.count != 1:
-        return None
-    return float(struct.unpack(form, stored.read())[0])
+    values = tuple(scalar.value for _, scalar in scalars)
+    return one if len(set(values)) == 1 else Scalar(values, one.dtype)
 
 
 def _differs(rank: _Rank, first: _Rank, what: str) -> UserError:
