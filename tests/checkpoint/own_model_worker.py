@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Bare(nn.Linear):
 
 def main() -> None:
     folder = Path(sys.argv[1])
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # which takes half a minute
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
