@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.conftest import Made, names
 from tests.checkpoint.handmade import read_folder, same_bits
 from tests.checkpoint.test_open_deepspeed import read_reference
-from toolkit.checkpoint.convert.run import Options, described, plan, write
+from toolkit.checkpoint.convert.conversion import ConvertSettings, described, plan, write
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -21,7 +21,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(checkpoint: Path, out: Path, **options: object) -> list[str]:
-    return write(plan(Options(checkpoint, out, **options)))  # type: ignore[arg-type]
+    return write(plan(ConvertSettings(checkpoint, out, **options)))  # type: ignore[arg-type]
 
 
 def expected_of(made: Made, dtype: str = "fp32") -> dict[str, torch.Tensor]:
@@ -104,7 +104,7 @@ def test_from_pretrained_loads_it(
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from toolkit.checkpoint.convert.shards import parse_size
+    from toolkit.checkpoint.convert.command import parse_size
 
     made = deepspeed_checkpoints[name]
     config = bert_config(tiny_model, tmp_path / "config")
@@ -176,7 +176,7 @@ def test_verify_builds_the_model_of_the_config(
 
 
 def data_members(checkpoint: Path) -> list[object]:
-    planned = plan(Options(checkpoint, checkpoint.with_name("none")))
+    planned = plan(ConvertSettings(checkpoint, checkpoint.with_name("none")))
     spans = [span for output in planned.selection.outputs for span in output.stored.spans]
     return list(dict.fromkeys(span.member for span in spans if span.member.size))
 
@@ -212,7 +212,7 @@ def test_a_dry_run_says_and_writes_nothing(
     deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:
     config = bert_config(tiny_model, tmp_path / "config")
-    planned = plan(Options(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
+    planned = plan(ConvertSettings(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
     text = "\n".join(described(planned))
     assert all(name in text for name in ("model.safetensors", "config.json", "vocab.txt"))
     assert not (tmp_path / "out").exists()

@@ -19,8 +19,8 @@ import torch
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
-from toolkit.checkpoint.convert import safe_folder
-from toolkit.checkpoint.convert.run import Options, plan, write
+from toolkit.checkpoint.convert import conversion, transfer
+from toolkit.checkpoint.convert.conversion import ConvertSettings, plan, write
 from toolkit.errors import UserError
 
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
@@ -159,7 +159,7 @@ def test_the_old_folder_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch
     real = Path.rename
 
     def rename(path: Path, target: Path) -> Path:
-        if ".partial-" in path.name:
+        if ".draft-" in path.name:
             raise OSError(errno.EIO, "Input/output error")
         return real(path, target)
 
@@ -179,7 +179,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for function in ("pwrite", "ftruncate", "fdatasync", "fsync"):
         with monkeypatch.context() as patched:
             patched.setattr(os, function, full)
-            patched.setattr(safe_folder, "_FLUSH_SECONDS", 0.0)
+            patched.setattr(transfer, "_FLUSH_SECONDS", 0.0)
             with pytest.raises(UserError, match=r"cannot write .*out: No space left on device; nothing was left"):
                 convert(run, tmp_path / "deep" / "out", sync=True)
         assert names_in(tmp_path) == ["run"]
@@ -187,8 +187,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_too_little_space_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", TENSORS)
-    monkeypatch.setattr(safe_folder.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
-    with pytest.raises(UserError, match=r"has 0.00 GB left and the output needs"):
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
+    with pytest.raises(UserError, match="has 100 bytes left and the output needs"):
         convert(run, tmp_path / "out")
 
 
@@ -213,7 +213,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
     )
     words = [sys.executable, "-c", slow, "convert", str(run), str(tmp_path / "out")]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        _until(lambda: any(tmp_path.glob(".out.partial-*/model.safetensors")))
+        _until(lambda: any(tmp_path.glob(".out.draft-*/model.safetensors")))
         time.sleep(0.3)
         process.send_signal(number)
         assert process.stderr is not None
@@ -289,8 +289,6 @@ def test_a_model_folder_is_a_checkpoint_too(tiny_model: Path, tmp_path: Path) ->
 
 
 def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.checkpoint.convert import transfer
-
     monkeypatch.setattr(transfer, "BLOCK", 1 << 10)
     monkeypatch.setattr(transfer, "CHUNK", 4 << 10)
     tensors = {f"x.{number}": torch.randn(number * 977 + 1) for number in range(9)}
@@ -304,7 +302,7 @@ def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_truncated_file_is_named_while_it_is_read(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.randn(500_000)})
-    planned = plan(Options(run, tmp_path / "out"))
+    planned = plan(ConvertSettings(run, tmp_path / "out"))
     os.truncate(run / "weights.safetensors", 1_000_000)  # after it was opened
     with pytest.raises(UserError, match=r"weights.safetensors ends within a: truncated"):
         write(planned)
