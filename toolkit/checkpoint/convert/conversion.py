@@ -30,7 +30,7 @@ from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_tree, replace_folder, writing
+from toolkit.files import replace_folder, writing
 from toolkit.units import size_text
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
@@ -161,7 +161,7 @@ def located(name: str) -> Path:
     """A demo model's name -> its folder, asked of a process of its own: the answer needs large libraries."""
     if not name.startswith("demo:"):
         return Path(name)
-    program = "import sys; from toolkit.data.demo import model_path; print(model_path(sys.argv[1]))"
+    program = "import sys; from toolkit.demo import model_path; print(model_path(sys.argv[1]))"
     asked = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
     return Path(asked.stdout.strip() if asked.returncode == 0 else name)
 
@@ -194,11 +194,9 @@ def write(conversion: Conversion) -> list[str]:
     flushes = settings.sync or os.path.lexists(settings.out)
     with writing(settings.out), replace_folder(settings.out, settings.overwrite, flushes) as draft:
         with _progress_bar(conversion.shards_size, "converting") as progress:
-            read = write_shards(draft, conversion.shards, dtype, conversion.selection.checked, progress, flushes)
+            read = write_shards(draft, conversion.shards, dtype, conversion.selection.checked, progress)
         conversion.files.write(draft, dtype, conversion.selection.is_adapter)
         if settings.verify:
-            if flushes:
-                flush_tree(draft)
             started = time.monotonic()
             verified = _verify(conversion, draft)
             verifying = time.monotonic() - started

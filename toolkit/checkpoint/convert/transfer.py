@@ -7,8 +7,8 @@ release the interpreter's lock.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import itertools
 import json
 import os
 import threading
@@ -37,7 +37,6 @@ BLOCK = 512 << 10
 CHUNK = 32 << 20
 # More do not gain on the disks we met, and each has buffers of its own (about 3 MB).
 MOST_THREADS = 4
-_FLUSH_SECONDS = 0.05
 
 
 # the files
@@ -79,14 +78,12 @@ def write_shards(
     dtype: str,
     checked: Iterable[Member] = (),
     progress: Callable[[int], object] = lambda size: None,
-    flushes: bool = False,
 ) -> int:
     """Writes the files, and the index of several, and returns the bytes read.
 
     Args:
         checked: members to check though nothing is copied from them.
         progress: called, by any thread, with the bytes read since.
-        flushes: the data goes to the disk meanwhile, so that little is left for the end.
 
     Raises:
         UserError: a checksum disagrees, a file is short, or a number does not fit; names the file and the member.
@@ -99,8 +96,6 @@ def write_shards(
             for file, shard in zip(files, shards, strict=True)
             for output in shard.outputs
         ]
-        if flushes:
-            stack.enter_context(_flushing(files))
         read = _transfer(_chunks(targets, checked), progress)
     if len(shards) > 1:
         _write_index(folder, shards, dtype)
@@ -120,31 +115,6 @@ def _write_at(file: int, content: memoryview, place: int) -> None:
     while content:
         done = os.pwrite(file, content, place)
         content, place = content[done:], place + done
-
-
-@contextlib.contextmanager
-def _flushing(files: Sequence[int]) -> Iterator[None]:
-    """Writes open files back to the disk while the block fills them. Raises OSError when the disk refuses."""
-    done = threading.Event()
-    faults: list[OSError] = []
-
-    def flush() -> None:
-        while not done.wait(_FLUSH_SECONDS) and not faults:
-            for file in files:
-                try:
-                    os.fdatasync(file)
-                except OSError as error:  # it is reported once: a later fsync would succeed
-                    faults.append(error)
-
-    thread = threading.Thread(target=flush)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    if faults:
-        raise faults[0]
 
 
 def _write_index(folder: Path, shards: Sequence[Shard], dtype: str) -> None:
@@ -186,12 +156,12 @@ class _Part:
     """Which element of the tensor the part begins with."""
     target: _Target
 
-    def write(self, low: int, numbers: memoryview, caster: Callable[[], Caster]) -> None:
+    def write(self, low: int, numbers: memoryview, buffers: _Buffers) -> None:
         """`numbers`: the member's bytes from `low` on."""
         output, dtype = self.target.output, self.target.dtype
         element = self.first + (low - self.start) // ITEM_BYTES[output.stored.dtype]
         if output.delta is not None or output.stored.dtype != dtype:
-            numbers = converted(output, numbers, dtype, element, caster())
+            numbers = converted(output, numbers, dtype, element, buffers.caster)
         _write_at(self.target.file, numbers, self.target.offset + element * ITEM_BYTES[dtype])
 
 
@@ -237,82 +207,66 @@ def _parts(target: _Target) -> Iterator[tuple[Member, _Part]]:
         first += span.count
 
 
+class _Buffers(threading.local):
+    """Each thread's own."""
+
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(BLOCK))
+
+    @functools.cached_property
+    def caster(self) -> Caster:
+        from toolkit.checkpoint.convert.casts import Caster
+
+        return Caster(BLOCK // 2)
+
+
 def _transfer(chunks: list[_Chunk], progress: Callable[[int], object]) -> int:
     """Does all the work in threads, and returns the bytes read."""
     count = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(chunks)) or 1
-    work = _Work(chunks, progress)
+    stop, buffers = threading.Event(), _Buffers()
     with ThreadPoolExecutor(count) as pool:
         try:
-            futures = [pool.submit(work.run) for _ in range(count)]
+            futures = [pool.submit(_copy, chunk, buffers, stop, progress) for chunk in chunks]
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
-            work.stopped = True  # after Ctrl-C or a fault the other threads end with their block
-        for future in futures:
-            future.result()
-    work.compare_checksums()
+            stop.set()  # after Ctrl-C or a fault the other threads end with their block
+        values = [future.result() for future in futures]
+    for member, group in itertools.groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].member):
+        _compare_checksum(member, [(chunk.end - chunk.start, value) for chunk, value in group])
     return sum(chunk.end - chunk.start for chunk in chunks)
 
 
-class _Work:
-    """The chunks still to do, shared by the threads, and the checksums of those done."""
-
-    def __init__(self, chunks: list[_Chunk], progress: Callable[[int], object]) -> None:
-        self.stopped = False
-        self._checksums: dict[Member, list[tuple[int, int, int]]] = defaultdict(list)  # (start, bytes, CRC32)
-        self._chunks = iter(chunks)
-        self._lock = threading.Lock()
-        self._progress = progress
-
-    def run(self) -> None:
-        """One thread's work: chunks until there are none."""
-        block, caster = memoryview(bytearray(BLOCK)), functools.cache(_make_caster)
-        with ExitStack() as stack:
-            opened = functools.cache(lambda path: _open(path, stack))
-            try:
-                while (chunk := self._next()) is not None:
-                    self._do(chunk, opened(chunk.member.file), block, caster)
-            except BaseException:
-                self.stopped = True
-                raise
-
-    def _next(self) -> _Chunk | None:
-        with self._lock:
-            return None if self.stopped else next(self._chunks, None)
-
-    def _do(self, chunk: _Chunk, file: int, block: memoryview, caster: Callable[[], Caster]) -> None:
-        value = 0
+def _copy(chunk: _Chunk, buffers: _Buffers, stop: threading.Event, progress: Callable[[int], object]) -> int:
+    """Does a chunk, and returns the CRC32 of its bytes."""
+    value, file = 0, _open(chunk.member.file)
+    try:
         for start in range(chunk.start, chunk.end, BLOCK):
-            if self.stopped:
-                return
-            view = block[: min(BLOCK, chunk.end - start)]
+            if stop.is_set():
+                break
+            view = buffers.block[: min(BLOCK, chunk.end - start)]
             _fill(file, chunk.member, start, view)
             if chunk.member.crc32 is not None:
                 value = crc32(view, value)
             for part in chunk.parts:
                 low, high = max(part.start, start), min(part.end, start + len(view))
                 if low < high:
-                    part.write(low, view[low - start : high - start], caster)
-            self._progress(len(view))
-        with self._lock:
-            self._checksums[chunk.member].append((chunk.start, chunk.end - chunk.start, value))
-
-    def compare_checksums(self) -> None:
-        """Of whole members, put together from those of their chunks. Raises UserError."""
-        for member, pieces in self._checksums.items():
-            value = 0
-            for _, size, piece in sorted(pieces):
-                value = combine(value, piece, size)
-            if member.crc32 is not None and value != member.crc32:
-                raise UserError(
-                    f"{member.name} of {member.file} is damaged: its checksum is {value:08x} and should be "
-                    f"{member.crc32:08x}; take another copy of this file, or another checkpoint"
-                )
+                    part.write(low, view[low - start : high - start], buffers)
+            progress(len(view))
+    finally:
+        os.close(file)
+    return value
 
 
-def _make_caster() -> Caster:
-    from toolkit.checkpoint.convert.casts import Caster
-
-    return Caster(BLOCK // 2)
+def _compare_checksum(member: Member, pieces: Iterable[tuple[int, int]]) -> None:
+    """Of a whole member, put together from its chunks' (bytes, CRC32). Raises UserError."""
+    value = 0
+    for size, piece in pieces:
+        value = combine(value, piece, size)
+    if member.crc32 is not None and value != member.crc32:
+        raise UserError(
+            f"{member.name} of {member.file} is damaged: its checksum is {value:08x} and should be "
+            f"{member.crc32:08x}; take another copy of this file, or another checkpoint"
+        )
 
 
 def converted(output: Output, numbers: memoryview, dtype: str, first: int, caster: Caster) -> memoryview:
@@ -333,13 +287,11 @@ def converted(output: Output, numbers: memoryview, dtype: str, first: int, caste
         ) from None
 
 
-def _open(path: Path, stack: ExitStack) -> int:
+def _open(path: Path) -> int:
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    stack.callback(os.close, file)
-    return file
 
 
 def _fill(file: int, member: Member, start: int, view: memoryview) -> None:
