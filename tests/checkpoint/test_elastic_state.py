@@ -29,6 +29,7 @@ WAYS = {
     "lion": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
     "amsgrad": ["single x1", "zero3 x2", "ddp x2", "zero2 x2"],
     "adagrad": ["single x1", "fsdp x2", "ddp x2"],
+    "vectors": ["zero2 x2"],
     "adafactor": ["single x1", "ddp x2"],
     "rows": ["fsdp x2", "single x1", "fsdp x3", "zero3 x2", "fsdp x1", "zero2 x3"],
 }  # fmt: skip
