@@ -92,8 +92,9 @@ def align_strategy(
     name = type(optimizer).__name__
     if name.lower().endswith(_NEEDS_WHOLE_PARAMETERS):
         faults.add(
-            f"{name} computes with whole parameters, and ZeRO hands an optimizer flat pieces of many: its updates would "
-            "be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight (AdamW, SGD)"
+            f"{name} computes with whole parameters, and ZeRO hands an optimizer flat pieces of many: its updates "
+            "would be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight "
+            "(AdamW, SGD)"
         )
     faults.raise_if_any()
     config.update(meant)
