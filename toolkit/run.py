@@ -104,10 +104,11 @@ class Run:
                 self._stop()
                 return
 
-    def log(self, step: Step, grad_norm: Any) -> None:
+    def log(self, step: Step, grad_norm: Any) -> StepMetrics:
         """Logs a finished step: the loss is gathered here. Raises UserError where it is not finite."""
-        self._metrics: StepMetrics = step.gather_metrics(grad_norm)
+        self._metrics = step.gather_metrics(grad_norm)
         self._log.log_step(self._metrics)
+        return self._metrics
 
     def save_if_best(self, step: Step, evaluation: Evaluation) -> None:
         """Logs an evaluation of the model after `step`, and saves the model where it is the best so far."""
@@ -193,7 +194,7 @@ class Run:
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
         per_step = f"{settings.training.global_batch_size} samples per step"
         if schedule.accumulation > 1:
-            uneven = settings.training.max_tokens_per_batch is not None or data.train.sparse is not None
+            uneven = settings.training.max_tokens_per_batch is not None or data.train.buckets is not None
             at_most = "at most " if uneven else ""
             per_step += f" ({at_most}{schedule.accumulation} micro-batches on each process)"
         named = launch.named_machines()

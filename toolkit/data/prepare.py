@@ -32,7 +32,7 @@ from toolkit.data.rows import (
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.models.bigbird.widths import sparse_widths
+from toolkit.models.bigbird.widths import length_buckets
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -162,7 +162,7 @@ def prepare_texts(
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
     folder = made_once("tokens", digest, make, accelerator)
-    return tokens.load_split(folder, "texts", sparse_widths(model_config))
+    return tokens.load_split(folder, "texts", length_buckets(model_config))
 
 
 def _prepared(
@@ -234,8 +234,8 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    sparse = sparse_widths(model_config)
-    splits = {name: tokens.load_split(folder, name, sparse) for name in meta["splits"]}
+    buckets = length_buckets(model_config)
+    splits = {name: tokens.load_split(folder, name, buckets) for name in meta["splits"]}
     return {
         "folder": folder,
         "digest": folder.name,

@@ -20,15 +20,16 @@ _BATCH_TEXTS = 2000
 
 
 @dataclass(frozen=True)
-class SparseWidths:
-    """A BigBird reads batches of up to `full` tokens with full attention, which padding does not change, and wider
-    ones in blocks: which of them a text attends to follows from how many the batch has, padding counted."""
+class LengthBuckets:
+    """Which texts may share a micro-batch. A BigBird reads batches of up to `full` tokens with full attention, which
+    padding does not change, and wider ones in blocks: which blocks a text attends to follows from the batch's width,
+    padding counted."""
 
     full: int
     block: int
 
-    def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """(samples,) int64: texts of one kind are read together as each is alone."""
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """(samples,) int64: texts of one bucket are read together as each is alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
 
@@ -46,8 +47,8 @@ class Split:
     """(samples,) int64, (samples, classes) float32 or (samples,) float32."""
     rows: np.ndarray
     """(samples,) int64, each sample's row in its source, counted from 0: its id."""
-    sparse: SparseWidths | None = field(default=None, kw_only=True)
-    """Of the model that reads it, where how it reads a text depends on the width of the batch."""
+    buckets: LengthBuckets | None = field(default=None, kw_only=True)
+    """Where the model reads a text differently in a wider batch."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,8 +63,8 @@ class Split:
         return self.input_ids[self.offsets[index] : self.offsets[index + 1]]
 
     @property
-    def loss_terms(self) -> np.ndarray:
-        """(samples,) int64: how many terms the loss of each sample is the sum of."""
+    def loss_denominators(self) -> np.ndarray:
+        """(samples,) int64: what each sample adds to the loss denominator: 1."""
         return np.ones(len(self), np.int64)
 
     def texts(self) -> list[str]:
@@ -86,8 +87,8 @@ class TitleSplit(Split):
     """(samples + 1,) int64."""
 
     @property
-    def loss_terms(self) -> np.ndarray:
-        """(samples,) int64: the tokens of each title that are predicted, all but its first."""
+    def loss_denominators(self) -> np.ndarray:
+        """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is given."""
         return np.diff(self.target_offsets) - 1
 
     def target(self, index: int) -> np.ndarray:
@@ -118,7 +119,7 @@ def save_split(
                 file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
 
 
-def load_split(folder: Path, name: str, sparse: SparseWidths | None = None) -> Split:
+def load_split(folder: Path, name: str, buckets: LengthBuckets | None = None) -> Split:
     """Maps a saved split into memory; one with titles is a `TitleSplit`."""
     parts = ["input_ids", "offsets", "rows"]
     titled = (folder / name / "target_ids.npy").is_file()
@@ -126,7 +127,7 @@ def load_split(folder: Path, name: str, sparse: SparseWidths | None = None) -> S
         parts += ["target_ids", "target_offsets"]
     arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in parts}
     labels = np.load(folder / name / "labels.npy")
-    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, sparse=sparse, **arrays)
+    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, buckets=buckets, **arrays)
 
 
 def encode(

@@ -45,4 +45,4 @@ def evaluation_of(
 
 def mean_loss(losses: np.ndarray, split: Split) -> float:
     """(N,) losses -> their sum over the split's loss denominator, as a training step has it."""
-    return float(losses.sum(dtype=np.float64) / split.loss_terms.sum())
+    return float(losses.sum(dtype=np.float64) / split.loss_denominators.sum())

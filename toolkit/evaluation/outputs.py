@@ -18,7 +18,8 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, collator_of, evaluation_rounds
+from toolkit.data import batches
+from toolkit.data.batches import Batch, collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch import memory
@@ -64,8 +65,8 @@ def batches_of(
     """
     collate = collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    for indices in evaluation_rounds(split, per_device, rank, world, max_tokens):
-        batch = EvaluationBatch(**vars(collate.share(indices)), gathered_size=per_device)
+    for indices in batches.evaluation_batches(split, per_device, rank, world, max_tokens):
+        batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
         launch.explain_failures(partial(memory.of_evaluation, batch))
         yield batch
 

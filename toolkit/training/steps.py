@@ -25,7 +25,7 @@ from accelerate.utils import gather_object, set_seed
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, collator_of, epoch_order, most_rounds, shares
+from toolkit.data.batches import Batch, collator_of, global_batches, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch import memory
@@ -50,7 +50,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
     _refuse_too_long(settings, train.lengths)
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_rounds(
+    accumulation = most_micro_batches(
         train,
         settings.global_batch_size,
         settings.per_device_batch_size,
@@ -119,7 +119,7 @@ class Step:
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
-        mine = shares(
+        mine = micro_batches(
             self.steps.train,
             self.indices,
             settings.per_device_batch_size,
@@ -129,7 +129,7 @@ class Step:
         )
         for place, indices in enumerate(mine):
             accelerator.sync_gradients = place == len(mine) - 1
-            self._batch = self.steps.collate.share(indices)
+            self._batch = self.steps.collate(indices)
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
                 yield self._batch
@@ -246,11 +246,11 @@ class Steps:
         and the epoch only. While it runs, a stop signal is kept until the step is done."""
         self.set_randomness()
         per_epoch, total = self.schedule.steps_per_epoch, self.schedule.total_steps
-        lengths, denominators = self.train.lengths, self.train.loss_terms
+        lengths, denominators = self.train.lengths, self.train.loss_denominators
         size, seed, by_length = self.settings.global_batch_size, self.settings.seed, self.settings.group_by_length
         with self.signals:
             for epoch in range(self.done // per_epoch, -(-total // per_epoch)):
-                order = epoch_order(lengths, size, seed, epoch, by_length)
+                order = global_batches(lengths, size, seed, epoch, by_length)
                 for number, indices in enumerate(order, epoch * per_epoch + 1):
                     if self.done < number <= total:
                         tokens, denominator = int(lengths[indices].sum()), int(denominators[indices].sum())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolkit.data.tokens import SparseWidths, reader
+from toolkit.data.tokens import LengthBuckets, reader
 from toolkit.models.bigbird.plan import full_up_to
 
 
-def sparse_widths(config: Any) -> SparseWidths | None:
+def length_buckets(config: Any) -> LengthBuckets | None:
     """Of a model's config; None where the width of a batch changes nothing."""
     config = reader(config)
     if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
         return None
-    return SparseWidths(full_up_to(config.block_size, config.num_random_blocks), config.block_size)
+    return LengthBuckets(full_up_to(config.block_size, config.num_random_blocks), config.block_size)
