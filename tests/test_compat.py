@@ -27,11 +27,11 @@ NAMES = {
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
         "real_dp_process_group", "update_lp_params"),
-    "deepspeed.runtime.bf16_optimizer": ("fp32_groups_flat_partition", "update_lp_params"),
+    "deepspeed.runtime.bf16_optimizer": ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params"),
     "deepspeed.utils.mixed_precision_linkage": ("_hp_mapping",),
     "deepspeed.runtime.zero.stage3": (
-        "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "grad_position",
-        "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),
+        "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",
+        "grad_position", "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),
     "deepspeed.runtime.zero.partition_parameters": ("ds_tensor", "ds_numel", "ds_shape", "ds_process_group"),
     "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
