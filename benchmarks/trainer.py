@@ -114,7 +114,8 @@ def make_settings(output_dir: str, samples: int) -> Any:
 def prepare(settings: Any) -> dict[str, Any]:
     """Makes the tokens, in a process of its own, so that no contestant spends time or memory on them."""
     from toolkit.data.prepare import prepare_data
-    from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.pretrained import load_config
 
     data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
     return {"folder": str(data.folder)}
@@ -123,7 +124,9 @@ def prepare(settings: Any) -> dict[str, Any]:
 def load_job(settings: Any, samples: int) -> Job:
     """The same weights (the new head too) and the same samples for every contestant."""
     from toolkit.data.prepare import prepare_data
-    from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.models.classifier import load_classifier
+    from toolkit.pretrained import load_config
 
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))

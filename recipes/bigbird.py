@@ -19,7 +19,7 @@ import torch
 
 from toolkit import config, launch
 from toolkit.data.prepare import prepare_data
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import (
     Evaluation,
     Outputs,
@@ -27,9 +27,10 @@ from toolkit.evaluation import (
     classification_metrics,
     evaluation_batches,
 )
-from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
 from toolkit.models.to_bigbird import long_model
+from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
 from toolkit.training.steps import Steps

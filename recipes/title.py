@@ -18,13 +18,13 @@ import torch
 
 from toolkit import config, launch
 from toolkit.data.prepare import prepare_titles
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
-from toolkit.models.classifier import load_config, load_tokenizer
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
+from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
 from toolkit.training.steps import Steps

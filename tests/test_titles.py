@@ -32,8 +32,8 @@ from toolkit.config import GenerationSettings, PretrainedSettings
 from toolkit.data.batches import global_batches
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.readable import readable
+from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import rouge
-from toolkit.models.classifier import load_tokenizer
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
 

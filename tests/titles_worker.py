@@ -18,10 +18,9 @@ from accelerate.utils import gather_object
 from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import GenerationSettings, PretrainedSettings, TrainingSettings
-from toolkit.data.tokens import TitleSplit
+from toolkit.data.tokens import TitleSplit, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
-from toolkit.models.classifier import load_tokenizer
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model

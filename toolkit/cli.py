@@ -64,6 +64,7 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
+    predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
@@ -130,8 +131,9 @@ def _prepare(arguments: list[str]) -> None:
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.data.prepare import prepare_data, prepare_titles
-    from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.models.to_bigbird import long_model
+    from toolkit.pretrained import load_config
 
     pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
     prepare = prepare_titles if task == "title" else prepare_data

@@ -22,10 +22,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
-from toolkit import launch
+from toolkit import demo, launch
 from toolkit.checkpoint.model_folder import load_weights
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
-from toolkit.data import demo
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.evaluation import ComputeMetrics, Evaluation

@@ -335,7 +335,7 @@ def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
 
     texts = ["good film", "很好", "the room and the price"]
     arrays, _ = encode(tokenizer, texts, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)}, None)
+    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)})
     batch = Collator(load_split(tmp_path, "train"), tokenizer, CPU)(np.array([0, 1, 2]))
     expected = tokenizer(texts, padding=True, return_tensors="pt")
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])

@@ -104,6 +104,8 @@ class DataSettings(TextSettings):
 
     label_column: str | None = None
     """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
+    text_pair: str | None = None
+    """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
 
 
 @section

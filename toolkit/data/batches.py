@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,8 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """`input_ids` (B, S) int64 and, where anything is padded, `attention_mask` (B, S) int64."""
+    """`input_ids` (B, S) int64; `attention_mask` (B, S) int64, where anything is padded; `token_type_ids` (B, S)
+    int64, of pairs of texts, where the tokenizer has them."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of titles (B, T) int64."""
     weights: torch.Tensor
@@ -143,6 +145,7 @@ class Collator:
     def __init__(self, split: Split, tokenizer: Any, device: torch.device) -> None:
         self.split = split
         self.pad_id = int(tokenizer.pad_token_id)
+        self.pad_type = int(getattr(tokenizer, "pad_token_type_id", 0))
         self.left = tokenizer.padding_side == "left"
         self.device = device
 
@@ -155,15 +158,12 @@ class Collator:
         width = max(lengths)
         if self.device.type == "cuda":
             width = _width(width)
-        input_ids = np.full((len(samples), width), self.pad_id, np.int64)  # (B, S)
-        mask = np.zeros((len(samples), width), np.int64)  # (B, S)
-        for row, sample in enumerate(samples):
-            span = slice(width - len(sample), width) if self.left else slice(0, len(sample))
-            input_ids[row, span] = sample
-            mask[row, span] = 1
-        inputs = {"input_ids": self._move(input_ids)}
-        if min(lengths) < width:
-            inputs["attention_mask"] = self._move(mask)  # without padding attention needs none, and is faster
+        inputs = {"input_ids": self._padded(samples, width, self.pad_id)}
+        if min(lengths) < width:  # without padding attention needs no mask, and is faster
+            inputs["attention_mask"] = self._padded([np.ones_like(sample) for sample in samples], width, 0)
+        if self.split.token_types is not None:
+            types = [self.split.token_types[self.split.span(int(index))] for index in indices]
+            inputs["token_type_ids"] = self._padded(types, width, self.pad_type)
         return Batch(
             inputs=inputs,
             labels=self._move(self.split.labels[indices]),
@@ -172,6 +172,13 @@ class Collator:
             samples=len(samples) if real else 0,
             tokens=sum(lengths) if real else 0,
         )
+
+    def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int) -> torch.Tensor:
+        """Arrays (length,) -> (B, S) int64 on the device."""
+        padded = np.full((len(samples), width), filler, np.int64)
+        for row, sample in enumerate(samples):
+            padded[row, slice(width - len(sample), width) if self.left else slice(0, len(sample))] = sample
+        return self._move(padded)
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -14,9 +14,8 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from toolkit import __version__
+from toolkit import __version__, demo
 from toolkit.config import ModelSettings, ProblemType, Task, TaskSettings, TitleSettings
-from toolkit.data import demo
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.prepare import Prepared, TaskData, TitleData
 from toolkit.evaluation import Evaluation

@@ -16,9 +16,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from toolkit import demo
+from toolkit.cache import cache_folder
 from toolkit.config import Task
-from toolkit.data import demo
-from toolkit.data.cache import cache_folder
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
