@@ -304,11 +304,11 @@ def test_a_half_made_draft_is_never_used(
     rows, real = rows_of({"a": 10, "b": 10}), prepare.tokens.save_split
     saved: list[str] = []
 
-    def die_at_the_second(folder: Path, *arguments: Any) -> None:
+    def die_at_the_second(folder: Path, *arguments: Any, **strings: Any) -> None:
         if saved:
             raise KeyboardInterrupt
         saved.append(folder.name)
-        real(folder, *arguments)
+        real(folder, *arguments, **strings)
 
     monkeypatch.setattr(prepare.tokens, "save_split", die_at_the_second)
     with pytest.raises(KeyboardInterrupt):
@@ -379,7 +379,7 @@ class CountingTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {"a": 0}
 
-    def num_special_tokens_to_add(self) -> int:
+    def num_special_tokens_to_add(self, pair: bool) -> int:
         return 2
 
     def __repr__(self) -> str:

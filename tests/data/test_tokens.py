@@ -126,7 +126,9 @@ def test_the_fingerprint_of_a_tokenizer_written_in_python() -> None:
 )
 def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
     assert (
-        choose_max_length(wanted, SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda: 2), model)
+        choose_max_length(
+            wanted, SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2), model
+        )
         == chosen
     )
 
@@ -134,7 +136,9 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
 @pytest.mark.parametrize(("wanted", "model"), [(513, config()), (513, config("roberta", 514, 1))])
 def test_more_tokens_than_positions(wanted: int, model: SimpleNamespace) -> None:
     with pytest.raises(UserError, match=r"--max_length 513: the model has 512 positions"):
-        choose_max_length(wanted, SimpleNamespace(model_max_length=10**30, num_special_tokens_to_add=lambda: 2), model)
+        choose_max_length(
+            wanted, SimpleNamespace(model_max_length=10**30, num_special_tokens_to_add=lambda pair: 2), model
+        )
 
 
 def test_encoding_leaves_the_tokenizer_as_it_was(tiny_model: Path) -> None:
