@@ -29,7 +29,15 @@ from toolkit.checkpoint.publish import (
     settle_on_all,
     why_not_written,
 )
-from toolkit.checkpoint.save import Draft, drafts_of, write, write_deepspeed, write_random_states, written_by
+from toolkit.checkpoint.save import (
+    Draft,
+    drafts_of,
+    optimizer_facts,
+    write,
+    write_deepspeed,
+    write_random_states,
+    written_by,
+)
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.training.optimizer import scaler_state
@@ -195,6 +203,7 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
+            "optimizer": optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # an adapter's base weights are not trained, large, and lie where they came from
