@@ -29,7 +29,6 @@ ROWS = [
     {"question": "the price", "answer": "good", "label": "yes"},
 ]
 QUESTIONS, ANSWERS = ([row[name] for row in ROWS] for name in ("question", "answer"))
-PAIRS = {"text_column": "question", "text_pair": "answer"}
 
 
 def as_roberta(tokenizer: Any) -> Any:

@@ -43,11 +43,6 @@ def test_batches_of_texts_do_not_show(tokenizer: Any, monkeypatch: pytest.Monkey
     assert cut == 1
 
 
-def test_no_texts_at_all(tokenizer: Any) -> None:
-    arrays, cut = encode(tokenizer, [], 20)
-    assert (len(arrays["input_ids"]), arrays["offsets"].tolist(), cut) == (0, [0], 0)
-
-
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
     arrays, _ = encode(tokenizer, TEXTS, 20)
     labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
@@ -60,12 +55,6 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
     assert isinstance(split.input_ids, np.memmap)
-
-
-def test_a_split_without_texts(tokenizer: Any, tmp_path: Path) -> None:
-    arrays, _ = encode(tokenizer, TEXTS, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.zeros(5), "rows": np.arange(5)})
-    assert load_split(tmp_path, "train").texts() == []
 
 
 def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:
