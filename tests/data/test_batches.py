@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.splits import of_lengths
-from toolkit.data import batches
 from toolkit.data.batches import (
     IGNORED,
     Collator,
@@ -149,14 +148,6 @@ def test_micro_batches_that_are_counted_in_tokens(world: int, per_device: int, m
         assert len(mine[0]) == -(-needed // world)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_limit_that_nothing_reaches_costs_no_micro_batch(world: int) -> None:
-    lengths = lengths_of(100)
-    for size in range(1, 40):
-        found = micro_batches(of_lengths(lengths), np.arange(size), 4, 0, world, max_tokens=10**9)
-        assert len(found) == len(micro_batches(of_lengths(lengths), np.arange(size), 4, 0, world))
-
-
 def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
     lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
     found = micro_batches(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
@@ -249,10 +240,6 @@ def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split) ->
     assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
 
 
-def test_a_micro_batch_keeps_its_order(split: Split) -> None:
-    assert collator(split)(np.array([3, 1])).ids.tolist() == [30, 10]
-
-
 TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3], [2, 34, 3]]
 
 
@@ -299,16 +286,6 @@ def test_a_padding_title_has_no_weight(titled: TitleSplit) -> None:
     assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
 
 
-def test_what_is_ignored_is_what_torch_ignores() -> None:
-    assert torch.nn.CrossEntropyLoss().ignore_index == IGNORED
-
-
-def test_each_kind_of_split_has_its_collator(split: Split, titled: TitleSplit) -> None:
-    tokenizer = SimpleNamespace(pad_token_id=7, padding_side="right")
-    assert type(collator_of(split, tokenizer, CPU)) is Collator
-    assert type(collator_of(titled, tokenizer, CPU)) is TitleCollator
-
-
 @pytest.mark.parametrize("labels", [np.eye(12, 4, dtype=np.float32), np.linspace(0, 1, 12, dtype=np.float32)])
 def test_labels_keep_their_shape_and_type(split: Split, labels: np.ndarray) -> None:
     other = Split("train", split.folder, split.input_ids, split.offsets, labels, split.rows)
@@ -340,10 +317,6 @@ def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
     expected = tokenizer(texts, padding=True, return_tensors="pt")
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
     assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
-
-
-def test_the_window_is_of_transformers_size() -> None:
-    assert batches._WINDOW_BATCHES == 50
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])

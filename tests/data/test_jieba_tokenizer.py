@@ -13,13 +13,11 @@ import subprocess
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toolkit.data import jieba_tokenizer
 from toolkit.data.jieba_tokenizer import JiebaTokenizer, is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.readable import HAN, readable, without_token_spaces
 from toolkit.errors import UserError
@@ -126,24 +124,6 @@ def test_cut_texts_are_the_beginning_and_are_counted(
         assert bool(encoding.overflowing) == (len(whole) > length - 2)
 
 
-def test_only_what_is_kept_is_cut_into_words(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, words = load_jieba(), []
-
-    class Counting:
-        def cut(self, text: str, **options: Any) -> Iterator[str]:
-            return (words.append(word) or word for word in loaded.cutter.cut(text, **options))
-
-    monkeypatch.setattr(jieba_tokenizer, "load_jieba", lambda: loaded._replace(cutter=Counting()))
-    ours("今天的新闻，" * 5000, truncation=True, max_length=32)
-    assert 30 <= len(words) < 40
-
-
-def test_all_overflowing_parts_are_there_when_asked_for(ours: Any) -> None:
-    text = "今天的新闻" * 50
-    parts = ours(text, truncation=True, max_length=16, return_overflowing_tokens=True)["input_ids"]
-    assert [token for part in parts for token in part[1:-1]] == ours(text)["input_ids"][1:-1]
-
-
 def test_pairs_padding_and_tensors_work_as_with_the_ordinary_tokenizer(ours: Any, ordinary: Any) -> None:
     batch = ours(["我们", "好"], ["他们的新闻", "好"], padding=True, return_tensors="pt")
     alone = ours("我们")["input_ids"], ours("他们的新闻")["input_ids"]
@@ -175,13 +155,6 @@ def test_everything_else_is_the_ordinary_tokenizers(ours: Any, ordinary: Any) ->
     assert ours.batch_decode([ids]) == ordinary.batch_decode([ids])
     padded = ours.pad({"input_ids": [[1, 2], [3]]})
     assert padded["input_ids"] == [[1, 2], [3, ours.pad_token_id]]
-
-
-def test_the_ordinary_tokenizer_stays_as_it_was(ordinary: Any) -> None:
-    before = ordinary("我们的新闻")["input_ids"]
-    assert words_first(ordinary)("我们的新闻")["input_ids"] != before
-    assert ordinary("我们的新闻")["input_ids"] == before
-    assert not is_jieba(ordinary)
 
 
 @pytest.mark.parametrize("used", [False, True])

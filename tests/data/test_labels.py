@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,11 +73,6 @@ def test_classes(labels: list[Any], names: tuple[str, ...], ids: list[int]) -> N
     assert decided.encode(table_of(labels), np.arange(len(labels))).dtype == np.int64
 
 
-def test_class_ids_follow_the_natural_order() -> None:
-    assert found([10, 9, -1]).names == ("-1", "9", "10")
-    assert encoded(found([10, 9, -1]), [10, 9, -1]) == [2, 1, 0]
-
-
 def test_a_data_sets_own_names_keep_their_order() -> None:
     feature = datasets.ClassLabel(names=["joy", "anger", "unused"])
     decided = found([0, 1], feature=feature)
@@ -102,11 +96,6 @@ def test_numbers_with_a_fraction_are_regression(labels: list[float]) -> None:
     array = decided.encode(table_of(labels), np.array([0, 2]))
     assert array.dtype == np.float32
     assert array.tolist() == pytest.approx([labels[0], labels[2]])
-
-
-@pytest.mark.parametrize("labels", [[1, 2, 3], ["1", "2.5", "3"]])
-def test_regression_can_be_asked_for(labels: list[Any]) -> None:
-    assert encoded(found(labels, "regression"), labels) == pytest.approx([float(label) for label in labels])
 
 
 @pytest.mark.parametrize("value", ["good", "", "inf", "nan"])
@@ -201,15 +190,6 @@ def test_several_columns_hold_nothing_but_0_and_1(odd: Any, where: str) -> None:
     assert "'b'" in fault
 
 
-def test_several_columns_of_many_rows_take_no_time() -> None:
-    rows = 30_000
-    columns = {name: [0, 1] * (rows // 2) for name in "abcd"}
-    table = Table(datasets.Dataset.from_dict({"text": ["t"] * rows} | columns), "f.csv", "d")
-    started = time.perf_counter()
-    find_labels(table, "a,b,c,d", None, "text").encode(table, np.arange(rows))
-    assert time.perf_counter() - started < 2.0  # seconds; a tenth of one when columns are read at once
-
-
 def test_several_columns_are_multi_label_and_nothing_else() -> None:
     table = columns_table(a=[1, 0], b=[0, 1])
     assert "regression" in fault_of(lambda: find_labels(table, "a,b", "regression", "text"))
@@ -233,10 +213,6 @@ def test_rows_without_a_label_are_named(labels: list[Any], rows: str) -> None:
     fault = fault_of(lambda: found(labels))
     assert f"rows {rows}:" in fault
     assert "f.csv" in fault
-
-
-def test_many_rows_without_a_label_are_counted() -> None:
-    assert "and 15 more" in fault_of(lambda: found([*["a", "b"], *[None] * 25]))
 
 
 @pytest.mark.parametrize(
@@ -301,11 +277,6 @@ def test_a_missing_label_column_of_another_file() -> None:
     assert "lable" in fault
 
 
-@pytest.mark.parametrize("column", ["label", "Labels", "标签", "sentiment"])
-def test_the_label_column_is_found_by_its_name(column: str) -> None:
-    assert find_labels(table_of(["a", "b"], column=column), None, None, "text").columns == (column,)
-
-
 def test_a_label_column_that_cannot_be_told() -> None:
     fault = fault_of(lambda: find_labels(table_of(["a", "b"], column="y"), None, None, "text"))
     assert "--label_column" in fault
@@ -317,19 +288,6 @@ def test_too_many_classes_are_no_label() -> None:
     fault = fault_of(lambda: found([f"text {number}" for number in range(2001)]))
     assert "2001 different values" in fault
     assert "--label_column" in fault
-
-
-def test_labels_survive_json() -> None:
-    labels = Labels(MULTI, ("a", "b"), ("a", "b"))
-    assert Labels.from_json(labels.to_json()) == labels
-
-
-@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
-def test_lists_through_files(write_rows: Callable[..., str], kind: str) -> None:
-    rows = [{"text": "t", "labels": ["b", "a"]}, {"text": "u", "labels": ["b"]}, {"text": "v", "labels": []}]
-    table = read_file(write_rows(f"a.{kind}", rows))
-    labels = find_labels(table, None, None, "text")
-    assert labels.encode(table, np.arange(3)).tolist() == [[1, 1], [0, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])

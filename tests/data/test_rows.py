@@ -80,10 +80,6 @@ def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], 
     assert texts_of(table, wanted) == texts
 
 
-def test_spaces_around_a_comma_mean_nothing(write_rows: Callable[..., str]) -> None:
-    assert text_column(read_file(write_rows("a.jsonl", TWO)), " title , text") == "title,text"
-
-
 def test_a_column_whose_very_name_has_a_comma(write_rows: Callable[..., str]) -> None:
     table = read_file(write_rows("a.jsonl", [{"a": "1", "b": "2", "a,b": "both"}]))
     assert text_column(table, "a,b") == "a,b"
@@ -96,21 +92,6 @@ def test_a_missing_one_of_several_columns_is_named(write_rows: Callable[..., str
         text_column(read_file(write_rows("a.jsonl", TWO)), wanted)
     for part in ("no column 'txt'", "did you mean text?", "title, text, number", "--text_column"):
         assert part in str(caught.value)
-
-
-def test_a_column_that_only_the_validation_file_misses(prepared: Callable[..., TaskData]) -> None:
-    rows = [row | {"title": "the"} for row in growing(6)]
-    with pytest.raises(UserError, match=r"validation_file\.jsonl has no text column 'title': it has text, label"):
-        prepared(rows, validation_file=growing(2), text_column="title,text")
-
-
-def test_the_tokens_are_of_all_the_columns(prepared: Callable[..., TaskData], tokenizer: Any) -> None:
-    rows = [row | {"title": "the film"} for row in growing(6)]
-    data = prepared(rows, validation_file=rows, text_column="title,text")
-    assert data.validation.texts() == [f"the film\n{row['text']}" for row in rows]
-    for place, row in enumerate(rows):
-        assert data.train.tokens(place).tolist() == tokenizer(f"the film {row['text']}")["input_ids"]
-    assert prepared(rows, validation_file=rows, text_column="text,title").folder != data.folder
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., TaskData]) -> None:
@@ -188,13 +169,6 @@ def test_a_sample_is_chosen_by_the_seed_and_keeps_the_order(rows_of: Callable[[l
         chosen.append(part.numbers.tolist())
     assert chosen[0] == chosen[1]
     assert {number for part in chosen for number in part} == set(range(20))  # not always the first ones
-
-
-@pytest.mark.parametrize("most", [None, 20, 21])
-def test_a_sample_of_all_is_all(rows_of: Callable[[list[Row]], Rows], most: int | None) -> None:
-    rows, notes = rows_of(growing(20)), []
-    assert sampled(rows, "train", most, 1, notes) is rows
-    assert notes == []
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -126,16 +126,6 @@ def test_a_column_of_empty_titles(prepared: Callable[..., TitleData], empty: str
         assert part in str(caught.value)
 
 
-def test_titles_are_on_one_line(prepared: Callable[..., TitleData]) -> None:
-    rows = [{"text": "a", "title": "  good\n film\t"}, {"text": "b", "title": "好　书"}]
-    assert titled(prepared(rows, validation_file=rows).validation).titles() == ["good film", "好 书"]
-
-
-def test_a_title_may_be_a_number(prepared: Callable[..., TitleData]) -> None:
-    rows = [{"text": "a", "title": 0}, {"text": "b", "title": 1984}]
-    assert titled(prepared(rows, validation_file=rows).validation).titles() == ["0", "1984"]
-
-
 @pytest.mark.parametrize("most", [2, 4, 5, 32])
 def test_titles_are_tokens_from_the_first_to_the_end(
     prepared: Callable[..., TitleData], tokenizer: Any, most: int
@@ -203,14 +193,6 @@ def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Titl
     assert changed.folder != plain.folder
     assert changed.facts["title_column"] == given.get("title_column", "title")
     assert changed.facts["max_target_length"] == given.get("max_target_length", 32)
-
-
-def test_how_titles_are_written_does_not_change_the_folder(prepared: Callable[..., TitleData]) -> None:
-    rows = news(4)
-    plain = prepared(rows, validation_file=rows)
-    same = prepared(rows, validation_file=rows, num_beams=2, length_penalty=0.5, rouge_segmenter="char", dropout=0.1)
-    assert same.folder == plain.folder
-    assert same.titles == plain.titles
 
 
 def test_a_split_loads_back_as_what_it_was(

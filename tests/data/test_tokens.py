@@ -43,11 +43,6 @@ def test_batches_of_texts_do_not_show(tokenizer: Any, monkeypatch: pytest.Monkey
     assert cut == 1
 
 
-def test_no_texts_at_all(tokenizer: Any) -> None:
-    arrays, cut = encode(tokenizer, [], 20)
-    assert (len(arrays["input_ids"]), arrays["offsets"].tolist(), cut) == (0, [0], 0)
-
-
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
     arrays, _ = encode(tokenizer, TEXTS, 20)
     labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
@@ -60,12 +55,6 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
     assert isinstance(split.input_ids, np.memmap)
-
-
-def test_a_split_without_texts(tokenizer: Any, tmp_path: Path) -> None:
-    arrays, _ = encode(tokenizer, TEXTS, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.zeros(5), "rows": np.arange(5)})
-    assert load_split(tmp_path, "train").texts() == []
 
 
 def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:
@@ -126,7 +115,9 @@ def test_the_fingerprint_of_a_tokenizer_written_in_python() -> None:
 )
 def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespace, chosen: int) -> None:
     assert (
-        choose_max_length(wanted, SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda: 2), model)
+        choose_max_length(
+            wanted, SimpleNamespace(model_max_length=limit, num_special_tokens_to_add=lambda pair: 2), model
+        )
         == chosen
     )
 
@@ -134,7 +125,9 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
 @pytest.mark.parametrize(("wanted", "model"), [(513, config()), (513, config("roberta", 514, 1))])
 def test_more_tokens_than_positions(wanted: int, model: SimpleNamespace) -> None:
     with pytest.raises(UserError, match=r"--max_length 513: the model has 512 positions"):
-        choose_max_length(wanted, SimpleNamespace(model_max_length=10**30, num_special_tokens_to_add=lambda: 2), model)
+        choose_max_length(
+            wanted, SimpleNamespace(model_max_length=10**30, num_special_tokens_to_add=lambda pair: 2), model
+        )
 
 
 def test_encoding_leaves_the_tokenizer_as_it_was(tiny_model: Path) -> None:

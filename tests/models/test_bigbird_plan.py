@@ -58,15 +58,6 @@ def test_the_draws_are_theirs(pattern: Pattern, training: bool) -> None:
         np.testing.assert_array_equal(plan.random_blocks(pattern, length, training), theirs(pattern, length, training))
 
 
-def test_numpys_generator_is_left_alone() -> None:
-    np.random.seed(123)
-    before = np.random.get_state()[1].copy()
-    plan.random_blocks.cache_clear()
-    for length in (1024, 2048):
-        plan.random_blocks(PATTERNS[0], length, True)
-    np.testing.assert_array_equal(np.random.get_state()[1], before)
-
-
 def test_drawn_once_per_layer_length_and_mode() -> None:
     pattern = PATTERNS[0]
     assert plan.random_blocks(pattern, 2048, True) is plan.random_blocks(pattern, 2048, True)
@@ -87,16 +78,6 @@ def test_multiplicities() -> None:
     assert len(repeated) > 0
     assert set(repeated[:, 2]) == {15}
     assert trained[:, 2:-2].sum() == 2 * 12 * 8  # repeats counted, 8 key blocks per middle query block
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"b{pattern.block}r{pattern.random}")
-def test_repeats_are_known_without_counting(pattern: Pattern) -> None:
-    for length in {pattern.shortest + pattern.block, 1024, 2048, 3072, 4096}:
-        if pattern.shortest < length <= pattern.longest:
-            for training in (True, False):
-                repeated = bool((plan.counts(pattern, length, training) > 1).any())
-                assert plan.may_repeat(pattern, length, training) or not repeated
-    assert not plan.may_repeat(PATTERNS[0], 4096, True)
 
 
 def test_a_table_made_in_inference_can_be_trained_with() -> None:

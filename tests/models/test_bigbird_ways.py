@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
-from tests.runs import WAYS, recipe
 from toolkit.models.bigbird import flex
 
 __all__ = ["_seeded"]
@@ -75,13 +72,3 @@ def test_same_numbers_on_a_gpu(training: bool, attention: str) -> None:
     for length, padding in ((1024, "both"), (1100, "right"), (4096, "none")):
         inputs = {name: value.cuda() for name, value in batch(length, padding).items()}
         compare(fast(reference, attention), reference, inputs, 1e-4, 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ddp x2", "zero2 x2", "zero3 x2"])
-def test_trains_on_two_processes(way: str, tmp_path: Path) -> None:
-    """The losses of transformers' own attention, with long and short batches in turn."""
-    finished = recipe(*WAYS[way], script="tests/models/bigbird_worker.py")
-    assert finished.code == 0, finished.err[-3000:]
-    assert "the same losses" in finished.out

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.models.bert import modeling_bert
 
 from toolkit.models.first_token import read_first_token_only
 
@@ -44,8 +45,8 @@ def test_the_last_layer_really_does_less() -> None:
     model = make("bert", "sdpa")
     widths: list[int] = []
     last = model.bert.encoder.layer[-1]
-    last.intermediate.dense.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
     read_first_token_only(model)
+    last.intermediate.dense.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
     model(input_ids=torch.ones(2, 9, dtype=torch.long))
     assert widths == [1]
 
@@ -64,6 +65,22 @@ def test_gradient_checkpointing_and_saving(tmp_path) -> None:
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(input_ids=input_ids).logits, model.eval()(input_ids=input_ids).logits)
     assert loaded.bert(input_ids=input_ids).last_hidden_state.shape[1] == 11
+
+
+class Doubled(modeling_bert.BertSelfAttention):
+    def forward(self, hidden_states: torch.Tensor, *given: object, **named: object) -> object:
+        return super().forward(2 * hidden_states, *given, **named)
+
+
+def test_a_layer_that_computes_otherwise_is_left_alone() -> None:
+    """As after a change in transformers."""
+    model = make("bert", "sdpa").eval()
+    model.bert.encoder.layer[-1].attention.self.__class__ = Doubled
+    ids = torch.arange(3, 20)[None]
+    expected = model(input_ids=ids).logits
+    with pytest.warns(UserWarning, match="in a way that is not known here"):
+        assert not read_first_token_only(model)
+    assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_others_are_left_alone() -> None:

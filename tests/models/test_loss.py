@@ -52,16 +52,6 @@ def test_each_loss_is_of_its_own_sample(problem: ProblemType) -> None:
     assert len(set(together.tolist())) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("problem", get_args(ProblemType))
-def test_the_loss_of_half_precision_logits_is_float32(problem: ProblemType, dtype: torch.dtype) -> None:
-    classes, labels = LABELS[problem]
-    logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1)).to(dtype)
-    losses = sample_losses(logits, labels, problem)
-    assert losses.dtype == torch.float32
-    assert torch.equal(losses, sample_losses(logits.float(), labels, problem))
-
-
 def test_label_smoothing_is_torchs() -> None:
     classes, labels = LABELS["single_label_classification"]
     logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))
@@ -112,22 +102,6 @@ def test_padding_of_titles_has_no_loss_and_no_gradient(smoothing: float) -> None
         assert torch.equal(token_losses(other, TITLES, smoothing), losses)
         wider = F.pad(TITLES, (0, 5), value=-100)  # beside a longer title
         assert torch.allclose(token_losses(F.pad(logits, (0, 0, 0, 5), value=9.0), wider, smoothing), losses)
-
-
-def test_each_token_loss_is_of_its_own_sample() -> None:
-    logits = token_logits()
-    together = token_losses(logits, TITLES)
-    alone = torch.cat([token_losses(logits[row : row + 1], TITLES[row : row + 1]) for row in range(3)])
-    assert torch.allclose(together, alone)
-    assert len(set(together.tolist())) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_token_loss_of_half_precision_logits_is_float32(dtype: torch.dtype) -> None:
-    logits = token_logits().to(dtype)
-    losses = token_losses(logits, TITLES)
-    assert losses.dtype == torch.float32
-    assert torch.equal(losses, token_losses(logits.float(), TITLES))
 
 
 @pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")

@@ -17,7 +17,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.conftest import REPOSITORY
@@ -163,34 +163,6 @@ def test_an_output_layer_that_is_its_own_stays_its_own(bert: Bert, out: Path) ->
     close(ours.logits[0], theirs.logits[0])
 
 
-def test_the_bert_is_read_in_whatever_form_it_is_saved(bert: Bert, out: Path, tmp_path: Path) -> None:
-    source = bert("BertForPreTraining")
-    convert(source, out)
-    expected = load_file(out / "model.safetensors")
-    state = load_file(source / "model.safetensors")
-
-    def found(name: str, save: Callable[[Path], None]) -> dict[str, torch.Tensor]:
-        folder = Path(shutil.copytree(source, tmp_path / name))
-        (folder / "model.safetensors").unlink()
-        save(folder)
-        convert(folder, tmp_path / f"{name}-long")
-        return load_file(tmp_path / f"{name}-long" / "model.safetensors")
-
-    old = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
-           for key, value in state.items()}  # fmt: skip
-    old["bert.embeddings.position_ids"] = torch.arange(48)[None]
-    model = transformers.BertForPreTraining.from_pretrained(source)
-    ways: dict[str, Callable[[Path], None]] = {
-        "bin": lambda folder: torch.save(state, folder / "pytorch_model.bin"),
-        "old": lambda folder: torch.save(old, folder / "pytorch_model.bin"),
-        "sharded": lambda folder: model.save_pretrained(folder, max_shard_size="10KB"),
-    }
-    for name, save in ways.items():
-        tensors = found(name, save)
-        assert tensors.keys() == expected.keys(), name
-        assert all(torch.equal(tensors[key], expected[key]) for key in expected), name
-
-
 def test_the_dtype_is_kept(bert: Bert, out: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     transformers.BertForMaskedLM.from_pretrained(bert("BertForMaskedLM"), dtype=torch.bfloat16).save_pretrained(half)
@@ -223,15 +195,6 @@ def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
     assert (config["attention_type"], config["block_size"], config["num_random_blocks"]) == ("block_sparse", 8, 1)
     assert (config["rescale_embeddings"], config["use_bias"]) == (False, True)
     assert str(out.parent) not in json.dumps(config)
-
-
-def test_auto_classes_find_every_weight_of_the_encoder(bert: Bert, out: Path) -> None:
-    for kind in ("BertModel", "BertForPreTraining"):
-        shutil.rmtree(out, ignore_errors=True)
-        convert(bert(kind, folder=kind), out)
-        for auto in (AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
-            _, loading = auto.from_pretrained(out, output_loading_info=True)
-            assert not [key for key in loading["missing_keys"] if not key.startswith(("cls.", "classifier."))]
 
 
 @pytest.mark.parametrize("pattern", [(128, 8, 1), (1024, 16, 2), (768, 64, 3), (1024, 128, 1)])
@@ -417,16 +380,6 @@ def run(*arguments: str, code: str = "", **environment: str) -> subprocess.Compl
     command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "toolkit"]
     return subprocess.run([*command, *arguments], cwd=REPOSITORY, env={**os.environ, **environment},
                           capture_output=True, text=True, check=False)  # fmt: skip
-
-
-def test_killed_half_way_there_is_no_folder(bert: Bert, out: Path) -> None:
-    code = (
-        "import os, signal, sys; from pathlib import Path; from toolkit.models import to_bigbird as module\n"
-        "module._finish = lambda name, folder: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "module.to_bigbird(sys.argv[1], Path(sys.argv[2]), 128, 8, 1)"
-    )
-    assert run(str(bert()), str(out), code=code).returncode == -9
-    assert not out.exists()
 
 
 def test_the_command(bert: Bert, out: Path) -> None:

@@ -31,7 +31,7 @@ from toolkit.data.rows import (
     with_targets,
 )
 from toolkit.data.titles import Titles, find_titles
-from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.data.tokens import Split
 from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
 
@@ -127,7 +127,6 @@ def prepare_data(
     asked = {"problem_type": problem_type, "label_column": data.label_column}
     if data.text_pair is not None:
         asked["text_pair"] = data.text_pair
-        tokens.refuse_pairs(tokenizer, model_config)
     folder, meta = _prepared(data, settings.training.seed, asked, find, tokenizer, model_config, accelerator)
     return TaskData(**_common(folder, meta, model_config), labels=Labels.from_json(meta["labels"]))
 
@@ -171,7 +170,7 @@ def prepare_texts(
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
     folder = made_once("tokens", digest, make, accelerator)
-    return tokens.load_split(folder, "texts", LengthBuckets.of_model(model_config))
+    return tokens.load_split(folder, "texts", model_config)
 
 
 def _prepared(
@@ -243,15 +242,17 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    buckets = LengthBuckets.of_model(model_config)
-    splits = {name: tokens.load_split(folder, name, buckets) for name in meta["splits"]}
+    splits = {name: tokens.load_split(folder, name, model_config) for name in meta["splits"]}
+    notes = list(meta["notes"])
+    if meta.get("text_pair") and not tokens.tells_pairs_apart(model_config):
+        notes.append("this model has one token type: a separator alone tells the two texts of a pair apart")
     return {
         "folder": folder,
         "digest": folder.name,
         "text_column": meta["text_column"],
         "text_pair": meta.get("text_pair"),
         "max_length": meta["max_length"],
-        "notes": tuple(meta["notes"]),
+        "notes": tuple(notes),
         "train": splits["train"],
         "validation": splits["validation"],
         "test": splits.get("test"),

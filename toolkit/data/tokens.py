@@ -137,14 +137,16 @@ def save_split(folder: Path, arrays: dict[str, np.ndarray], **strings: Sequence[
                 file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in kept)
 
 
-def load_split(folder: Path, name: str, buckets: LengthBuckets | None = None) -> Split:
-    """Maps a saved split into memory; one with titles is a `TitleSplit`."""
+def load_split(folder: Path, name: str, model_config: Any = None) -> Split:
+    """Maps a saved split into memory, for a model; one with titles is a `TitleSplit`."""
     parts = ("input_ids", "offsets", "rows", "token_types", "target_ids", "target_offsets")
     files = {part: folder / name / f"{part}.npy" for part in parts}
     arrays = {part: np.load(file, mmap_mode="r") for part, file in files.items() if file.is_file()}
-    titled = "target_ids" in arrays
-    labels = np.load(folder / name / "labels.npy")
-    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, buckets=buckets, **arrays)
+    if not tells_pairs_apart(model_config):
+        arrays.pop("token_types", None)
+    kind = TitleSplit if "target_ids" in arrays else Split
+    buckets = LengthBuckets.of_model(model_config)
+    return kind(name, folder / name, labels=np.load(folder / name / "labels.npy"), buckets=buckets, **arrays)
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
@@ -181,7 +183,7 @@ def encode(
     for batch in _batches(len(texts), progress):
         encoded = tokenizer(
             texts[batch],
-            None if pairs is None else pairs[batch],
+            text_pair=None if pairs is None else pairs[batch],
             truncation="longest_first",
             max_length=max_length,
             return_attention_mask=False,
@@ -239,12 +241,9 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
         )
 
 
-def refuse_pairs(tokenizer: Any, config: Any) -> None:
-    """Raises UserError when the tokenizer marks the second text of a pair with a type that the model has not."""
-    types = getattr(encoder_config(config), "type_vocab_size", 0)
-    if types == 1 and "token_type_ids" in tokenizer.model_input_names:
-        raise UserError("--text_pair: the tokenizer marks the second text with type 1, and the model has only type 0: "
-                        "take a model that reads pairs, or join the columns with --text_column a,b")  # fmt: skip
+def tells_pairs_apart(config: Any) -> bool:
+    """Whether a model has a token type for each text of a pair; where not, the separator alone tells them apart."""
+    return getattr(encoder_config(config), "type_vocab_size", 2) != 1
 
 
 def choose_max_length(wanted: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:

@@ -26,7 +26,7 @@ from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
 from toolkit.models import to_bigbird_weights as weights
 from toolkit.models.bigbird import plan
-from toolkit.models.to_bigbird_weights import Pattern
+from toolkit.models.to_bigbird_weights import SparseSizes
 from toolkit.pretrained import load_config, load_plain_tokenizer
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ def to_bigbird(
     config, for a length that does not fit, and for an output that is there.
     """
     _check_place(output, overwrite)
-    pattern = Pattern(max_length, block_size, num_random_blocks)
+    sizes = SparseSizes(max_length, block_size, num_random_blocks)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
-    _check_length(source, config, pattern)
+    _check_length(source, config, sizes)
     with writing(output), replace_folder(output, overwrite) as draft:
-        return dataclasses.replace(_write(source, draft, pattern), output=output)
+        return dataclasses.replace(_write(source, draft, sizes), output=output)
 
 
 def long_model(settings: Settings, max_length: int | None, accelerator: Accelerator | None = None) -> Settings:
@@ -99,16 +99,16 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
         return settings
     _check_kind(name, config)
     wanted = max(MAX_LENGTH, max_length or 0, config.max_position_embeddings)
-    pattern = Pattern(-(-wanted // BLOCK_SIZE) * BLOCK_SIZE, BLOCK_SIZE, RANDOM_BLOCKS)
-    path = made_once("models", _folder_name(name, pattern), lambda draft: _make(name, draft, pattern), accelerator)
+    sizes = SparseSizes(-(-wanted // BLOCK_SIZE) * BLOCK_SIZE, BLOCK_SIZE, RANDOM_BLOCKS)
+    path = made_once("models", _folder_name(name, sizes), lambda draft: _make(name, draft, sizes), accelerator)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
-def _folder_name(name: str, pattern: Pattern) -> str:
+def _folder_name(name: str, sizes: SparseSizes) -> str:
     """Of the content, and told apart by a reader: a model card calls its base model by this."""
     base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    content = hashlib.sha256(f"{_LAYOUT} {pattern} {_digest(name)}".encode()).hexdigest()[:16]
-    return f"{base}-bigbird-{pattern.max_length}-{content}"
+    content = hashlib.sha256(f"{_LAYOUT} {sizes} {_digest(name)}".encode()).hexdigest()[:16]
+    return f"{base}-bigbird-{sizes.max_length}-{content}"
 
 
 def _digest(name: str) -> str:
@@ -120,24 +120,24 @@ def _digest(name: str) -> str:
     return " ".join(f"{path.name}:{digest_of_file(path)}" for path in files)
 
 
-def _make(name: str, draft: Path, pattern: Pattern) -> None:
+def _make(name: str, draft: Path, sizes: SparseSizes) -> None:
     draft.mkdir(parents=True)
-    _write(name, draft, pattern)
+    _write(name, draft, sizes)
 
 
-def _write(name: str, folder: Path, pattern: Pattern) -> Converted:
+def _write(name: str, folder: Path, sizes: SparseSizes) -> Converted:
     """Fills an empty folder. Raises UserError when the source cannot be loaded or does not fit."""
     tokenizer = load_plain_tokenizer(name)
     source = weights.load(name)
-    model = weights.build(name, source, weights.config_of(source.model, tokenizer, pattern))
+    model = weights.build(name, source, weights.config_of(source.model, tokenizer, sizes))
     weights.save(model, folder)
-    _save_tokenizer(name, tokenizer, folder, pattern.max_length)
+    _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     _finish(name, folder)
     return Converted(
         output=folder,
         positions_before=source.model.config.max_position_embeddings,
-        positions=pattern.max_length,
-        sparse_above=pattern.sparse_above,
+        positions=sizes.max_length,
+        sparse_above=sizes.sparse_above,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         heads=source.heads,
         has_pooler=source.has(weights.POOLER),
@@ -192,9 +192,9 @@ def _check_kind(name: str, config: Any) -> None:
         raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): take an encoder")
 
 
-def _check_length(name: str, config: Any, pattern: Pattern) -> None:
+def _check_length(name: str, config: Any, sizes: SparseSizes) -> None:
     """Raises UserError for lengths that make no sense together."""
-    length, block, random = pattern.max_length, pattern.block_size, pattern.random
+    length, block, random = sizes.max_length, sizes.block_size, sizes.num_random_blocks
     given = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
         raise UserError(f"{given}: both are at least 1; 64 and 3 are usual")
@@ -207,23 +207,25 @@ def _check_length(name: str, config: Any, pattern: Pattern) -> None:
         raise UserError(
             f"--max_length {length} is no multiple of --block_size {block}: take {-(-length // block) * block}"
         )
-    if length <= pattern.sparse_above:
+    if length <= sizes.sparse_above:
         raise UserError(
             f"--max_length {length} is too short for the sparse pattern: with {given} texts of up to "
-            f"{pattern.sparse_above} tokens get full attention; take {pattern.sparse_above + block} or more, or "
+            f"{sizes.sparse_above} tokens get full attention; take {sizes.sparse_above + block} or more, or "
             "smaller blocks"
         )
-    if not _draws(pattern):
+    if not _draws(sizes):
         raise UserError(f"{given} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer")
 
 
-def _draws(pattern: Pattern) -> bool:
+def _draws(sizes: SparseSizes) -> bool:
     """Whether there are enough blocks to draw from at the lengths with a rule of their own: otherwise training ends
     at the first batch of such a length."""
-    drawn = plan.Pattern(seed=0, heads=1, block=pattern.block_size, random=pattern.random, longest=pattern.max_length)
+    drawn = plan.Pattern(
+        seed=0, heads=1, block=sizes.block_size, random=sizes.num_random_blocks, longest=sizes.max_length
+    )
     try:
-        for length in range(pattern.sparse_above // 1024 * 1024 + 1024, min(pattern.max_length, 4096) + 1, 1024):
-            if length % pattern.block_size == 0:
+        for length in range(sizes.sparse_above // 1024 * 1024 + 1024, min(sizes.max_length, 4096) + 1, 1024):
+            if length % sizes.block_size == 0:
                 plan.random_blocks(drawn, length, training=True)
     except ValueError:
         return False

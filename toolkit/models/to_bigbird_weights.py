@@ -30,17 +30,17 @@ _COPIED = (
 
 
 @dataclass(frozen=True)
-class Pattern:
+class SparseSizes:
     """How far a BigBird reads, and what each token in it attends to."""
 
     max_length: int  # tokens
     block_size: int  # tokens
-    random: int  # blocks that each block of queries reads besides its neighbours
+    num_random_blocks: int  # that each block of queries reads besides its neighbours
 
     @property
     def sparse_above(self) -> int:
         """Tokens up to which the pattern does not fit."""
-        return full_attention_up_to(self.block_size, self.random)
+        return full_attention_up_to(self.block_size, self.num_random_blocks)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def load(name: str) -> LoadedBert:
     return LoadedBert(model, fresh, unknown)
 
 
-def config_of(bert: Any, tokenizer: Any, pattern: Pattern) -> BigBirdConfig:
+def config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
     """BERT's sizes and its tokenizer's ids; BigBird's own defaults are those of another vocabulary."""
     kept = {name: getattr(bert.config, name) for name in _COPIED}
     # told by the weights: transformers leaves an output layer of its own untied, whatever the config says
@@ -95,10 +95,10 @@ def config_of(bert: Any, tokenizer: Any, pattern: Pattern) -> BigBirdConfig:
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     return BigBirdConfig(
         **kept,
-        max_position_embeddings=pattern.max_length,
+        max_position_embeddings=sizes.max_length,
         attention_type="block_sparse",
-        block_size=pattern.block_size,
-        num_random_blocks=pattern.random,
+        block_size=sizes.block_size,
+        num_random_blocks=sizes.num_random_blocks,
         rescale_embeddings=False,
         use_bias=True,
         bos_token_id=tokenizer.cls_token_id if first is None else first,
