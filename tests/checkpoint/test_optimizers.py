@@ -30,7 +30,7 @@ class Strange(torch.optim.Optimizer):
     """Keeps matrices, plain numbers, a hyperparameter of its own and something of no parameter."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr, "d": 1.0, "betas": (0.5, 0.5)})
+        super().__init__(params, {"lr": lr, "d": 1.0, "betas": (0.5, 0.5), "past": torch.zeros(2)})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -38,6 +38,7 @@ class Strange(torch.optim.Optimizer):
         seen["steps"] += 1
         for group in self.param_groups:
             group["d"] *= 1.5
+            group["past"] += group["d"]
             group["betas"] = (group["betas"][0] * 0.9, 0.5)
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -45,7 +46,7 @@ class Strange(torch.optim.Optimizer):
                 state["matrix"] = state.get("matrix", 0) + rows @ rows.T
                 state["count"], state["sign"], state["none"] = state.get("count", 0) + 1, True, None
                 scale = group["d"] * seen["steps"] * state["count"] / (1 + state["matrix"].trace())
-                parameter.sub_(parameter.grad, alpha=group["lr"] * float(scale) * group["betas"][0])
+                parameter.sub_(parameter.grad, alpha=group["lr"] * float(scale / group["past"][0]) * group["betas"][0])
 
 
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -82,7 +82,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def is_plain(value: Any) -> bool:

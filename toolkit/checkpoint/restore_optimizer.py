@@ -54,7 +54,7 @@ def _refuse_factors(state: LiveState, reader: CheckpointReader) -> None:
         if keys := ", ".join(sorted(stored or probed[len(shape)])):
             raise UserError(
                 f"{reader.path}: {type(state.optimizer).__name__} keeps {keys} of {name} as a whole, "
-                f"which {reader.strategy} on {reader.world} and {state.strategy} on {state.world} processes divide "
+                f"which {reader.strategy} on {reader.world} and {state.strategy} on {state.world} processes shard "
                 f"otherwise: resume under {reader.strategy} with {reader.world}, or take another --output_dir"
             )
 
@@ -189,5 +189,5 @@ def load_groups(state: LiveState, reader: CheckpointReader) -> None:
 
 def _like(now: Any, value: Any) -> Any:
     if isinstance(now, torch.Tensor):
-        return now.fill_(value)
+        return now.copy_(torch.tensor(value, dtype=now.dtype))
     return tuple(value) if isinstance(now, tuple) else copy.deepcopy(value)
