@@ -227,6 +227,9 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "is a file" in fault_of(tmp_path / "notes.txt")
     (tmp_path / "latest").write_text("global_step1")
     assert "latest" in fault_of(tmp_path)
+    (tmp_path / "tag" / "zero").mkdir(parents=True)
+    (tmp_path / "tag" / "zero" / "optimizer_state.pt").touch()
+    assert "universal format" in fault_of(tmp_path)
     (tmp_path / "runs").mkdir()
     assert "did you mean runs?" in fault_of(tmp_path / "run")
 
