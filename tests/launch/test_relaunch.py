@@ -16,6 +16,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER
 
 from tests.conftest import REPOSITORY
 from tests.launch.test_environment import BATCH_SCRIPT, DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
@@ -23,7 +24,6 @@ from tests.launch.test_machines import ELSEWHERE, FIRST, SECOND, THIRD, pretend_
 from toolkit.errors import UserError
 from toolkit.launch import accelerate_cli, relaunch
 from toolkit.launch.environment import Place, free_port, place_of
-from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER
 from toolkit.launch.relaunch import (
     MARKER,
     PATIENCE,

@@ -15,11 +15,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit import launch
+from toolkit import launch, memory
 from toolkit.data.batches import Batch, Collator, evaluation_rounds
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.launch import memory
 
 
 @dataclass(frozen=True)

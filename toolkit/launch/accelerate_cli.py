@@ -24,7 +24,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from toolkit.launch.meeting import port_taken
+from toolkit.launch.node_rendezvous import port_taken
 from toolkit.launch.restarts import ENDED_FILE, HOPELESS, STOPPED
 
 # How long processes that were told to stop have for their checkpoint.

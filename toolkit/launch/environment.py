@@ -2,7 +2,7 @@
 
 `torchrun`, `accelerate launch` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT (deepspeed names LOCAL_WORLD_SIZE differently). `mpirun` and `srun` set names of their
-own and no address to meet at.
+own and no address for the rendezvous.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
@@ -21,20 +20,18 @@ from pathlib import Path
 import psutil
 
 from toolkit.errors import UserError
+from toolkit.launch.network import free_port
 
 # launcher -> (rank, world size, local rank, local world size), as each documents them
 _NAMES = {
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # SLURM_STEP_NUM_TASKS is set inside `srun` only; SLURM_NTASKS also in a plain batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 FIRST_PORT, PORTS = 20000, 20000
+# settings of how long is waited, whatever launched the script -> the variable that carries them, and their default
+TIMEOUTS = {"rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60), "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800)}
 
 
 @dataclass(frozen=True)
@@ -122,18 +119,6 @@ def settle(env: MutableMapping[str, str]) -> Place:
     return place
 
 
-def free_port(wanted: int | None = None) -> int:
-    """`wanted` if it can be listened on, else one the system gives. Raises UserError for no port at all."""
-    if wanted is not None and not 0 <= wanted <= 65535:
-        raise UserError(f"{wanted} is no TCP port: choose one from 1024 to 65535")
-    for port in (wanted or 0, 0):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise UserError("no free TCP port on this machine: close what holds them (`ss -ltnp` lists it)")
-
-
 def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) -> int:
     """A free port that the processes of one launcher on one machine agree on through a file.
 
@@ -164,7 +149,7 @@ def _port_file() -> Path:
 
 
 def forget_port() -> None:
-    """Removes the file once every process has met: the next job of the same parent chooses anew."""
+    """Removes the file once every process has read it: the next job of the same parent chooses anew."""
     with contextlib.suppress(OSError, psutil.Error):
         _port_file().unlink(missing_ok=True)
 
@@ -200,3 +185,29 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except (KeyError, ValueError) as error:
         raise UserError(f"the launcher's variable {name} is {env.get(name)!r}, not a number") from error
+
+
+def whole(name: str, value: object, path: Path | None = None) -> int:
+    """Raises UserError for what is no whole number."""
+    try:
+        return int(str(value))
+    except ValueError as error:
+        where = f"{path}: " if path else ""
+        raise UserError(f"{where}{name} must be a whole number, not {value!r}") from error
+
+
+def rendezvous_seconds() -> int:
+    """How long nodes and ranks wait for each other at the start."""
+    return _seconds(*TIMEOUTS["rendezvous_timeout"])
+
+
+def ddp_seconds() -> int:
+    """How long a collective may take; `transformers`' default."""
+    return _seconds(*TIMEOUTS["ddp_timeout"])
+
+
+def _seconds(variable: str, default: int) -> int:
+    seconds = whole(variable, os.environ.get(variable) or default)
+    if seconds < 1:
+        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
+    return seconds

@@ -26,10 +26,10 @@ from toolkit.config import TrainingSettings, flat
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.launch import restarts
-from toolkit.launch.facts import versions
 from toolkit.training.checkpoints import Saved
 from toolkit.training.loop import StepMetrics
 from toolkit.training.origin import Origin, choose_origin
+from toolkit.versions import versions
 
 _MARKS = (
     "config.json",

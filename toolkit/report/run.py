@@ -24,13 +24,13 @@ from toolkit.data import demo
 from toolkit.data.prepare import Prepared
 from toolkit.evaluation import Best, Evaluation
 from toolkit.launch import restarts
-from toolkit.launch.facts import versions
 from toolkit.models import lora
 from toolkit.report.files import RunFolder
 from toolkit.report.progress import Progress
 from toolkit.report.trackers import start_trackers, tracker_names
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.loop import Loop, Schedule, Step, StepMetrics
+from toolkit.versions import versions
 
 
 class Run:

@@ -22,12 +22,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from toolkit import launch
+from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, collator_of, epoch_order, most_rounds, shares
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.launch import memory
 from toolkit.launch.signals import StopSignals
 
 
@@ -186,7 +185,7 @@ class Step:
         # MPS knows no float64
         dtype = torch.float32 if device.type == "mps" else torch.float64
         local = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        others = torch.tensor([peak_memory_bytes(device), self.loop.signals.asked], dtype=dtype, device=device)
+        others = torch.tensor([peak_memory_bytes(device), self.loop.signals.requested], dtype=dtype, device=device)
         gathered = self.loop.accelerator.gather(torch.cat([local[None], others])[None])  # (processes, 3)
         loss_sum, peak, told = gathered[:, 0].sum().item(), gathered[:, 1].max().item(), gathered[:, 2].max().item()
         return loss_sum, int(peak), int(told)

@@ -14,12 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from toolkit.launch.machines import Machines
 
 from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch import meeting, wire
 from toolkit.launch.environment import free_port
-from toolkit.launch.machines import Machines
 
 HERE = "127.0.0.1"
 # Longer than anything takes here; a machine that waits that long fails its test.

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER, Machines, find_machines, is_own, whole
 
 from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch.machines import MEETING_PORT, PLACEHOLDER, Machines, find_machines, is_own, whole
 
 FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
 SLURM = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[03-04]", "SLURM_NODEID": "1"}

@@ -14,9 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from toolkit.launch.wire import Line, UnreachableError, WireError
 
 from toolkit.launch import wire
-from toolkit.launch.wire import Line, UnreachableError, WireError
 
 TOKEN = "a word"
 
