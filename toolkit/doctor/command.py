@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from toolkit.data.cache import cache_folder
 from toolkit.doctor import compare, data, devices, host, job, network, peers, torch_checks, versions
@@ -19,9 +18,9 @@ from toolkit.doctor.job import Job
 from toolkit.doctor.network import own_host
 from toolkit.doctor.peers import Cluster
 from toolkit.errors import UserError
-from toolkit.launch import facts
 from toolkit.launch.failure import INTERRUPTED
 from toolkit.launch.nodes import Nodes
+from toolkit.versions import comparable
 
 _TORCH_SECONDS, _CHECKS_SECONDS = 30.0, 35.0
 """To import torch: from a busy network file system it can take that long."""
@@ -34,25 +33,23 @@ def run(argv: Sequence[str]) -> NoReturn:
 
     It says so itself: with a launcher's variables left in the shell `launch.run` may take it for rank 3, and be silent.
     """
-    shown = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
-    os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
     try:
-        code = _Doctor(job.read(argv, os.environ), shown).run()
-    except SystemExit as done:  # of --help
-        code = int(done.code or 0)
+        asked = job.read(argv, os.environ)
+        out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+        os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
+        code = _Doctor(asked, out).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may hang in a driver, and a process group that is broken when it is taken down
 
 
 class _Doctor:
-    def __init__(self, asked: Job, out: io.TextIOBase) -> None:
+    def __init__(self, asked: Job, out: TextIO) -> None:
         self.job, self.out = asked, out
         self.findings: list[Finding] = []
         self.files: dict[str, dict[str, Any]] = {}
@@ -101,9 +98,7 @@ class _Doctor:
         driver = devices.ask_driver()
         self.torch = torch_checks.see(_TORCH_SECONDS)
         needed = next((line[5:] for line in versions.requirements()[versions.OURS] if line.startswith("torch")), "")
-        gpus = len(self.torch.get("devices") or ()) if self.job.uses_gpus else 0
-        found = devices.check(driver, self.torch, os.environ, needed.split(";")[0])
-        return [*found, *check_processes(self.job, gpus)]
+        return devices.check(driver, self.torch, os.environ, needed.split(";")[0])
 
     # --- several machines
 
@@ -117,8 +112,7 @@ class _Doctor:
             lambda own: self._describe(machines, own),
             lines[0 if machines.rank else 1],
         )
-        for node in found.nodes:
-            self.findings += compare.findings_of(node) if node.rank != machines.rank else []
+        self.findings += found.told
         self.findings += peers.check(found, machines, lines, self.job.timeout)
         self.findings += compare.check(found.nodes) if len(found.nodes) > 1 else []
 
@@ -134,7 +128,7 @@ class _Doctor:
             address=address or (machines.addresses[machines.rank] if machines.rank < len(machines.addresses) else ""),
             interface=way.name if way else "",
             mtu=way.mtu if way else 0,
-            facts={name: str(value or "not installed") for name, value in facts.facts(self.job.script).items()},
+            facts={name: str(value or "not installed") for name, value in comparable(self.job.script).items()},
             settings=self.job.settings,
             files=self.files,
             devices=[f"{gpu['name']} {gpu['memory'] >> 30} GiB" for gpu in gpus],
@@ -179,31 +173,15 @@ def run_checks(checks: dict[str, Callable[[], list[Finding]]], seconds: float = 
     """Runs all side by side; one that breaks or does not end is a note, and stops nothing."""
     found: dict[str, list[Finding]] = {}
 
-    def start(area: str) -> threading.Thread:
+    def look(area: str) -> None:
         def broken(why: str) -> list[Finding]:
             return [Finding(area, area, "note", f"could not be looked at: {why}")]
 
-        def look() -> None:
-            found[area] = torch_checks.in_time(seconds, checks[area], broken)
+        found[area] = torch_checks.in_time(seconds, checks[area], broken)
 
-        thread = threading.Thread(target=look, daemon=True)
+    threads = [threading.Thread(target=look, args=(area,), daemon=True) for area in checks]
+    for thread in threads:
         thread.start()
-        return thread
-
-    for thread in [start(area) for area in checks]:
+    for thread in threads:
         thread.join()
     return [finding for area in checks for finding in found[area]]
-
-
-def check_processes(asked: Job, gpus: int) -> list[Finding]:
-    """Checks that so many processes can be started, as far as this machine tells; `gpus` are those that it sees."""
-    machines, processes = asked.machines.count if asked.machines else 1, asked.processes or 0
-    if processes > 0 and processes % machines:
-        text = f"{processes} processes cannot be shared equally by {machines} machines"
-        fitting = machines * max(1, processes // machines)
-    elif machines == 1 and 0 < gpus < processes:
-        text = f"{processes} processes are asked for, and there {'are' if gpus > 1 else 'is'} {gpus}"
-        text, fitting = f"{text} GPU{'s' * (gpus > 1)} for them", gpus
-    else:
-        return []
-    return [Finding("devices", "processes", "fail", text, f"--num_processes {fitting}")]

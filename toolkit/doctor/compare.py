@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from toolkit.doctor.finding import Finding, plain, size_of
 from toolkit.errors import listing
-from toolkit.launch import facts
+from toolkit.versions import differences, remedy
 
 _CLOCK_SECONDS = 2.0
 # each machine has its own, and may
@@ -40,41 +40,13 @@ class Node:
     processes: int = 0
     """Asked for on each machine; 0 where nothing was asked for."""
     listens: bool = True
-    findings: list[dict[str, str]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
     """Its own warnings and failures."""
     clock_offset_seconds: float | None = None
     """What its clock shows more than machine 0's."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def typed(kind: type[Any], sent: object, **given: Any) -> Any:
-    """A dataclass from what a peer sent; what is not of its default's type is left out."""
-    values = sent if isinstance(sent, dict) else {}
-    for part in fields(kind):
-        default = part.default if part.default_factory is MISSING else part.default_factory()
-        value = values.get(part.name)
-        if part.name not in given and (type(value) is type(default) or (default is None and isinstance(value, float))):
-            given[part.name] = value
-    return kind(**given)
-
-
-def read_nodes(sent: Mapping[int, object]) -> list[Node]:
-    """Rank -> what that machine sent; hosts of one name are told apart by their addresses."""
-    nodes = [typed(Node, node, rank=rank) for rank, node in sorted(sent.items())]
-    hosts = [node.host for node in nodes]
-    return [node if hosts.count(node.host) == 1 else replace(node, host=f"{node.host} ({node.address or node.rank})")
-            for node in nodes]  # fmt: skip
-
-
-def findings_of(node: Node) -> list[Finding]:
-    """A peer's own warnings and failures, with its name."""
-    blank = {"area": "", "name": "", "level": "note", "text": ""}
-    known = [
-        {**blank, **one} for one in node.findings if isinstance(one, dict) and one.get("level") in ("warn", "fail")
-    ]
-    return [typed(Finding, one, **{name: str(one[name]) for name in blank}, host=node.host) for one in known]
 
 
 # --- the table
@@ -128,36 +100,34 @@ def _content(entry: Mapping[str, Any]) -> str:
 
 def check(nodes: Sequence[Node]) -> list[Finding]:
     """Compares the machines that came."""
-    checks = (_check_settings, _check_files, check_devices, _check_variables, _check_clocks)
-    return [_check_versions(nodes), *(finding for check in checks for finding in check(nodes))]
+    checks = (_check_versions, _check_settings, _check_files, check_devices, _check_variables, _check_clocks)
+    return [finding for check in checks for finding in check(nodes)]
 
 
 def _unlike(nodes: Sequence[Node], name: str, absent: str = "not given") -> str:
     """`3 on hostA and 4 on hostB, hostC` for a row of the table; empty where all have the same."""
-    holders: dict[str, list[str]] = {}
-    for node in nodes:
-        holders.setdefault(_shown(node).get(name, absent), []).append(node.host)
-    return " and ".join(f"{held} on {', '.join(who)}" for held, who in holders.items()) if len(holders) > 1 else ""
+    found = [(node.host, {name: _shown(node).get(name, absent)}) for node in nodes]
+    return differences(found).removeprefix(f"{name} is ")
 
 
-def _check_versions(nodes: Sequence[Node]) -> Finding:
+def _check_versions(nodes: Sequence[Node]) -> list[Finding]:
     found = [(node.host, node.facts) for node in nodes]
-    if unlike := facts.unlike(found):
-        return Finding("machines", "versions", "fail", plain(unlike), plain(facts.mend_versions(found)))
+    if unlike := differences(found):
+        return [Finding("machines", "versions", "fail", plain(unlike), plain(remedy(found)))]
     text = f"the same Python, libraries and code ({nodes[0].facts.get('code', '?')}) on all {len(nodes)}"
-    return Finding("machines", "versions", "ok", text)
+    return [Finding("machines", "versions", "ok", text)]
 
 
 def _check_settings(nodes: Sequence[Node]) -> list[Finding]:
     """What was typed, or is in the YAML file that was named; of files the content counts, not where they lie."""
-    by_content = _all_names(node.files for node in nodes)
-    names = [name for name in _all_names(node.settings for node in nodes) if name not in by_content]
-    wrong = [f"--{name} is {unlike}" for name in names if (unlike := _unlike(nodes, f"--{name}"))]
-    if wrong:
-        remedy = "type the same line on all machines, with the same files of settings"
-        return [Finding("machines", "settings", "fail", plain("; ".join(wrong)), remedy)]
-    count = len(nodes[0].settings)
-    return [Finding("machines", "settings", "ok", f"the same on all ({count} compared)")] if count else []
+    names = [
+        name for name in _all_names(node.settings for node in nodes) if not any(name in node.files for node in nodes)
+    ]
+    found = [(node.host, {f"--{name}": node.settings.get(name, "not given") for name in names}) for node in nodes]
+    if unlike := differences(found):
+        mend = "type the same line on all machines, with the same files of settings"
+        return [Finding("machines", "settings", "fail", plain(unlike), mend)]
+    return [Finding("machines", "settings", "ok", f"the same on all ({len(names)} compared)")] if names else []
 
 
 def _check_files(nodes: Sequence[Node]) -> list[Finding]:
@@ -190,24 +160,22 @@ def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: 
 
 def check_devices(nodes: Sequence[Node]) -> list[Finding]:
     """Every machine runs the same number of processes, one per GPU."""
-    counts, asked = [len(node.devices) for node in nodes], nodes[0].processes
-    least, unlike = min(counts), _unlike(nodes, "GPUs")
-    remedy = f"--num_processes {len(nodes) * max(least, 1)} on all machines ({max(least, 1)} on each)"
-    if len(set(counts)) > 1 and (not asked or asked > least):
-        larger = nodes[counts.index(max(counts))].host
-        remedy += (
-            f"; {larger} then uses CUDA_VISIBLE_DEVICES={','.join(map(str, range(least)))}"
-            if least
-            else "; a machine without GPUs cannot join those that have some: leave it out"
-        )
-        return [Finding("machines", "devices", "fail", f"not the same number of GPUs: {unlike}", remedy)]
-    if least and asked > least:
+    counts, asked, unlike = [len(node.devices) for node in nodes], nodes[0].processes, _unlike(nodes, "GPUs")
+    least, most = min(counts), max(counts)
+    mend = f"--num_processes {len(nodes) * max(least, 1)} on all machines ({max(least, 1)} on each)"
+    if least == most == 0 or (least == most and asked <= least and not unlike):
+        return [Finding("machines", "devices", "ok", f"{_gpus(nodes[0])} on each")] if least else []
+    if least < most and (not asked or asked > least):
+        text = f"not the same number of GPUs: {unlike}"
+        larger = nodes[counts.index(most)].host
+        more = f"{larger} then uses CUDA_VISIBLE_DEVICES={','.join(map(str, range(least)))}"
+        mend += f"; {more if least else 'a machine without GPUs cannot join those that have some: leave it out'}"
+    elif asked > least:
         text = f"{asked} processes on each machine, and {least} GPU{'s' * (least > 1)} there"
-        return [Finding("machines", "devices", "fail", text, remedy)]
-    if unlike:
+    else:
         text = f"not the same GPUs: {unlike}; every step waits for the slowest"
         return [Finding("machines", "devices", "note", text)]
-    return [Finding("machines", "devices", "ok", f"{_gpus(nodes[0])} on each")] if least else []
+    return [Finding("machines", "devices", "fail", text, mend)]
 
 
 def _check_variables(nodes: Sequence[Node]) -> list[Finding]:

@@ -9,12 +9,9 @@ from typing import Any
 
 import xxhash
 
-from toolkit.doctor.finding import Finding, plain, size_of
+from toolkit.doctor.finding import Finding, Level, plain, size_of
 
-_BLOCK = 1 << 20
-_WHOLE_BYTES = 2 << 30
-"""Of larger files 64 parts are read: the whole of a 100 GB file takes minutes."""
-_PARTS, _PART_BYTES = 64, 8 << 20
+_BLOCK = 8 << 20
 _MODEL_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".bin", ".pt", ".vocab", ".jinja")
 _MOST_FILES, _MOST_NAMED = 1000, 64
 
@@ -53,20 +50,13 @@ def _files_of(path: Path, setting: str) -> dict[str, Path]:
 
 
 def digest_of(path: Path, deadline: float = float("inf")) -> str:
-    """xxh3 of the content, or of the size and 64 parts of a file above 2 GiB. Raises OSError, TimeoutError."""
-    size = path.stat().st_size
-    hasher, parts = xxhash.xxh3_64(), [(0, size)]
-    if size > _WHOLE_BYTES:
-        hasher.update(str(size).encode())
-        parts = [(part * (size - _PART_BYTES) // (_PARTS - 1), _PART_BYTES) for part in range(_PARTS)]
-    with path.open("rb", buffering=0) as opened:
-        for start, length in parts:
-            opened.seek(start)
-            while length > 0 and (block := opened.read(min(_BLOCK, length))):
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                hasher.update(block)
-                length -= len(block)
+    """xxh3 of the content. Raises OSError, TimeoutError."""
+    hasher = xxhash.xxh3_64()
+    with path.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            hasher.update(block)
     return hasher.hexdigest()
 
 
@@ -79,9 +69,8 @@ def check(entries: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
             text = f"there is no {path} (looked in {Path.cwd()})"
             found.append(Finding("files", name, "fail", text, f"bring {path} to this machine, or start in its folder"))
         elif why := entry.get("unread"):
-            found.append(
-                Finding("files", name, "note" if "time" in why else "fail", f"{path}: {why}", f"ls -la {path}")
-            )
+            level: Level = "note" if "time" in why else "fail"
+            found.append(Finding("files", name, level, f"{path}: {why}", f"ls -la {path}"))
         else:
             found.append(Finding("files", name, "ok", f"{path}: {size_of(entry['bytes'])}, content {entry['digest']}"))
     return found

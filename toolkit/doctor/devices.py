@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.finding import Finding, Level, ask_program, read_text, size_of
+from toolkit.doctor.finding import Finding, Level, read_text, size_of
 
 _NVIDIA = "0x10de"
 _HELD_BYTES = 1 << 30
+_SECONDS = 10.0  # without persistence mode the driver wakes every GPU for each question
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,16 @@ def ask_driver() -> Driver:
 
 def _nvidia_smi(query: str) -> list[list[str]] | str | None:
     """Its table; the first line of what it said where it failed, None where it is not installed."""
-    asked = ask_program(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-    if asked is None or not asked[0]:
-        return asked and asked[1].split("\n")[0]
-    return [[part.strip() for part in line.split(",")] for line in asked[1].splitlines()]
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+    except FileNotFoundError:
+        return None
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return str(error)
+    if done.returncode:
+        return ((done.stdout or done.stderr).strip() or f"exit code {done.returncode}").splitlines()[0]
+    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
 
 
 def _bytes(mebibytes: str) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,33 +65,11 @@ def size_of(count: float) -> str:
     return f"{count:.0f} B"
 
 
-# --- looking at the machine
-
-
-def ask_program(words: Sequence[str], seconds: float = 10.0) -> tuple[bool, str] | None:
-    """(whether the program succeeded, what it printed); None where it is not installed."""
-    if (found := shutil.which(words[0])) is None:
-        return None
-    env = {**os.environ, "LC_ALL": "C"}
-    try:
-        done = subprocess.run(
-            [found, *words[1:]], capture_output=True, text=True, errors="replace", timeout=seconds, env=env, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False, f"no answer in {seconds:.0f} s"
-    except OSError as error:
-        return False, str(error)
-    return done.returncode == 0, (done.stdout or done.stderr).strip() or f"exit code {done.returncode}"
-
-
 def read_text(path: str | Path) -> str:
     """The content of a small file, stripped; empty where it cannot be read."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return Path(path).read_text(encoding="utf-8").strip()
     return ""
-
-
-# --- the report
 
 
 def report(findings: Sequence[Finding]) -> str:

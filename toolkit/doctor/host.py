@@ -1,4 +1,4 @@
-"""What a run needs of a machine beside devices: memory, disk, no stale lock of a build, a clean shell."""
+"""What a run needs of a machine beside devices: room on disk, no stale lock of a build, a clean shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import psutil
 from toolkit.doctor.finding import Finding, plain, size_of
 
 _LITTLE_DISK, _NO_DISK = 10e9, 1e9
-_LITTLE_MEMORY = 2e9
 _SMALL_SHM = 1 << 30
 _LEFT_OVER = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
@@ -26,21 +25,7 @@ _MEANT = ("ACCELERATE_LOG_LEVEL", "ACCELERATE_DISABLE_RICH")
 
 def check(output: Path, cache: Path) -> list[Finding]:
     """Checks this machine; `output` is where a run writes, `cache` where tokens are kept."""
-    return [
-        check_memory(psutil.virtual_memory().available, psutil.virtual_memory().total),
-        check_disk("the run's output", output),
-        check_disk("tokens", cache),
-        *check_shared_memory(),
-    ]
-
-
-def check_memory(available: int, total: int) -> Finding:
-    """Bytes."""
-    text = f"{os.cpu_count()} cores; {size_of(available)} of {size_of(total)} memory free"
-    if available >= _LITTLE_MEMORY:
-        return Finding("host", "memory", "ok", text)
-    remedy = "`ps aux --sort=-rss | head` shows who has it; `kill` what is left over"
-    return Finding("host", "memory", "warn", f"{text}: importing the libraries takes 1 GB per process", remedy)
+    return [check_disk("the run's output", output), check_disk("tokens", cache), *check_shared_memory()]
 
 
 def check_disk(what: str, folder: Path) -> Finding:

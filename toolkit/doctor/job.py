@@ -20,7 +20,7 @@ from toolkit import config
 from toolkit.doctor.finding import plain
 from toolkit.errors import UserError, did_you_mean
 from toolkit.launch import relaunch
-from toolkit.launch.network import is_loopback, is_own, own_addresses
+from toolkit.launch.network import check_port, is_loopback, is_own, own_addresses
 from toolkit.launch.nodes import Nodes, find_nodes, whole
 
 DEFAULT_TIMEOUT = 30.0
@@ -91,26 +91,33 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
         raise UserError(f"--timeout {own.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
     options, rest = relaunch.split(others)
     script, yaml_file, given = _words(rest)
-    _refuse_missing(script, yaml_file)
+    if missing := next((path for path in (script, yaml_file) if path and not path.is_file()), None):
+        raise UserError(f"there is no {missing} (looked in {Path.cwd()}): bring the same files to all machines")
     _refuse_unknown(given, script)
     settings = {**_from_yaml(yaml_file), **given}
     path = _beside(options.config_file, script, "accelerate_configs")
     launched = relaunch.read_config(path) if path else {}
-    machines = _machines(own.peers or options.machines, options, launched, path, env)
+    machines = _machines(own.peers or options.machines, options, launched, path or Path("--peers"), env)
+    settings |= {name: value for name, value in vars(options).items() if value is not None}
+    if launched:
+        content = {name: value for name, value in launched.items() if name not in _NOT_COMPARED}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+        settings["config_file_content"] = digest.hexdigest()[:12]
     section = launched.get("deepspeed_config")
     named = options.deepspeed_config or (section.get("deepspeed_config_file") if isinstance(section, dict) else None)
     deepspeed = _beside(named, script, "ds_configs")
     processes = options.num_processes or launched.get("num_processes")
     port = options.main_process_port or launched.get("main_process_port") or relaunch.DEFAULT_PORT
+    port = machines.port if machines else check_port(whole("main_process_port", port, None), "main_process_port ")
     return Job(
         script=script,
-        settings=_compared({**settings, **_launch_settings(options, launched)}),
+        settings={name: one_spelling(value) for name, value in sorted(settings.items()) if name not in _NOT_COMPARED},
         files={**_named_files(settings), **({"deepspeed_config": deepspeed} if deepspeed else {})},
         output=Path(settings.get("output_dir") or "runs"),
         config_file=path,
         processes=whole("num_processes", processes, path) if processes is not None else None,
         machines=machines,
-        port=machines.port if machines else _port(port),
+        port=port,
         uses_gpus=not launched.get("use_cpu", False),
         token=own.token or env.get("TOOLKIT_TOKEN") or "",
         timeout=own.timeout,
@@ -139,13 +146,6 @@ def _words(rest: Sequence[str]) -> tuple[Path | None, Path | None, dict[str, str
     return script, yaml_file, settings
 
 
-def _refuse_missing(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.is_file():
-            raise UserError(f"there is no {path} (looked in {Path.cwd()}): bring the same files to all machines, and "
-                            "start in the same folder")  # fmt: skip
-
-
 def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
     """A name that is mistyped would check nothing, and all would be well. A recipe may have settings of its own."""
     tasks = (config.TaskSettings, config.LongTaskSettings, config.TitleSettings)
@@ -170,15 +170,11 @@ def _from_yaml(path: Path | None) -> dict[str, str]:
 
 
 def _beside(name: object, script: Path | None, folder: str) -> Path | None:
-    return relaunch.find_beside(str(name), str(script or "recipe.py"), folder) if name else None
+    return relaunch.find_file(str(name), str(script or "recipe.py"), folder) if name else None
 
 
 def _machines(
-    listed: str | None,
-    options: relaunch.Options,
-    launched: Mapping[str, Any],
-    path: Path | None,
-    env: Mapping[str, str],
+    listed: str | None, options: relaunch.Options, launched: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Nodes | None:
     here = ", ".join(address for address in own_addresses() if not is_loopback(address)) or "none"
     if listed:
@@ -195,30 +191,9 @@ def _machines(
     if int(launched.get("num_machines") or 1) == 1:
         return None
     try:
-        return find_nodes({**vars(options), "machines": listed}, launched, path or Path("--peers"), env)
+        return find_nodes({**vars(options), "machines": listed}, launched, path, env)
     except UserError as error:
         raise UserError(f"{error}. This machine's addresses: {here}") from error
-
-
-def _port(given: object) -> int:
-    port = whole("main_process_port", given, None)
-    if not 0 < port <= 65535:
-        raise UserError(f"main_process_port {port} is no TCP port: choose one from 1024 to 65535")
-    return port
-
-
-def _launch_settings(options: relaunch.Options, launched: Mapping[str, Any]) -> dict[str, str]:
-    """Launch options as they will count, and the content of the config file."""
-    found = {name: str(value) for name, value in vars(options).items() if value is not None}
-    if launched:
-        content = {name: value for name, value in launched.items() if name not in _NOT_COMPARED}
-        shown = json.dumps(content, sort_keys=True, default=str)
-        found["config_file_content"] = hashlib.sha256(shown.encode()).hexdigest()[:12]
-    return found
-
-
-def _compared(settings: Mapping[str, str]) -> dict[str, str]:
-    return {name: one_spelling(value) for name, value in sorted(settings.items()) if name not in _NOT_COMPARED}
 
 
 def one_spelling(value: str) -> str:

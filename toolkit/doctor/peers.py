@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from toolkit.doctor import torch_checks
-from toolkit.doctor.compare import Node, read_nodes, typed
+from toolkit.doctor.compare import Node
 from toolkit.doctor.finding import Finding, clean, plain
 from toolkit.doctor.network import own_host
 from toolkit.launch import network
@@ -57,6 +57,8 @@ class Cluster:
     """Machine -> backend -> how the all-reduce went there."""
     not_reduced: str = ""
     """Why no all-reduce was tried."""
+    told: list[Finding] = field(default_factory=list)
+    """The other machines' own warnings and failures."""
     fault: str = ""
     """Why the machines cannot be looked at together."""
 
@@ -89,23 +91,20 @@ def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener 
              "names": list(machines.addresses)}  # fmt: skip
     said: list[str] = []
 
-    def waiting(rank: int, waited: float) -> str:
+    def waiting(whom: object, waited: float) -> Any:
+        rank = whom[0] if isinstance(whom, list) else 0
         if waited > _SAY_AFTER_SECONDS and not said:
             said.append(f"waiting up to {seconds - waited:.0f} s for {machines.name_of(rank)}; there: {line}")
             print(said[0], file=sys.stderr, flush=True)
         return ""
 
     if machines.rank:
-        return join(
-            machines.first, machines.port, token, hello, seconds, lambda _, waited: waiting(0, waited), listener
-        )
+        return join(machines.first, machines.port, token, hello, seconds, waiting, listener)
     if listener is None:
         return Rendezvous({0: hello})
     for address in machines.addresses[1:]:
         call_peer(listener, address, machines.port, token)
-    found = coordinate(
-        listener, hello, machines.count, seconds, _conflict, waiting=lambda absent, waited: waiting(absent[0], waited)
-    )
+    found = coordinate(listener, hello, machines.count, seconds, _conflict, waiting=waiting)
     if found.fault:
         time.sleep(1.0)  # two that both say they are machine 0 call each other
     return found
@@ -135,13 +134,15 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
     heard = clean(rendezvous.exchange(told, _EXCHANGE_SECONDS)) or {machines.rank: told}
     if listener is not None:
         listener.close()  # the all-reduce needs the port
-    ways = {
-        (int(one), int(other)): typed(Link, link)
-        for one, said in heard.items()
-        for other, link in said["links"].items()
-    }
-    nodes = read_nodes({int(rank): said["node"] for rank, said in heard.items()})
-    found = Cluster([replace(node, clock_offset_seconds=_clock(node.rank, ways)) for node in nodes], ways)
+    found = Cluster()
+    for rank, said in ((int(rank), said) for rank, said in heard.items()):
+        found.links |= {(rank, int(other)): Link(**link) for other, link in said["links"].items()}
+        node = Node(**{**said["node"], "rank": rank})
+        same = any(node.host == other["node"]["host"] for other in heard.values() if other is not said)
+        node = replace(node, host=f"{node.host} ({node.address or rank})") if same else node
+        found.told += [Finding(**{**one, "host": node.host}) for one in node.findings if rank != machines.rank]
+        found.nodes.append(node)
+    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found.links)) for node in found.nodes]
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
         heard = clean(rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS))
@@ -192,9 +193,8 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
     except ChannelError as error:
         return _trouble(error)
     if said.get("number") != rank:
-        return Link(
-            False, "stranger", f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}", _SAME_LINE
-        )
+        text = f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}"
+        return Link(False, "stranger", text, _SAME_LINE)
     return Link(True, "", "", "", trip * 1000, float(said.get("time") or clock) - clock - trip / 2)
 
 
@@ -206,19 +206,14 @@ def _trouble(error: ChannelError) -> Link:
         return Link(False, error.kind, error.detail, remedy(error))
     if "token" in str(error):
         return Link(False, "token", str(error), "give the same --token on all machines")
-    return Link(
-        False, "stranger", str(error), "another program's port there? Or its address is not the one named for it"
-    )
+    mend = "another program's port there? Or its address is not the one named for it"
+    return Link(False, "stranger", str(error), mend)
 
 
 def _clock(rank: int, links: Mapping[tuple[int, int], Link]) -> float | None:
     """What a machine's clock shows more than machine 0's, by either's call."""
-    if rank == 0:
-        return 0.0
-    there, back = links.get((0, rank)), links.get((rank, 0))
-    return (
-        there.clock_offset_seconds if there and there.ok else -back.clock_offset_seconds if back and back.ok else None
-    )
+    there, back = links.get((0, rank), Link(ok=rank == 0)), links.get((rank, 0), Link())
+    return there.clock_offset_seconds if there.ok else -back.clock_offset_seconds if back.ok else None
 
 
 # --- the all-reduce
@@ -240,10 +235,9 @@ def _all_reduce(found: Cluster, machines: Nodes) -> dict[str, Any]:
     nccl = all(node.backend.startswith("NCCL") for node in found.nodes)
     # as this package's launcher sets them
     env = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"} if own else {}
-    return torch_checks.all_reduce(
-        machines.rank, machines.count, machines.first, machines.port, ["gloo", "nccl"] if nccl else ["gloo"], env,
-        _REDUCE_SECONDS,
-    )  # fmt: skip
+    backends = ["gloo", "nccl"] if nccl else ["gloo"]
+    where = (machines.rank, machines.count, machines.first, machines.port)
+    return torch_checks.all_reduce(*where, backends, env, _REDUCE_SECONDS)
 
 
 # --- what it means
@@ -256,15 +250,10 @@ def check(found: Cluster, machines: Nodes, lines: Mapping[int, str], seconds: fl
     here = [node.rank for node in found.nodes]
     # the others are met through machine 0
     absent = [0] if 0 not in here else [rank for rank in range(machines.count) if rank not in here]
-    return [
-        *(_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent),
-        *(
-            finding
-            for pair in itertools.combinations(found.nodes, 2)
-            for finding in _check_pair(*pair, found, machines)
-        ),
-        *(_check_reduced(found) if len(here) > 1 else []),
-    ]
+    findings = [_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent]
+    for one, other in itertools.combinations(found.nodes, 2):
+        findings += _check_pair(one, other, found, machines)
+    return [*findings, *(_check_reduced(found) if len(here) > 1 else [])]
 
 
 def _check_missing(rank: int, found: Cluster, machines: Nodes, line: str, seconds: float) -> Finding:
@@ -298,21 +287,17 @@ def _mend(caller: Node, called: Node, link: Link, port: int) -> str:
         return f"{here}`sudo ss -ltnp 'sport = :{port}'` shows what holds the port; or another --main_process_port"
     if link.kind in ("silent", "refused"):
         way = "drops" if link.kind == "silent" else "rejects"
-        return (f"{here}sudo ufw allow from {source} to any port {port} proto tcp  (a firewall {way} it; a run needs "
-                f"every port: sudo ufw allow from {source})")  # fmt: skip
+        every = f"(a firewall {way} it; a run needs every port: sudo ufw allow from {source})"
+        return f"{here}sudo ufw allow from {source} to any port {port} proto tcp  {every}"
     return f"on {caller.host}: {link.remedy}"
 
 
 def _check_reduced(found: Cluster) -> list[Finding]:
     if found.not_reduced:
         return [Finding("all-reduce", "gloo", "note", f"not tried: {found.not_reduced}")]
-    backends = dict.fromkeys(backend for said in found.reduced.values() for backend in said)
-    return [
-        _check_backend(
-            backend, found.nodes, [found.reduced.get(node.rank, {}).get(backend) or {} for node in found.nodes]
-        )
-        for backend in backends
-    ]
+    said = [found.reduced.get(node.rank) or {} for node in found.nodes]
+    backends = dict.fromkeys(itertools.chain(*said))
+    return [_check_backend(backend, found.nodes, [one.get(backend) or {} for one in said]) for backend in backends]
 
 
 def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[str, Any]]) -> Finding:
@@ -335,9 +320,7 @@ def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[s
 
 def _mend_all_reduce(backend: str, nodes: Sequence[Node]) -> str:
     """Every port is needed, over the interface that leads to the others, in packets that pass."""
-    other, interface = nodes[1].address, nodes[0].interface or "NAME"
-    mend = (
-        f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; `ping -M do -s 1472 {other}` "
-    )
-    mend += f"shows whether large packets pass (else a smaller MTU); export {backend.upper()}_SOCKET_IFNAME={interface}"
+    other, variable = nodes[1].address, f"{backend.upper()}_SOCKET_IFNAME={nodes[0].interface or 'NAME'}"
+    mend = f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; export {variable}; "
+    mend += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
     return mend if backend == "gloo" else f"{mend}; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` says more"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -67,11 +68,8 @@ def all_reduce(
     found: dict[str, dict[str, Any]] = {}
     for backend in backends:
         if all(said["ok"] for said in found.values()):
-            found[backend] = in_time(
-                seconds + 1.0,
-                lambda backend=backend: _all_reduce(rank, world, address, port, backend, timedelta(seconds=seconds)),
-                lambda why: {"ok": False, "error": why},
-            )
+            work = functools.partial(_all_reduce, rank, world, address, port, backend, timedelta(seconds=seconds))
+            found[backend] = in_time(seconds + 1.0, work, lambda why: {"ok": False, "error": why})
     return found
 
 
