@@ -135,7 +135,7 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
     if listener is not None:
         listener.close()  # the all-reduce needs the port
     found = Cluster()
-    for rank, said in ((int(rank), said) for rank, said in heard.items()):
+    for rank, said in sorted((int(rank), said) for rank, said in heard.items()):
         found.links |= {(rank, int(other)): Link(**link) for other, link in said["links"].items()}
         node = Node(**{**said["node"], "rank": rank})
         same = any(node.host == other["node"]["host"] for other in heard.values() if other is not said)
