@@ -65,8 +65,6 @@ def _umask() -> int:
         (["convert", "run", "out", "--json"], "--json goes with --inspect"),
         (["convert", "run", "out", "--max_shard_size", "5 apples"], "is not a size"),
         (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
-        (["convert", "run", "out", "--to", "universal"], "holds no optimizer state"),
-        (["convert", "run", "out", "--to", "universal", "--dtype", "bf16"], "no meaning with --to universal"),
         (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
         (["convert", "run", "run"], "holds run, which is to be read"),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import Made
-from toolkit.checkpoint.read.archive import open_archive, verify_member
 from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.read.torch_file import verify_member, zip_members
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -113,7 +113,7 @@ def test_flipped_bytes_of_the_structure(name: str, copied: Callable[..., Path]) 
     root = copied(name)
     for file in files_of(root):
         content = bytearray(file.read_bytes())
-        structure = next(m for key, m in open_archive(file).members.items() if key.endswith("/data.pkl"))
+        structure = next(m for key, m in zip_members(file).items() if key.endswith("/data.pkl"))
         for at in range(structure.offset, structure.offset + structure.size, structure.size // 20):
             content[at] ^= 0x55
             file.write_bytes(content)

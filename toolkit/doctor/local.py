@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from toolkit.data.cache import cache_folder
+from toolkit.cache import cache_folder
 from toolkit.doctor import builds, devices, network, shell, versions
 from toolkit.doctor.finding import Finding, plain
 from toolkit.doctor.job import Job

@@ -16,8 +16,6 @@ _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
     "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
 )
-# Options that only a model's folder takes, with their defaults.
-_OF_MODELS = {"dtype": "fp32", "max_shard_size": "5GB", "config_from": None, "base_model": None, "merge_lora": False}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,12 +34,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
     parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
-    parser.add_argument(
-        "--to",
-        choices=("model", "universal"),
-        default="model",
-        help="universal: DeepSpeed's format for another stage and number of processes, optimizer included [model]",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
@@ -65,7 +57,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _convert(arguments: argparse.Namespace) -> list[str]:
     from toolkit.checkpoint.convert import run as to_model
-    from toolkit.checkpoint.convert import universal as to_universal
 
     options = to_model.Options(
         checkpoint=Path(arguments.checkpoint),
@@ -79,19 +70,11 @@ def _convert(arguments: argparse.Namespace) -> list[str]:
         verify=arguments.verify,
         sync=arguments.sync,
     )
-    if arguments.to == "universal":
-        universal = to_universal.plan(options)
-        return to_universal.described(universal) if arguments.dry_run else to_universal.write(universal)
     model = to_model.plan(options)
     return to_model.described(model) if arguments.dry_run else to_model.write(model)
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = [f"--{name}" for name, default in _OF_MODELS.items() if getattr(arguments, name) != default]
-    if arguments.to == "universal" and given:
-        raise UserError(
-            f"{', '.join(given)} makes a model's folder and has no meaning with --to universal: leave it out"
-        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit convert runs in one process: start it without a launcher")
     if arguments.inspect and arguments.out is not None:

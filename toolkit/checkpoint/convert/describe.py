@@ -35,7 +35,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "frozen": len(reader.frozen),
         "tied": dict(reader.tied),
         "lora": is_lora(reader),
-        "moments": len(reader.moments),
+        "moments": len(reader.optimizer_state),
         "excluded": {name: list(shape) for name, shape in reader.excluded.items()},
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
         "missing": _missing(reader),
@@ -56,7 +56,9 @@ def lines(reader: CheckpointReader) -> list[str]:
         f"{gigabytes(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
         f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),
-        f"  optimizer   moments of {facts['moments']} parameters" if reader.moments else "  optimizer   no state",
+        f"  optimizer   moments of {facts['moments']} parameters"
+        if reader.optimizer_state
+        else "  optimizer   no state",
         f"  config      {reader.model_folder or 'none'}",
         f"  converted   {gigabytes(facts['output_bytes']['F32'])} as fp32, "
         f"{gigabytes(facts['output_bytes']['BF16'])} as bf16",

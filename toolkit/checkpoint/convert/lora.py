@@ -118,7 +118,7 @@ def select_adapter(reader: CheckpointReader, config: AdapterConfig) -> Selection
     _factors(reader, held)  # one adapter, whole
     adapters = {_saved(name): tensor for name, tensor in held.items() if _is_adapters(name)}
     frozen = {_bare(name) for name in reader.frozen} or None
-    trained = {_bare(name) for name in reader.moments}
+    trained = {_bare(name) for name in reader.optimizer_state}
     for name, tensor in held.items():
         is_trained = name in trained if trained else frozen is not None and name not in frozen
         if _is_adapters(name) or name in _bare_buffers(reader) or not is_trained:

@@ -120,7 +120,7 @@ def located(name: str) -> str:
     """A demo model's name -> its folder, asked of a process of its own: the answer needs large libraries."""
     if not name.startswith("demo:"):
         return name
-    program = "import sys; from toolkit.data.demo import model_path; print(model_path(sys.argv[1]))"
+    program = "import sys; from toolkit.demo import model_path; print(model_path(sys.argv[1]))"
     asked = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
     return asked.stdout.strip() if asked.returncode == 0 else name
 

@@ -46,8 +46,6 @@ def check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    if (path.parent / "latest_universal").is_file():
-        return path.name == "latest_universal" or (path / "zero").is_dir()
     return bool(_OURS.fullmatch(path.name)) and path.is_file()
 
 

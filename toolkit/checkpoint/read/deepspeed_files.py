@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.read import pickled_names
 from toolkit.checkpoint.read.torch_file import TorchFile, open_torch_file
+from toolkit.checkpoint.read.unpickle import DEEPSPEED
 from toolkit.errors import UserError, listing
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -177,7 +177,7 @@ def _is_divided(model: TorchFile) -> bool:
 
 
 def _open(path: Path) -> TorchFile:
-    opened = open_torch_file(path, pickled_names.DEEPSPEED)
+    opened = open_torch_file(path, DEEPSPEED)
     was = f"{opened.written_as}.pt"
     if was != path.name and (_OPTIMIZER.fullmatch(was) or _MODEL.fullmatch(was)):
         raise UserError(f"{path} was written as {was}: ranks are mixed up; copy the folder again")
