@@ -44,7 +44,7 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
     for text in ("first", "second"):
         with replace_folder(path, overwrite=True) as draft:
             (draft / "x").write_text(text)
-    message = f"cannot write {path}: it is there already; nothing was left behind"
+    message = f"cannot write {path}: Directory not empty; nothing was left behind"
     with pytest.raises(UserError, match=message), writing(path), replace_folder(path) as draft:
         (draft / "x").write_text("third")
     assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])

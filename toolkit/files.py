@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -48,8 +47,9 @@ def replace_folder(path: Path, overwrite: bool = False, flush: bool = True) -> I
     """Gives an empty folder beside `path`, which becomes `path` when the block has succeeded.
 
     With `flush` everything in it is on the disk before. With `overwrite` it takes the place of what is there, which
-    is removed afterwards; without, something that was there or appeared meanwhile is left alone. Whatever ends the
-    block early, Ctrl-C included, removes the draft and the parent folders made for it. Raises OSError.
+    is removed afterwards; without, what was there or appeared meanwhile (but an empty folder) is left alone.
+    Whatever ends the block early, Ctrl-C included, removes the draft and the parent folders made for it. Raises
+    OSError.
     """
     draft = draft_of(path)
     made = [parent for parent in draft.parents if not parent.exists()]
@@ -70,11 +70,9 @@ def replace_folder(path: Path, overwrite: bool = False, flush: bool = True) -> I
 
 
 def _move(draft: Path, path: Path, overwrite: bool) -> None:
-    if not os.path.lexists(path):
-        draft.rename(path)
+    if not overwrite or not os.path.lexists(path):
+        draft.rename(path)  # OSError where something is there, but for an empty folder
         return
-    if not overwrite:
-        raise FileExistsError(errno.EEXIST, "it is there already", str(path))
     old = draft_of(path, "old")
     path.rename(old)
     try:

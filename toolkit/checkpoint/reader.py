@@ -1,7 +1,7 @@
 """What a checkpoint holds: named tensors whose elements lie in byte ranges of files. Imports no torch.
 
 Everything that reads a checkpoint (resume, convert, inspect) works on a `CheckpointReader`, whoever wrote the
-files. A tensor is a chain of spans, and never has to be held whole: a reader takes the slice it needs.
+files. A tensor is a chain of spans, and never has to be held whole: who reads takes the elements it needs.
 """
 
 from __future__ import annotations

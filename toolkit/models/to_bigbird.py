@@ -82,7 +82,7 @@ def to_bigbird(
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config, pattern)
-    with writing(output), replace_folder(output, overwrite=True) as draft:
+    with writing(output), replace_folder(output, overwrite) as draft:
         return dataclasses.replace(_write(source, draft, pattern), output=output)
 
 

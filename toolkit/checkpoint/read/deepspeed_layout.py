@@ -170,8 +170,7 @@ class _Rank:
         if type(zero) is not dict or zero.get("round_robin_gradients") or type(mappings) is not list:
             return {}
         mapping = mappings[number] if number < len(mappings) else {}
-        things = {name: thing.state for name, thing in mapping.items()}
-        return {name: (state["start"], state["numel"]) for name, state in things.items()}
+        return {name: (address.state["start"], address.state["numel"]) for name, address in mapping.items()}
 
     def padding(self, number: int) -> int:
         """Elements that were taken off the end of the master."""

@@ -118,7 +118,9 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
         content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
         tensors = {
-            name: _chunks(thing.state) for name, thing in content["state_dict_metadata"].items() if _is_tensor(thing)
+            name: _chunks(entry.state)
+            for name, entry in content["state_dict_metadata"].items()
+            if entry.name.endswith(".TensorStorageMetadata")
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -129,10 +131,6 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
         for name, (shape, chunks) in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _is_tensor(thing: Inert) -> bool:
-    return thing.name.endswith(".TensorStorageMetadata")
 
 
 _Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -181,7 +179,7 @@ def _stored(
     places: Mapping[tuple[str, tuple[int, ...]], _Place],
 ) -> TensorIndex:
     if not all(offsets[1:] == (0,) * len(offsets[1:]) and sizes[1:] == shape[1:] for offsets, sizes in chunks):
-        raise UserError(f"{metadata}: {name} is divided along other dimensions than the first, which is not supported")
+        raise UserError(f"{metadata}: {name} is sharded along other dimensions than the first, which is not supported")
     spans, dtypes, rows = [], set(), 0
     for offsets, sizes in sorted(chunk for chunk in chunks if math.prod(chunk[1])):
         if offsets and offsets[0] != rows:

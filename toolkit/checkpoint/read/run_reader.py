@@ -44,7 +44,7 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     if state == "deepspeed":
         reader = _deepspeed(path, folder)
     elif state in ("whole", "slices"):
-        reader = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
+        reader = (_open_whole if state == "whole" else _open_sharded)(path, folder, manifest)
     else:
         raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
     most, step = max(reader.step_counts().values(), default=0), manifest.get("step")
@@ -106,7 +106,7 @@ def _deepspeed(path: Path, folder: Path) -> CheckpointReader:
 # one file of whole tensors
 
 
-def _whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
+def _open_whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     weights = read_header(folder / "weights.safetensors").tensors
     optimizer = folder / "optimizer.safetensors"
     state = read_header(optimizer) if optimizer.is_file() else Header({}, {})
@@ -142,10 +142,10 @@ def _reader(
     )
 
 
-# a file of slices per process
+# a file of shards per process
 
 
-def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
+def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     files = sorted(folder.glob("slices-rank-*.safetensors"))
     world = manifest.get("world")
     if len(files) != world:
@@ -205,7 +205,7 @@ def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]
 
 
 def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], TensorIndex]]) -> TensorIndex:
-    """The whole of a tensor from its slices. Raises UserError unless each element is there once."""
+    """The whole of a tensor from its shards. Raises UserError unless each element is there once."""
     pieces = sorted(pieces, key=lambda piece: (piece[0], piece[2].count))
     shape, dtype, place = pieces[0][1], pieces[0][2].dtype, 0
     spans: list[Span] = []
