@@ -114,7 +114,8 @@ def make_settings(output_dir: str, samples: int) -> Any:
 def prepare(settings: Any) -> dict[str, Any]:
     """Makes the tokens, in a process of its own, so that no contestant spends time or memory on them."""
     from toolkit.data.prepare import prepare_data
-    from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.pretrained import load_config
 
     data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
     return {"folder": str(data.folder)}
@@ -123,7 +124,9 @@ def prepare(settings: Any) -> dict[str, Any]:
 def load_job(settings: Any, samples: int) -> Job:
     """The same weights (the new head too) and the same samples for every contestant."""
     from toolkit.data.prepare import prepare_data
-    from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.models.classifier import load_classifier
+    from toolkit.pretrained import load_config
 
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
@@ -167,43 +170,57 @@ def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 
 
 def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
-    from toolkit.evaluation import Best
+    import torch
+
     from toolkit.models.loss import sample_losses
-    from toolkit.report.run import Run
-    from toolkit.training.loop import Loop, make_schedule
-    from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+    from toolkit.run import Run
+    from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+    from toolkit.training.steps import Steps
 
     data, training, labels = job.data, job.settings.training, job.data.labels
-    schedule = make_schedule(training, data.train, accelerator.num_processes)
-    optimizer = make_optimizer(job.model, training)
-    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
-    align_strategy(accelerator, training, schedule)
+    steps = Steps(accelerator, data.train, job.tokenizer, training)
+    groups = parameter_groups(job.model, training.weight_decay)
+    optimizer: Any = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
+    align_strategy(accelerator, job.model, training, steps.schedule)
     model, optimizer = accelerator.prepare(job.model, optimizer)
-    run = Run(accelerator, job.settings, data, schedule, recipe="benchmark")
-    loop = Loop(accelerator, model, optimizer, scheduler, data.train, job.tokenizer, training, schedule)
-    run.start(loop, Best(None, labels.problem_type))
+    scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
+    run = Run(accelerator, job.settings, data, job.tokenizer, steps, lambda *_: {"f1_macro": 0.0}, recipe="benchmark")
+    run.resume(model, optimizer, scheduler)
     losses = []
     warm_up(model, bf16=True)
     clock.start()
     for step in run.steps():
-        for batch in step.micro_batches():
+        model.train()
+        for batch in step.micro_batches(model):
             logits = model(**batch.inputs).logits
-            step.backward(sample_losses(logits, batch.labels, labels.problem_type))
-        metrics = step.update()
-        run.step(metrics)
-        run.record(step, metrics)
-        losses.append(metrics.loss)
+            accelerator.backward(step.mean(sample_losses(logits, batch.labels, labels.problem_type)))
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(run.log(step, grad_norm).loss)
+        run.checkpoint_if_due(step)
     clock.stop()
     return {"loss": statistics.fmean(losses), "steps": len(losses)}
 
 
 def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
-    from toolkit.evaluation import evaluate
+    import torch
 
-    model = accelerator.prepare(job.model)
+    from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches
+    from toolkit.models.loss import sample_losses
+
+    labels, split = job.data.labels, job.data.validation
+    model = accelerator.prepare(job.model).eval()
     warm_up(model, bf16=True)
     clock.start()
-    result = evaluate(accelerator, model, job.data.validation, job.tokenizer, job.data.labels, job.settings.training)
+    outputs = Outputs(accelerator, split)
+    with torch.no_grad():
+        for batch in evaluation_batches(accelerator, split, job.tokenizer, job.settings.training):
+            logits = model(**batch.inputs).logits.float()
+            losses = sample_losses(logits, batch.labels, labels.problem_type)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
+    result = classification_evaluation(outputs, labels, lambda *found: classification_metrics(*found, labels))
     clock.stop()
     return {"loss": result.numbers["loss"], "accuracy": result.numbers["accuracy"]}
 

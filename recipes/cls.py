@@ -5,20 +5,33 @@
     accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml
     accelerate launch recipes/cls.py recipes/cls_zh_reviews.yaml --config_file accelerate_configs/ddp.yaml
 
-`--help` lists the settings; a YAML file of them may come first.
+`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the optimizer or
+the model, change this file: docs/your-own-recipe.md.
 """
 
+import math
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from toolkit import config, launch
-from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_data
-from toolkit.evaluation import Best, evaluate
-from toolkit.models.classifier import load_classifier, load_config, load_tokenizer
+from toolkit.data.tokens import Split, load_tokenizer
+from toolkit.evaluation import (
+    Evaluation,
+    Outputs,
+    classification_evaluation,
+    classification_metrics,
+    evaluation_batches,
+)
+from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
-from toolkit.report.run import Run
-from toolkit.training.loop import Loop, make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.pretrained import load_config
+from toolkit.run import Run
+from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.steps import Steps
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("cls_demo.yaml")
@@ -34,44 +47,55 @@ def main() -> None:
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
-    best = Best(training.metric_for_best_model, labels.problem_type, training.early_stopping_patience)
-    schedule = make_schedule(training, data.train, accelerator.num_processes)
+    steps = Steps(accelerator, data.train, tokenizer, training)
 
-    # Model and optimizer: the same weights in every process, then divided as the launch asks
+    # Model and optimizer: the same weights in every process, then placed as the launch asks
     model = load_classifier(settings.model, labels, training.seed)
-    optimizer = make_optimizer(model, training)
-    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
-    align_strategy(accelerator, training, schedule)
+    groups = parameter_groups(model, training.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
+    align_strategy(accelerator, model, training, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
 
-    # Train: each step is one global batch, however many processes share it
-    run = Run(accelerator, settings, data, schedule, recipe="cls", model=model)
-    loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
-    run.start(loop, best)  # at the newest checkpoint of this run, where there is one
-    evaluation = None
+    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (B, C), (B,) or (B, C) -> (B,)
+        return sample_losses(logits, truth, labels.problem_type, training.label_smoothing_factor)
+
+    def compute_metrics(logits: np.ndarray, truth: np.ndarray) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
+        return classification_metrics(logits, truth, labels)
+
+    @torch.no_grad()
+    def evaluate(split: Split) -> Evaluation:
+        model.eval()
+        outputs = Outputs(accelerator, split)  # each sample exactly once
+        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+            logits = model(**batch.inputs).logits.float()  # (B, C)
+            losses = loss_fn(logits, batch.labels)  # (B,)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses)))
+        return classification_evaluation(outputs, labels, compute_metrics)
+
+    # Train: each step is one global batch, however many processes compute it
+    run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="cls")
+    run.resume(model, optimizer, scheduler)  # at the newest checkpoint of this run, where there is one
     for step in run.steps():
-        for batch in step.micro_batches():
-            logits = model(**batch.inputs).logits  # (B, C)
-            losses = sample_losses(logits, batch.labels, labels.problem_type, training.label_smoothing_factor)
-            step.backward(losses)  # (B,)
-        metrics = step.update()
-        run.step(metrics)
+        model.train()
+        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+            losses = loss_fn(model(**batch.inputs).logits, batch.labels)  # (B,)
+            accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.log(step, grad_norm)
+        if step.evaluates:
+            run.save_if_best(step, evaluate(data.validation))
+        run.checkpoint_if_due(step)
+    if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
+        return
 
-        if schedule.evaluates_after(step.number):
-            evaluation = evaluate(accelerator, model, data.validation, tokenizer, labels, training)
-            run.evaluated(evaluation, step.number)  # saves the model, where it is the best so far
-        run.record(step, metrics)  # after a checkpoint, where one is due
-        if step.stopping:
-            run.stop()
-            return
-
-    # The last evaluation is of the saved model, on the test rows where there are any
-    if best.step != loop.done:
-        load_weights(accelerator, model, run.model_folder)
-    if best.step != loop.done or data.test or evaluation is None:
-        evaluation = evaluate(accelerator, model, data.test or data.validation, tokenizer, labels, training)
-        run.evaluation(evaluation, best.step)
-    run.finish(evaluation)
+    # The last evaluation is of the best model, on the test rows where there are any
+    run.load_best_model()
+    final = data.test or data.validation
+    run.finish(run.evaluation_of(final) or evaluate(final))
 
 
 if __name__ == "__main__":

@@ -5,23 +5,29 @@
     python recipes/title.py --train_file articles.csv --model_name_or_path bert-base-chinese --max_length 4096
     accelerate launch recipes/title.py --config_file accelerate_configs/ddp.yaml
 
-`--help` lists the settings; a YAML file of them may come first.
+`--help` lists the settings; a YAML file of them may come first. To change the loss, the metrics, the optimizer or
+the model, change this file: docs/your-own-recipe.md.
 """
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from toolkit import config, launch
-from toolkit.checkpoint.model_folder import load_weights
 from toolkit.data.prepare import prepare_titles
-from toolkit.evaluation import Best
-from toolkit.evaluation.titles import evaluate_titles
-from toolkit.models.classifier import load_config, load_tokenizer
+from toolkit.data.tokens import Split, load_tokenizer
+from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
+from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
-from toolkit.report.run import Run
-from toolkit.training.loop import Loop, make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.pretrained import load_config
+from toolkit.run import Run
+from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.steps import Steps
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("title_demo.yaml")
@@ -29,7 +35,7 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 
 def main() -> None:
     settings = config.parse(config.TitleSettings, demo=DEMO, description=__doc__)
-    training, generation = settings.training, settings.generation
+    training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
     accelerator = launch.make_accelerator(training.mixed_precision)
 
     # An encoder with as many positions as the texts need, then texts and titles, each made once per machine
@@ -37,46 +43,57 @@ def main() -> None:
     tokenizer = load_tokenizer(pretrained)
     data = prepare_titles(settings, tokenizer, load_config(pretrained), accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
-    best = Best(training.metric_for_best_model, "title_generation", training.early_stopping_patience)
-    schedule = make_schedule(training, data.train, accelerator.num_processes)
+    steps = Steps(accelerator, data.train, tokenizer, training)
 
-    # Model and optimizer: the same weights in every process, then divided as the launch asks
-    model = load_title_model(
-        settings.model, pretrained, generation, tokenizer, settings.data.max_target_length, training.seed
-    )
-    optimizer = make_optimizer(model, training)
-    scheduler = make_scheduler(optimizer, training, schedule.total_steps)
-    align_strategy(accelerator, training, schedule)
+    # Model and optimizer: the same weights in every process, then placed as the launch asks
+    model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
+    groups = parameter_groups(model, training.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
+    align_strategy(accelerator, model, training, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
+
+    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (B, T, V), (B, T) -> (B,)
+        return token_losses(logits, truth, training.label_smoothing_factor)  # sums over each title's tokens
+
+    def compute_metrics(titles: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
+        return title_metrics(titles, references, generation.rouge_segmenter)
+
+    @torch.no_grad()
+    def evaluate(split: Split) -> Evaluation:
+        model.eval()
+        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)  # each sample exactly once
+        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+            with accelerator.autocast():
+                encoded, mask = writer.encode(batch)  # the texts are read once for the loss and for the search
+                losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
+                titles = writer.write(encoded, mask)  # (B, T)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(losses, titles)))
+        return title_evaluation(outputs, tokenizer, compute_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the tokens of all its titles
-    run = Run(accelerator, settings, data, schedule, recipe="title", model=model)
-    loop = Loop(accelerator, model, optimizer, scheduler, data.train, tokenizer, training, schedule)
-    run.start(loop, best)  # at the newest checkpoint of this run, where there is one
-    evaluation = None
+    run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title")
+    run.resume(model, optimizer, scheduler)  # at the newest checkpoint of this run, where there is one
     for step in run.steps():
-        for batch in step.micro_batches():
-            logits = model(**batch.inputs, use_cache=False).logits  # (B, T, V)
-            losses = token_losses(logits, batch.labels, training.label_smoothing_factor)
-            step.backward(losses)  # (B,) sums over each title's tokens
-        metrics = step.update()
-        run.step(metrics)
+        model.train()
+        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+            losses = loss_fn(model(**batch.inputs, use_cache=False).logits, batch.labels)  # (B,)
+            accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.log(step, grad_norm)
+        if step.evaluates:
+            run.save_if_best(step, evaluate(data.validation))
+        run.checkpoint_if_due(step)
+    if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
+        return
 
-        if schedule.evaluates_after(step.number):
-            evaluation = evaluate_titles(accelerator, model, data.validation, tokenizer, generation, training)
-            run.evaluated(evaluation, step.number)  # saves the model, where it is the best so far
-        run.record(step, metrics)  # after a checkpoint, where one is due
-        if step.stopping:
-            run.stop()
-            return
-
-    # The last evaluation is of the saved model, on the test rows where there are any
-    if best.step != loop.done:
-        load_weights(accelerator, model, run.model_folder)
-    if best.step != loop.done or data.test or evaluation is None:
-        evaluation = evaluate_titles(accelerator, model, data.test or data.validation, tokenizer, generation, training)
-        run.evaluation(evaluation, best.step)
-    run.finish(evaluation)
+    # The last evaluation is of the best model, on the test rows where there are any
+    run.load_best_model()
+    final = data.test or data.validation
+    run.finish(run.evaluation_of(final) or evaluate(final))
 
 
 if __name__ == "__main__":

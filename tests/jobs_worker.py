@@ -33,6 +33,7 @@ def run_jobs(folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], se
 def main() -> None:
     from accelerate.state import AcceleratorState, GradientState
 
+    sys.path.insert(0, str(Path(sys.argv[1]).resolve().parent))  # recipes that a test has written
     for module, *arguments in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         sys.argv = [f"{module.replace('.', '/')}.py", *arguments]
         importlib.import_module(module).main()

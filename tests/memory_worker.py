@@ -15,20 +15,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recipes import cls
 from toolkit import launch
-from toolkit.training.loop import Loop, Step
+from toolkit.training.steps import Step, Steps
 
 _MORE_BYTES = 16 * 2**20
-_steps = Loop.steps
+_steps = Steps.__iter__
 
 
-def limited_steps(loop: Loop) -> Iterator[Step]:
-    if os.environ["LIMITED_RANK"] in ("all", str(loop.accelerator.process_index)):
+def limited_steps(steps: Steps) -> Iterator[Step]:
+    if os.environ["LIMITED_RANK"] in ("all", str(steps.accelerator.process_index)):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    return _steps(loop)
+    return _steps(steps)
 
 
 if __name__ == "__main__":
-    Loop.steps = limited_steps  # type: ignore[method-assign]
+    Steps.__iter__ = limited_steps  # type: ignore[method-assign]
     launch.run(cls.main)

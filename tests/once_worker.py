@@ -19,12 +19,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Collator
 from toolkit.data.tokens import Split
-from toolkit.evaluation.predict import predict
+from toolkit.evaluation import Outputs
+from toolkit.evaluation.outputs import batches_of
 from toolkit.models.loss import sample_losses
-from toolkit.training.loop import Loop, make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.steps import Steps, make_schedule
 
 # Batches of one, two or more samples, as their lengths allow.
 _MOST_TOKENS = 24
@@ -40,35 +40,42 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
-    optimizer = make_optimizer(model, settings)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
     schedule = make_schedule(settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes)
-    scheduler = make_scheduler(optimizer, settings, 1000)
-    align_strategy(accelerator, settings, schedule)
+    align_strategy(accelerator, model, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = make_scheduler(optimizer, settings, 1000)
     for size in range(1, 2 * global_batch + 2):
         for even, most in ((True, None), (False, None), (False, _MOST_TOKENS)):
             split = fake_split(size, even)
-            collate = Collator(split, tokenizer, accelerator.device)
-            predictions = predict(accelerator, model, split, collate, per_device, most)
-            if predictions is not None:
-                assert predictions.ids.tolist() == split.rows.tolist(), (size, even, most, predictions.ids)
-                assert len(predictions.logits) == size
-                rows = predictions.logits.reshape(size, -1)
+            outputs = Outputs(accelerator, split)
+            model.eval()
+            for batch in batches_of(accelerator, split, tokenizer, per_device, most):
+                with torch.no_grad():
+                    logits = model(**batch.inputs).logits
+                outputs.add(accelerator.gather_for_metrics(batch.padded(logits, batch.ids)))
+            if found := outputs.in_order():
+                rows, ids = found
+                assert ids.tolist() == split.rows.tolist(), (size, even, most, ids)
+                assert len(rows) == size
                 assert even or size < 3 or len(np.unique(rows, axis=0)) > 1  # outputs belong to samples
         for bucketed, most in ((True, None), (False, _MOST_TOKENS)):
             chosen = TrainingSettings(**{**vars(settings), "group_by_length": bucketed, "max_tokens_per_batch": most})
-            loop_schedule = make_schedule(chosen, split, accelerator.num_processes)
-            loop = Loop(accelerator, model, optimizer, scheduler, split, tokenizer, chosen, loop_schedule)
+            steps = Steps(accelerator, split, tokenizer, chosen)
             seen: list[int] = []
-            for step in loop.steps():
-                for count, batch in enumerate(step.micro_batches(), 1):
-                    assert count <= loop_schedule.accumulation
+            for step in steps:
+                for count, batch in enumerate(step.micro_batches(model), 1):
+                    assert count <= steps.schedule.accumulation
                     assert most is None or batch.inputs["input_ids"].numel() <= most
                     seen += batch.ids[batch.weights > 0].tolist()
-                    step.backward(
-                        sample_losses(model(**batch.inputs).logits, batch.labels, "single_label_classification")
-                    )
-                step.update()
+                    logits = model(**batch.inputs).logits
+                    losses = sample_losses(logits, batch.labels, "single_label_classification")
+                    accelerator.backward(step.mean(losses))
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                step.gather_metrics(grad_norm)
             everyone = sorted(gather_object(seen))
             assert everyone == split.rows.tolist(), (size, bucketed, everyone)
     if accelerator.is_main_process:

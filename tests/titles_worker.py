@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import gather_object
 
 from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import GenerationSettings, PretrainedSettings, TrainingSettings
-from toolkit.data.tokens import TitleSplit
-from toolkit.evaluation.titles import Writer, evaluate_titles
-from toolkit.models.classifier import load_tokenizer
+from toolkit.data.tokens import TitleSplit, load_tokenizer
+from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
+from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
+from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
-from toolkit.training.loop import make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import align_strategy, parameter_groups
+from toolkit.training.steps import make_schedule
 
 SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 
@@ -36,15 +38,27 @@ def main() -> None:
     long = long_model(settings, None, accelerator)
     tokenizer = load_tokenizer(long)
     model: Any = load_title_model(settings, long, generation, tokenizer, LONGEST, seed=1)
-    optimizer = make_optimizer(model, training)
-    make_scheduler(optimizer, training, 10)
-    align_strategy(accelerator, training, make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes))
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
+    align_strategy(
+        accelerator, model, training, make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
+    )
     model, optimizer = accelerator.prepare(model, optimizer)
+
+    @torch.no_grad()
+    def evaluate(split: TitleSplit) -> Evaluation:
+        """As recipes/title.py."""
+        model.eval()
+        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
+        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+            encoded, mask = writer.encode(batch)
+            losses = token_losses(writer.logits(batch, encoded, mask), batch.labels)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(losses, writer.write(encoded, mask))))
+        return title_evaluation(outputs, tokenizer, title_metrics)
 
     def lines_of(size: int) -> list[dict[str, Any]]:
         split = fake_split(folder, size, accelerator.is_main_process)
         accelerator.wait_for_everyone()
-        evaluation = evaluate_titles(accelerator, model, split, tokenizer, generation, training)
+        evaluation = evaluate(split)
         assert evaluation.numbers["num_samples"] == size
         if evaluation.predictions is None:
             return []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, launch
+from toolkit import __version__, init, launch
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models import to_bigbird_command
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    init.add_parser(commands)
     _add_predict(commands)
     commands.add_parser(
         "prepare",
@@ -61,6 +62,7 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
+    predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
@@ -92,6 +94,8 @@ def _run() -> None:
         from toolkit.evaluation.predict_file import predict_file
 
         predict_file(options)
+    elif options.command == "init":
+        init.run(options)
     elif options.command == "convert":
         convert.run(options)
     elif options.command == "to-bigbird":
@@ -103,7 +107,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("predict", "prepare", "convert", "to-bigbird", "report", "doctor")
+    known = ("init", "predict", "prepare", "convert", "to-bigbird", "report", "doctor")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 
@@ -125,8 +129,9 @@ def _prepare(arguments: list[str]) -> None:
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.data.prepare import prepare_data, prepare_titles
-    from toolkit.models.classifier import load_config, load_tokenizer
+    from toolkit.data.tokens import load_tokenizer
     from toolkit.models.to_bigbird import long_model
+    from toolkit.pretrained import load_config
 
     pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
     prepare = prepare_titles if task == "title" else prepare_data

@@ -39,7 +39,7 @@ def comparable(script: str | Path | None = None) -> dict[str, str | None]:
 def code_digest(script: str | Path | None = None) -> str:
     """12 hexadecimal digits over this package's modules and the script."""
     digest = hashlib.sha256()
-    for path in sorted(_ROOT.rglob("*.py")):
+    for path in sorted(set(_ROOT.rglob("*.py")) - set((_ROOT / "templates").rglob("*.py"))):  # a wheel's copies
         digest.update(str(path.relative_to(_ROOT)).encode() + b"\0" + path.read_bytes())
     if script is not None and Path(script).suffix == ".py" and Path(script).is_file():
         digest.update(Path(script).read_bytes())

@@ -85,7 +85,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    **{f"zero{stage}-{dtype}": Kind(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "fp16")},
+    **{f"zero{stage}-{dtype}": Kind(stage, dtype) for stage in (2, 3) for dtype in ("fp32", "fp16")},
     **{f"zero{stage}-bf16": Kind(stage, "bf16", later=True) for stage in (1, 2, 3)},
     **{f"zero{stage}-bert": Kind(stage, "bf16", groups=2, bert=True) for stage in (1, 2, 3)},
     **{f"zero{stage}-groups": Kind(stage, "bf16", groups=3) for stage in (1, 2, 3)},
@@ -95,7 +95,6 @@ KINDS: dict[str, Kind] = {
     "zero3-frozen-group": Kind(3, groups=2, frozen=True, frozen_group=True),  # stages 1 and 2 do not start
     "zero0": Kind(0),
     "zero0-bf16": Kind(0, "bf16"),
-    "zero0-fp16": Kind(0, "fp16"),
     "zero1-bf16-optimizer": Kind(
         1, "bf16", groups=2, config={"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 1}
     ),

@@ -1,9 +1,11 @@
-"""A small model of awkward parameters under every way to divide it, for tests/checkpoint/elastic_worker.py."""
+"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for
+tests/checkpoint/elastic_worker.py."""
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from accelerate.utils import DistributedType
 from torch import nn
 
-from toolkit.checkpoint.live import LiveState, adam_step, live_state, persistent_buffers
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers
 
 SAVED_AFTER, TRAINED_ON = 2, 5
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -32,6 +34,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "hpz": {"zero_optimization": {"zero_hpz_partition_size": 2}},
     "offload": {"zero_optimization": OFFLOAD},
     "swapped": {"zero_optimization": {**OFFLOAD, "offload_param": {"device": "cpu"}, "sub_group_size": 60}},
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """As any class from a package: one moment, no count of steps (Chen et al., 2023)."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1  # as schedule-free ones count
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                one, two = group["betas"]
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(torch.sign(moment * one + parameter.grad * (1 - one)), alpha=group["lr"] * 0.1)
+                moment.mul_(two).add_(parameter.grad, alpha=1 - two)
+
+
+ADAM = ("exp_avg", "exp_avg_sq")
+# name of a model -> its optimizer, where it is not AdamW; what that keeps of each element
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+    "sgd": (torch.optim.SGD, ()),
+    "momentum": (functools.partial(torch.optim.SGD, momentum=0.9), ("momentum_buffer",)),
+    "rmsprop": (functools.partial(torch.optim.RMSprop, momentum=0.5), ("square_avg", "momentum_buffer")),
+    "adagrad": (torch.optim.Adagrad, ("sum",)),
+    "lion": (Lion, ("exp_avg",)),
+    "amsgrad": (functools.partial(torch.optim.AdamW, amsgrad=True), (*ADAM, "max_exp_avg_sq")),
+    "adafactor": (torch.optim.Adafactor, ("row_var", "col_var", "variance")),
 }
 
 
@@ -98,15 +131,18 @@ def build(model: str, name: str) -> Way:
     torch.manual_seed(11)
     strategy, *options = name.split()[0].split("-")
     module = Odd(model)
-    optimizer = torch.optim.AdamW(list(groups_of(module)), lr=0.01)
+    make, keys = OPTIMIZERS.get(model, (torch.optim.AdamW, ADAM))
+    optimizer = make(list(groups_of(module)), lr=0.01)
     if strategy.startswith("zero"):
-        return with_deepspeed(module, optimizer, int(strategy[-1]), options)
+        return with_deepspeed(module, optimizer, int(strategy[-1]), options, keys)
     if strategy == "fsdp":
-        return divided_by_rows(module)
+        return sharded_by_rows(module, make, keys)
     engine = nn.parallel.DistributedDataParallel(module) if strategy == "ddp" else module
 
     def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return parameter.data, {key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
+        return parameter.data, {
+            key: optimizer.state[parameter][key] for key in keys if key in optimizer.state[parameter]
+        }
 
     return plain(module, engine, optimizer, strategy, masters)
 
@@ -128,23 +164,23 @@ def plain(module: Any, engine: Any, optimizer: Any, strategy: str, masters: Any)
     return Way(state, engine, strategy, torch.float32, update, masters)
 
 
-def divided_by_rows(module: nn.Module) -> Way:
+def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(module.second, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.AdamW(list(groups_of(module)), lr=0.01)  # of the parameters there are now
+    optimizer = make(list(groups_of(module)), lr=0.01)  # of the parameters there are now
 
     def masters(_: str, parameter: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         state = optimizer.state[parameter]
-        return parameter.full_tensor(), {key: state[key].full_tensor() for key in ("exp_avg", "exp_avg_sq")}
+        return parameter.full_tensor(), {key: state[key].full_tensor() for key in keys}
 
     return plain(module, module, optimizer, "fsdp2", masters)
 
 
-def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str]) -> Way:
+def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str], keys: Sequence[str]) -> Way:
     import deepspeed
 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
@@ -167,11 +203,11 @@ def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[
     )
     state = live_state(accelerator, engine, SimpleNamespace(optimizer=engine.optimizer))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
-    masters = lines_of(engine) if "robin" in options else masters_of(engine)
+    masters = lines_of(engine) if "robin" in options else masters_of(engine, keys)
     return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
 
 
-def masters_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def masters_of(engine: Any, keys: Sequence[str]) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """By DeepSpeed's public calls."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -180,7 +216,6 @@ def masters_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str
             # with several groups DeepSpeed links when only the first has been stepped
             engine.optimizer._hp_optimizer_states_linked = False
             engine.optimizer._lazy_init_hp_params_optimizer_state()
-        keys = ("exp_avg", "exp_avg_sq")
         moments = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
         return safe_get_full_fp32_param(parameter), moments
 
@@ -203,7 +238,7 @@ def lines_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, 
                 if other is parameter:
                     flat = zero.single_partition_of_fp32_groups[number]
                     state = zero.optimizer.state[flat]
-                    cut = {"": line(flat), **{key: line(state[key]) for key in ("exp_avg", "exp_avg_sq")}}
+                    cut = {"": line(flat), **{key: line(state[key]) for key in ADAM}}
                     cut = {key: value[start : start + parameter.numel()] for key, value in cut.items()}
                     return cut.pop(""), cut
                 start += other.numel()
@@ -240,7 +275,8 @@ def truth_of(way: Way) -> dict[str, torch.Tensor]:
             master, moments = way.masters(name, parameter)
             found[f"weight.{name}"] = master.detach().clone().view(-1)
             found |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
-            found[f"step.{name}"] = torch.tensor(steps[name])
+            if name in steps:
+                found[f"step.{name}"] = torch.tensor(steps[name])
             if not torch.equal(copy.view(-1), found[f"weight.{name}"].to(copy.dtype)):
                 raise AssertionError(f"{name}: what is computed with is not its master")
     for name, buffer in persistent_buffers(way.state.module):
@@ -261,7 +297,7 @@ def _whole(parameter: Any) -> torch.Tensor:
 
 def _steps(way: Way) -> dict[str, float]:
     """Of all processes; fails where two say different things of one parameter."""
-    mine = {part.name: adam_step(part.adam) for part in way.state.fragments() if part.moments}
+    mine = {part.name: float(part.scalars["step"]) for part in way.state.fragments() if "step" in part.scalars}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     steps: dict[str, float] = {}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.conftest import Made, names
 from tests.checkpoint.handmade import read_folder, same_bits
 from tests.checkpoint.test_open_deepspeed import read_reference
-from toolkit.checkpoint.convert.run import Options, described, plan, write
+from toolkit.checkpoint.convert.conversion import ConvertSettings, described, plan, write
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -21,7 +21,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(checkpoint: Path, out: Path, **options: object) -> list[str]:
-    return write(plan(Options(checkpoint, out, **options)))  # type: ignore[arg-type]
+    return write(plan(ConvertSettings(checkpoint, out, **options)))  # type: ignore[arg-type]
 
 
 def expected_of(made: Made, dtype: str = "fp32") -> dict[str, torch.Tensor]:
@@ -39,12 +39,12 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
 
 
-def is_plain(name: str) -> bool:
-    return "lora" not in name and "excluded" not in name
-
-
-@pytest.mark.parametrize("name", filter(is_plain, names()))
-def test_every_kind_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["zero0 x1", "zero1-bf16-optimizer x3", "zero1-frozen x2", "zero2-aligned x2", "zero2-round-robin x2",
+     "zero2-elastic x2", "zero3-frozen x3", "zero3-groups x2", "zero3-subgroups x2"],
+)  # fmt: skip
+def test_the_output_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
     made = deepspeed_checkpoints[name]
     said = convert(made.folder, tmp_path / "out", verify=True)
     assert_same(read_folder(tmp_path / "out"), expected_of(made))
@@ -62,28 +62,6 @@ def test_other_dtypes_are_torchs_casts(
     made = deepspeed_checkpoints[name]
     convert(made.folder, tmp_path / "out", dtype=dtype, verify=True)
     assert_same(read_folder(tmp_path / "out"), expected_of(made, dtype))
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in names() if name[:5] in ("zero1", "zero2", "zero3") and is_plain(name)]
-)
-def test_it_is_what_zero_to_fp32_makes(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    made = deepspeed_checkpoints[name]
-    try:
-        theirs = get_fp32_state_dict_from_zero_checkpoint(str(made.folder))
-    except Exception as error:
-        pytest.skip(f"zero_to_fp32.py fails itself: {error!r:.100}")
-    convert(made.folder, tmp_path / "out")
-    ours = read_folder(tmp_path / "out")
-    names_of_theirs = {"head.weight": "embed.weight"}  # tied ones are there twice
-    for key, tensor in theirs.items():
-        if key in ours or key in names_of_theirs:
-            assert same_bits(tensor.float(), ours[names_of_theirs.get(key, key)].float()), key
-    absent = set(ours) - set(theirs)
-    assert absent <= {"first.weight", "first.bias", "nothing"}  # base weights that it drops at stage 1
-    assert not absent or "frozen" in name or absent == {"nothing"}
 
 
 def bert_config(model: Path, folder: Path, labels: int = 3) -> Path:
@@ -104,7 +82,7 @@ def test_from_pretrained_loads_it(
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from toolkit.checkpoint.convert.shards import parse_size
+    from toolkit.checkpoint.convert.command import parse_size
 
     made = deepspeed_checkpoints[name]
     config = bert_config(tiny_model, tmp_path / "config")
@@ -148,21 +126,6 @@ def test_frozen_parameters_come_from_the_base_model(
     assert all(same_bits(found[key], whole[key].float()) for key in whole if key != "nothing")
 
 
-def test_a_config_of_another_model_is_refused(
-    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
-) -> None:
-    made = deepspeed_checkpoints["zero2-bert x2"]
-    config = bert_config(tiny_model, tmp_path / "config", labels=5)
-    content = json.loads((config / "config.json").read_text())
-    content |= {"num_hidden_layers": 3, "vocab_size": 500}
-    (config / "config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError) as caught:
-        convert(made.folder, tmp_path / "out", config_from=config)
-    for part in ("num_hidden_layers = 3", "lacks 2", "vocab_size = 500", "5 labels", "config.json", str(made.folder)):
-        assert part in str(caught.value)
-    assert not (tmp_path / "out").exists()
-
-
 def test_verify_builds_the_model_of_the_config(
     deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +139,7 @@ def test_verify_builds_the_model_of_the_config(
 
 
 def data_members(checkpoint: Path) -> list[object]:
-    planned = plan(Options(checkpoint, checkpoint.with_name("none")))
+    planned = plan(ConvertSettings(checkpoint, checkpoint.with_name("none")))
     spans = [span for output in planned.selection.outputs for span in output.stored.spans]
     return list(dict.fromkeys(span.member for span in spans if span.member.size))
 
@@ -212,7 +175,7 @@ def test_a_dry_run_says_and_writes_nothing(
     deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:
     config = bert_config(tiny_model, tmp_path / "config")
-    planned = plan(Options(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
+    planned = plan(ConvertSettings(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
     text = "\n".join(described(planned))
     assert all(name in text for name in ("model.safetensors", "config.json", "vocab.txt"))
     assert not (tmp_path / "out").exists()

@@ -11,9 +11,10 @@ import torch
 
 from tests.checkpoint.handmade import write_run
 from tests.checkpoint.test_convert import convert
-from toolkit.checkpoint.convert.check_config import check
-from toolkit.checkpoint.convert.outputs import Output
-from toolkit.checkpoint.convert.shards import divide, parse_size
+from toolkit.checkpoint.convert.command import parse_size
+from toolkit.checkpoint.convert.model_files import check_config
+from toolkit.checkpoint.convert.select import Output
+from toolkit.checkpoint.convert.transfer import into_shards
 from toolkit.checkpoint.reader import TensorIndex
 from toolkit.errors import UserError
 
@@ -31,7 +32,7 @@ SHAPES = {
 
 def faults(shapes: dict[str, tuple[int, ...]], **config: Any) -> str:
     try:
-        check(shapes, {**CONFIG, **config}, Path("c/config.json"), "ckpt")
+        check_config(shapes, {**CONFIG, **config}, Path("c/config.json"), "ckpt")
     except UserError as error:
         return str(error)
     return ""
@@ -110,7 +111,7 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_shards_are_no_larger_than_asked() -> None:
     outputs = [Output(f"x.{size}", TensorIndex(f"x.{size}", (size,), "F32", ())) for size in (10, 10, 50, 5, 5, 5)]
-    shards = divide(outputs, "F32", 80)
+    shards = into_shards(outputs, "F32", 80)
     assert [[output.stored.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
     assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert [len(divide(outputs, "BF16", 80)[0].outputs), len(divide(outputs, "F32", 10**6))] == [2, 1]
+    assert [len(into_shards(outputs, "BF16", 80)[0].outputs), len(into_shards(outputs, "F32", 10**6))] == [2, 1]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
-from toolkit.checkpoint.convert.lora import AdapterConfig
+from toolkit.checkpoint.convert.select import AdapterConfig
 from toolkit.errors import UserError
 
 peft = pytest.importorskip("peft")

@@ -23,6 +23,13 @@ WAYS = {
     "half": ["zero1-bf16 x2", "zero1-bf16-accumulates x2", "zero3-bf16-subgroups x3", "zero2-bf16 x3", "single x1",
              "zero1-bf16-accumulates x3", "zero3-bf16-swapped x2", "zero3-bf16-kept x2", "zero2-bf16-offload x2",
              "zero2-fp16 x2", "zero3-fp16 x2", "zero1-fp16 x3"],
+    "sgd": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
+    "momentum": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
+    "rmsprop": ["single x1", "zero3 x2", "fsdp x2", "zero2 x2", "ddp x2"],
+    "lion": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
+    "amsgrad": ["single x1", "zero3 x2", "ddp x2", "zero2 x2"],
+    "adagrad": ["single x1", "fsdp x2", "ddp x2"],
+    "adafactor": ["single x1", "ddp x2"],
     "rows": ["fsdp x2", "single x1", "fsdp x3", "zero3 x2", "fsdp x1", "zero2 x3"],
 }  # fmt: skip
 Triple = tuple[str, str, str]

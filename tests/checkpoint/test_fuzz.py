@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import Made
-from toolkit.checkpoint.read.archive import open_archive, verify_member
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.pickled_names import DEEPSPEED, storage_of
-from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import unpickle
+from toolkit.checkpoint.read.torch_file import open_torch_file, read_member, verify_member, zip_members
+from toolkit.checkpoint.read.unpickle import DEEPSPEED, unpickle
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -57,14 +55,14 @@ def structures_damaged(seed: int, rounds: int, made: Made) -> None:
     for _ in range(rounds):
         content = damaged(chance.choice(contents), chance)
         try:
-            unpickle(content, "rank.pt", DEEPSPEED, storage_of)
+            unpickle(content, "rank.pt", DEEPSPEED)
         except UserError as error:
             assert "rank.pt" in str(error)  # noqa: PT017
 
 
 def _structure(file: Path) -> bytes:
-    archive = open_archive(file)
-    return archive.read(next(name for name in archive.members if name.endswith("/data.pkl")), 1 << 20)
+    members = zip_members(file)
+    return read_member(next(member for name, member in members.items() if name.endswith("/data.pkl")), 1 << 20)
 
 
 def files_damaged(seed: int, rounds: int, made: Made, folder: Path) -> None:

@@ -29,7 +29,7 @@ def everything_of(reader: CheckpointReader) -> dict[str, TensorIndex]:
     """By the names of the reference files."""
     found = {f"weight.{name}": stored for name, stored in reader.weights.items()}
     found |= {f"buffer.{name}": stored for name, stored in reader.buffers.items()}
-    for name, moments in reader.moments.items():
+    for name, moments in reader.optimizer_state.items():
         found |= {f"{key}.{name}": stored for key, stored in moments.items()}
     return found
 
@@ -61,8 +61,8 @@ def test_every_tensor_is_that_in_memory(name: str, deepspeed_checkpoints: dict[s
     assert reader.tied == ({} if made.kind.bert else {"head.weight": "embed.weight"})
     if made.kind.stage:
         trained = {name for name in reader.weights if name not in reader.frozen}
-        assert trained == set(reader.moments) == set(reader.adam_steps)
-        assert set(reader.adam_steps.values()) == {2.0}
+        assert trained == set(reader.optimizer_state) == set(reader.step_counts())
+        assert set(reader.step_counts().values()) == {2.0}
     for stored in found.values():
         assert sum(span.count for span in stored.spans) == math.prod(stored.shape)
 

@@ -91,8 +91,10 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
     reader = open_checkpoint(folder)
     same(reader.weights, WEIGHTS)
     same(reader.buffers, {"count": torch.tensor(5)})
-    same({name: kept["exp_avg"] for name, kept in reader.moments.items()}, {k: v + 4 for k, v in WEIGHTS.items()})
-    assert reader.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+    same(
+        {name: kept["exp_avg"] for name, kept in reader.optimizer_state.items()}, {k: v + 4 for k, v in WEIGHTS.items()}
+    )
+    assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
     assert (reader.strategy, reader.world, reader.step, reader.engine_dtype) == ("ddp", 2, 4, "BF16")
     assert (reader.tied, reader.excluded, reader.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
     assert reader.model_folder == folder / "model"
@@ -102,8 +104,8 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
 def test_slices_are_joined(cut: int, tmp_path: Path) -> None:
     reader = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
     same(reader.weights, WEIGHTS)
-    same({name: kept["exp_avg_sq"] for name, kept in reader.moments.items()}, WEIGHTS)
-    assert reader.adam_steps == dict.fromkeys(WEIGHTS, 4.0)
+    same({name: kept["exp_avg_sq"] for name, kept in reader.optimizer_state.items()}, WEIGHTS)
+    assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
 
 
 def test_slices_that_do_not_fit(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_accelerate_save_state(tmp_path: Path) -> None:
         reader = open_checkpoint(folder / kind)
         same(reader.weights, truth)
         assert reader.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
-        assert not reader.moments  # by position alone: not to be trusted
+        assert not reader.optimizer_state  # by position alone: not to be trusted
         assert (reader.strategy, reader.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
     (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
     assert "several models" in fault_of(folder / "bin")
@@ -205,8 +207,8 @@ def test_fsdp(kind: str, fsdp: Path) -> None:
     truth = load_file(fsdp / "truth.safetensors")
     same(everything_of(reader), truth)
     assert reader.strategy == "fsdp2"
-    assert set(reader.adam_steps.values()) == {2.0}
-    assert set(reader.adam_steps) == set(reader.moments)
+    assert set(reader.step_counts().values()) == {2.0}
+    assert set(reader.step_counts()) == set(reader.optimizer_state)
 
 
 @pytest.mark.multiprocess

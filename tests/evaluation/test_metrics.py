@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy.special import expit, log_softmax, softmax
 from sklearn import metrics as sk
 
-from toolkit.config import ProblemType
+from toolkit.config import ProblemType, TrainingSettings
 from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.evaluation import Best, Evaluation
-from toolkit.evaluation.metrics import NUMBERS, best_metric, compute, probabilities_of
-from toolkit.evaluation.predict import Predictions
+from toolkit.evaluation import Best, Evaluation, classification_evaluation, classification_metrics
+from toolkit.evaluation.best import make_best
+from toolkit.evaluation.classification import probabilities_of
+from toolkit.models.loss import sample_losses
 
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
+ALONE: Any = SimpleNamespace(is_main_process=True)
+NUMBERS: dict[str, tuple[str, ...]] = {
+    SINGLE: ("loss", "accuracy", "f1_macro", "f1_micro", "f1_weighted"),
+    MULTI: ("loss", "accuracy", "f1_macro", "f1_micro", "f1_weighted"),
+    "regression": ("loss", "mse", "mae", "pearson"),
+}
 
 
 def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dict[str, Any]:
     array = np.array(logits, np.float32)
+    split = split_of(problem, truth)
+    losses = sample_losses(torch.from_numpy(array), torch.from_numpy(split.labels), problem).numpy()
+    outputs: Any = SimpleNamespace(accelerator=ALONE, split=split, in_order=lambda: [array, losses])
+    labels = Labels(problem, tuple(names), ("label",))
+    return classification_evaluation(outputs, labels, lambda *found: classification_metrics(*found, labels)).numbers
+
+
+def split_of(problem: ProblemType, truth: Any) -> Split:
     labels = np.array(truth, np.int64 if problem == SINGLE else np.float32)
-    return compute(Predictions(np.arange(len(array)), array, labels), Labels(problem, tuple(names), ("label",)))
+    count = len(labels)
+    return Split("validation", Path(), np.ones(count, np.int32), np.arange(count + 1), labels, np.arange(count))
 
 
 def one_hot(guesses: list[int], classes: int) -> np.ndarray:
@@ -146,7 +166,7 @@ def test_probabilities(problem: ProblemType, expected: Any) -> None:
     ],
 )
 def test_best_metric(wanted: str | None, problem: ProblemType, expected: tuple[str, bool]) -> None:
-    assert best_metric(wanted, problem) == expected
+    assert (Best(wanted, problem).metric, Best(wanted, problem).sign) == (expected[0], 1 if expected[1] else -1)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +175,7 @@ def test_best_metric(wanted: str | None, problem: ProblemType, expected: tuple[s
 )
 def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: ProblemType, meant: str) -> None:
     with pytest.raises(UserError) as caught:
-        best_metric(wanted, problem)
+        made_best(wanted, problem)
     for part in (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem])):
         assert part in str(caught.value)
 
@@ -164,7 +184,31 @@ def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: Probl
 def test_a_metric_of_another_problem(problem: ProblemType) -> None:
     wrong = {MULTI: "pearson", "regression": "f1_macro"}[problem]
     with pytest.raises(UserError, match="--metric_for_best_model"):
-        best_metric(wrong, problem)
+        made_best(wrong, problem)
+
+
+def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
+    own = {"regret": 1.0, "f1_macro": 0.5, "note": "a text is no metric"}
+    for greater, sign in ((None, 1), (False, -1)):
+        settings = TrainingSettings(metric_for_best_model="regret", greater_is_better=greater)
+        assert make_best(ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0, 1]), 2).sign == sign
+    with pytest.raises(UserError, match="note"):
+        make_best(
+            ALONE, TrainingSettings(metric_for_best_model="note"), SINGLE, lambda *_: own, split_of(SINGLE, [0]), 2
+        )
+
+
+def made_best(wanted: str | None, problem: ProblemType) -> Best:
+    """As a run makes it, which tries the metrics on random outputs."""
+    names = "y" if problem == "regression" else "ab"
+    labels = Labels(problem, tuple(names), ("label",))
+    truth = {SINGLE: [0, 1], MULTI: [[0, 1], [1, 0]], "regression": [0.5, 1.5]}[problem]
+
+    def metrics(logits: Any, truth: Any) -> dict[str, Any]:
+        return classification_metrics(logits, truth, labels)
+
+    settings = TrainingSettings(metric_for_best_model=wanted)
+    return make_best(ALONE, settings, problem, metrics, split_of(problem, truth), len(names))
 
 
 def evaluation(**numbers: float) -> Evaluation:

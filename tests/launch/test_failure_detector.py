@@ -57,7 +57,7 @@ def of_machine(ended: list[Finished], ranks: range | list[int]) -> list[str]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
     """Groups that wait for somebody in vain, or for nobody, while the other tests run."""
-    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._COORDINATOR_GRACE_SECONDS = 1.0"}
+    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._COORDINATOR_GRACE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
         alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))
@@ -91,18 +91,6 @@ def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_r
     assert f"rank 1 on {HOST} has ended without a word" in line
     assert "killed" in line
     assert "Traceback" not in "".join(one.err for one in ended)
-
-
-@several_processes
-def test_rank_0_killed_is_named_by_each_machine_once() -> None:
-    with group(WAIT, WAIT, WAIT, hosts=["A", "A", "B"]) as started:
-        started.await_line()
-        started.ranks[0].kill()
-        ended = started.end(SOON)
-    assert codes(ended) == [-signal.SIGKILL, 1, 1]
-    for machine in ([0, 1], [2]):
-        (line,) = of_machine(ended, machine)
-        assert "error: rank 0 on A has ended without a word" in line
 
 
 @several_processes
@@ -178,17 +166,6 @@ def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine
 
 
 @several_processes
-def test_one_that_leaves_with_a_message_has_said_it_and_it_is_said_once() -> None:
-    with group(WAIT, f"{WAIT}\nsys.exit('error: no such label')") as started:
-        started.await_line()
-        started.tell(1)
-        ended = started.end(SOON)
-    assert codes(ended) == [1, 1]
-    (line,) = of_machine(ended, range(2))
-    assert "no such label" in line
-
-
-@several_processes
 def test_all_interrupted_say_so_once_and_end_with_130() -> None:
     with group(WAIT, WAIT) as started:
         started.await_line()
@@ -206,13 +183,12 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
 
 @several_processes
 def test_an_orderly_end_says_nothing_and_long_work_without_a_collective_accuses_nobody(slow: dict[str, Group]) -> None:
-    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`, and rank 0 before the others."""
+    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`."""
     idle = slow["idle"]
     time.sleep(max(0.0, idle.started_at + 10 - time.monotonic()))
     assert [rank.poll() for rank in idle.ranks] == [None] * 3
     for rank in range(3):
         idle.tell(rank)
-        idle.await_end(rank)
     ended = idle.end()
     assert codes(ended) == [0, 0, 0]
     assert of_machine(ended, range(3)) == []
@@ -228,15 +204,6 @@ def test_a_collective_of_a_part_of_the_processes_makes_nobody_late(slow: dict[st
     ended = partly.end()
     assert codes(ended) == [0, 0, 0]
     assert errors(ended) == []
-
-
-@several_processes
-def test_an_orderly_end_of_a_process_group_says_nothing() -> None:
-    for _ in range(4):  # rank 0 keeps the store in which they tell each other that they are done: who leaves when?
-        with group(REDUCE, REDUCE, REDUCE) as started:
-            ended = started.end(SOON)
-        assert codes(ended) == [0, 0, 0]
-        assert of_machine(ended, range(3)) == []
 
 
 @several_processes
@@ -332,13 +299,6 @@ def test_one_of_each_machine_speaks(
     others = [rank for rank in range(4) if rank != culprit]
     speak = [rank for rank in others if detector("AABB", rank).speaks_of(Failure(culprit, kind, ""))]
     assert speak == (our_launcher if launcher else any_launcher)
-
-
-@pytest.mark.parametrize("kind", ["late", "gone", "lost", "failed", "interrupted"])
-def test_who_hears_of_itself_is_not_lost_for_words(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """A process that hangs is told to end like the others, and may be the only one of its machine."""
-    monkeypatch.delenv(ENDED_FILE, raising=False)
-    assert detector("AB", 1).speaks_of(Failure(1, kind, "")) in (True, False)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
-from toolkit.models.classifier import freeze_unused, load_classifier, load_config, load_tokenizer, set_dropout
+from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
+from toolkit.pretrained import load_config
 
 THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
 FIVE = Labels("single_label_classification", tuple("abcde"), ("label",))

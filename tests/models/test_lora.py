@@ -177,6 +177,6 @@ def test_the_adapter_alone_is_as_peft_writes_and_reads_it(tiny_model: Path, tmp_
 def test_a_model_without_lora_is_none_of_this(tiny_model: Path) -> None:
     model = load(tiny_model)
     assert adapter.config_of(model) is None
-    folder, names = adapter.source(model, tiny_model)
+    folder, names = adapter.reader(model, tiny_model)
     assert folder == tiny_model
     assert all(name == live for name, live in names.items())

@@ -21,12 +21,12 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.conftest import REPOSITORY
+from toolkit import demo
 from toolkit.config import ModelSettings
-from toolkit.data import demo
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models import bigbird
 from toolkit.models import to_bigbird as module
-from toolkit.models.classifier import load_tokenizer
 from toolkit.models.to_bigbird import Converted, long_model, to_bigbird
 
 TEXTS = ["今天很好，书店不差。", "The ROOM was not bad, very fine!", "買賣 [MASK] 2 films"]
@@ -355,12 +355,10 @@ def test_a_tokenizer_that_would_read_otherwise_is_refused(
     bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     source = bert()
-    load = module.load_tokenizer
-    other = load(ModelSettings(model_name_or_path=str(source)))
+    load = module.load_plain_tokenizer
+    other = load(str(source))
     other.add_tokens(["今天的"])
-    monkeypatch.setattr(
-        module, "load_tokenizer", lambda settings: load(settings) if made(settings) == source else other
-    )
+    monkeypatch.setattr(module, "load_plain_tokenizer", lambda name: load(name) if name == str(source) else other)
     assert "after saving and may read texts otherwise" in fault_of(source, out)
 
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.training.loop import make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer
+from toolkit.training.optimizer import align_strategy, parameter_groups
+from toolkit.training.steps import make_schedule
 
 TINY: dict[str, dict[str, Any]] = {
     "bert": {},
@@ -35,11 +35,11 @@ def tiny(model_type: str) -> torch.nn.Module:
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, float]:
+def groups_of(groups: list[dict[str, Any]], model: torch.nn.Module) -> dict[str, float]:
     """Parameter name -> its decay; fails when one stands in two groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, float] = {}
-    for group in optimizer.param_groups:
+    for group in groups:
         for parameter in group["params"]:
             assert names[id(parameter)] not in found
             found[names[id(parameter)]] = group["weight_decay"]
@@ -48,7 +48,7 @@ def groups_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[
 
 def test_norms_and_biases_of_the_tiny_bert_are_not_decayed(tiny_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
-    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    found = groups_of(parameter_groups(model, 0.1), model)
     assert set(found) == {name for name, _ in model.named_parameters()}
     assert set(found.values()) == {0.1, 0.0}
     spared = {name for name, decay in found.items() if decay == 0.0}
@@ -59,38 +59,31 @@ def test_norms_and_biases_of_the_tiny_bert_are_not_decayed(tiny_model: Path) -> 
 def test_groups_of_every_family(model_type: str) -> None:
     """In a whole model vectors are biases and norms: the names must say what the shapes say."""
     model = tiny(model_type)
-    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    found = groups_of(parameter_groups(model, 0.1), model)
     assert found == {name: 0.1 if parameter.ndim > 1 else 0.0 for name, parameter in model.named_parameters()}
 
 
 def test_every_kind_of_norm_is_known_by_its_name() -> None:
     names = ("norm", "q_norm", "attn_norm", "final_layernorm", "input_layer_norm", "rmsnorm")
     model = torch.nn.ModuleDict({name: torch.nn.RMSNorm(4) for name in names} | {"enormous": torch.nn.Linear(4, 4)})
-    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    found = groups_of(parameter_groups(model, 0.1), model)
     assert {name for name, decay in found.items() if decay} == {"enormous.weight"}
 
 
 def test_groups_do_not_depend_on_shapes(tiny_model: Path) -> None:
     """A strategy that divides parameters leaves them flat or empty."""
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model, num_labels=3)
-    whole = groups_of(make_optimizer(model, TrainingSettings()), model)
+    whole = groups_of(parameter_groups(model, 0.01), model)
     for parameter in model.parameters():
         parameter.data = torch.zeros(0)
-    assert groups_of(make_optimizer(model, TrainingSettings()), model) == whole
+    assert groups_of(parameter_groups(model, 0.01), model) == whole
 
 
 def test_frozen_parameters_are_left_out() -> None:
     model = tiny("bert")
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
-    found = groups_of(make_optimizer(model, TrainingSettings(weight_decay=0.1)), model)
+    found = groups_of(parameter_groups(model, 0.1), model)
     assert found == {"classifier.weight": 0.1, "classifier.bias": 0.0}
-
-
-def test_the_optimizer_is_adamw_at_the_peak_rate() -> None:
-    optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=3e-4))
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
-    assert optimizer.defaults["betas"] == (0.9, 0.999)
 
 
 def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: int = 2) -> Any:
@@ -111,9 +104,9 @@ SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_g
 
 
 def align(accelerator: Any, settings: TrainingSettings = SETTINGS) -> None:
-    align_strategy(
-        accelerator, settings, make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
-    )
+    schedule = make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
+    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
+    align_strategy(accelerator, model, settings, schedule)
 
 
 def test_without_a_config_only_the_accumulation_is_told() -> None:

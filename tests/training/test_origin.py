@@ -10,7 +10,7 @@ import pytest
 
 from toolkit.checkpoint import folder as folders
 from toolkit.errors import UserError
-from toolkit.training.origin import Origin, choose_origin
+from toolkit.training.resume import Origin, choose_origin
 
 IDENTITY = {"recipe": "cls", "model": "bert", "labels": ["neg", "pos"], "data": "0a1b", "max_length": 128,
             "global_batch_size": 32, "group_by_length": True, "seed": 42, "lora_r": None}  # fmt: skip

@@ -20,12 +20,13 @@ def make(name: str, rate: float = 1e-3) -> tuple[Any, Any]:
     one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.AdamW([{"params": [one], "weight_decay": 0.1}, {"params": [two]}], lr=rate)
     settings = TrainingSettings(learning_rate=rate, lr_scheduler_type=name, **warmup)  # type: ignore[arg-type]
+    optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # as a prepared one says
     return optimizer, make_scheduler(optimizer, settings, TOTAL)
 
 
 def take(optimizer: Any, scheduler: Any) -> list[Any]:
     """What a step sees."""
-    seen = [scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups], scheduler.last_epoch]
+    seen = [scheduler.get_last_lr(), [group["lr"] for group in optimizer.param_groups], scheduler.scheduler.last_epoch]
     optimizer.step()
     scheduler.step()
     return seen

@@ -14,12 +14,12 @@ from accelerate import Accelerator
 
 from tests.splits import of_lengths
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.data.batches import Batch, epoch_order, shares
+from toolkit.data.batches import Batch, global_batches, micro_batches
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 from toolkit.models.loss import sample_losses, token_losses
-from toolkit.training.loop import Loop, make_schedule
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.steps import Step, Steps, make_schedule
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,10 @@ def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size
     settings = TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4)
     schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     lengths = np.ones(global_batch_size, np.int64)
-    mine = [shares(of_lengths(lengths), np.arange(global_batch_size), 4, rank, processes) for rank in range(processes)]
+    mine = [
+        micro_batches(of_lengths(lengths), np.arange(global_batch_size), 4, rank, processes)
+        for rank in range(processes)
+    ]
     assert {len(rank) for rank in mine} == {schedule.accumulation}
     assert max(len(share) for rank in mine for share in rank) == schedule.micro_batch_size
 
@@ -91,9 +94,9 @@ def test_no_step_accumulates_more_than_was_declared(max_tokens: int, processes: 
     given = {"global_batch_size": 32, "per_device_batch_size": 8, "group_by_length": grouped}
     schedule = make_schedule(TrainingSettings(**given, max_tokens_per_batch=max_tokens), of_lengths(lengths), processes)
     counts = [
-        len(shares(of_lengths(lengths), batch, 8, rank, processes, max_tokens))
+        len(micro_batches(of_lengths(lengths), batch, 8, rank, processes, max_tokens))
         for epoch in range(3)
-        for batch in epoch_order(lengths, 32, 42, epoch, grouped)
+        for batch in global_batches(lengths, 32, 42, epoch, grouped)
         for rank in range(processes)
     ]
     assert max(counts) <= schedule.accumulation <= 32
@@ -161,21 +164,26 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model = Toy()
-    optimizer = make_optimizer(model, settings)
-    schedule = make_schedule(settings, split, 1)
-    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
-    align_strategy(accelerator, settings, schedule)
+    optimizer: Any = torch.optim.AdamW(parameter_groups(model, 0.01), lr=0.1)
+    tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
+    steps = Steps(accelerator, split, tokenizer, settings)
+    schedule = steps.schedule
+    align_strategy(accelerator, model, settings, schedule)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
     model, optimizer = accelerator.prepare(model, optimizer)
-    tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
+    scheduler = make_scheduler(optimizer, settings, schedule.total_steps)
     numbers: list[float] = []
     counts: set[int] = set()
-    for step in Loop(accelerator, model, optimizer, scheduler, split, tokenizer, settings, schedule).steps():
-        for count, batch in enumerate(step.micro_batches(), 1):
+    for step in steps:
+        for count, batch in enumerate(step.micro_batches(model), 1):
             assert count <= schedule.accumulation
-            step.backward(model(batch))
+            accelerator.backward(step.mean(model(batch)))
         counts.add(count)
-        metrics = step.update()
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        metrics = step.gather_metrics(grad_norm)
         numbers += [metrics.loss, metrics.grad_norm]
         assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
     return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
@@ -202,14 +210,14 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     assert isinstance(split, TitleSplit)
     torch.manual_seed(0)
     model = Toy()
-    (indices, *_) = epoch_order(split.lengths, 16, 42, 0)
+    (indices, *_) = global_batches(split.lengths, 16, 42, 0)
     every = []
     for index in indices:
         text, title = (torch.from_numpy(part.astype(np.int64)) for part in (split.tokens(index), split.target(index)))
         logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
         every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
     mean = torch.cat(every).mean()
-    assert torch.cat(every).shape == (split.loss_terms[indices].sum(),)
+    assert torch.cat(every).shape == (split.loss_denominators[indices].sum(),)
     mean.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     found = trained(split, max_steps=1, max_tokens_per_batch=60)[0]
@@ -222,13 +230,17 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
 )
 def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
     schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), 1)
-    assert [step for step in range(1, schedule.total_steps + 1) if schedule.evaluates_after(step)] == steps
+    every: Any = SimpleNamespace(schedule=schedule)
+    due = [Step(every, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
+    assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
 
 
 def rates(total: int, **given: Any) -> list[float]:
     """The learning rate of each optimizer step."""
     settings = TrainingSettings(learning_rate=1.0, **given)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+    accelerator.sync_gradients = True
     scheduler = make_scheduler(optimizer, settings, total)
     found = []
     for _ in range(total):

@@ -1,8 +1,8 @@
-"""The training state in this process's memory, under any strategy, as flat pieces of named parameters.
+"""The training state in this process's memory, under any strategy, as flat fragments of named parameters.
 
-A strategy decides which elements of a parameter a process owns and where it keeps the fp32 master and
-Adam's moments. Everything above works on `Fragment`s alone: to restore a checkpoint is to fill each of
-them with the same elements of whatever was saved.
+A strategy decides which elements of a parameter a process owns, and in which tensor it keeps the fp32 master
+and the optimizer's state of them. Everything above works on `Fragment`s alone: to restore a checkpoint is to
+fill each of them with the same elements of whatever was saved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
 from toolkit.errors import UserError
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# By the names safetensors uses, as in `TensorIndex.dtype`.
-TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass
@@ -35,10 +29,12 @@ class Fragment:
     """First element, in the parameter's row-major order."""
     values: torch.Tensor
     """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
-    moments: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(n,) views of `exp_avg` and `exp_avg_sq`; empty for what is not trained."""
-    adam: dict[str, Any] = field(default_factory=dict)
-    """The optimizer's state that holds `step`; shared by parameters that are flattened together."""
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """(n,) views of what the optimizer keeps of each element, by its own keys (`exp_avg`, `momentum_buffer`)."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What it keeps in another shape, such as Adafactor's rows and columns; whole parameters alone have it."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
 
 
 def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> LiveState:
@@ -57,7 +53,7 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
                 "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
             )
         return WholeState(module, inner)
-    if any(_is_divided(parameter) for parameter in module.parameters()):
+    if any(_is_sharded(parameter) for parameter in module.parameters()):
         return ShardedState(module, inner)
     return WholeState(module, inner)
 
@@ -69,7 +65,25 @@ class LiveState:
     """How docs/checkpoints.md calls the files this state is saved as: whole, slices or deepspeed."""
 
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
+        """`optimizer` holds `state` and `param_groups`: under ZeRO that is the one inside DeepSpeed's."""
         self.module, self.optimizer = module, optimizer
+        remember_groups(optimizer)
+
+    @property
+    def strategy(self) -> str:
+        """As `CheckpointReader.strategy` names it."""
+        return "ddp" if self.world > 1 else "single"
+
+    @property
+    def world(self) -> int:
+        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+    def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        """The tensors that the optimizer keeps state of, each with the trained parameters that lie in it; the same
+        names in the same order in every process."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                yield parameter, [name]
 
     def fragments(self) -> Iterator[Fragment]:
         """Every piece this process owns, parameters in the model's order, tied ones once, then buffers."""
@@ -81,8 +95,9 @@ class LiveState:
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        moments, adam = adam_state(self.optimizer, parameter)
-        return Fragment(name, 0, _flat(parameter.data), {key: _flat(value) for key, value in moments.items()}, adam)
+        kept = kept_of(self.optimizer, parameter)
+        parts = {key: _flat(value) for key, value in kept.elements.items()}
+        return Fragment(name, 0, _flat(parameter.data), parts, kept.factors, kept.scalars)
 
     def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         return Fragment(name, 0, _flat(parameter.data))
@@ -98,23 +113,62 @@ class WholeState(LiveState):
     """One process, or data parallel: every process holds everything."""
 
 
-class FlatState(LiveState):
-    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: per parameter group one flat fp32 master, of which
-    each process owns a range that begins and ends anywhere inside parameters."""
+class ZeroState(LiveState):
+    """What ZeRO's stages have in common: the optimizer sees flat masters alone, each of many parameters."""
 
     strategy_files = "deepspeed"
 
-    def __init__(self, module: torch.nn.Module, optimizer: Any, engine: Any) -> None:
-        super().__init__(module, optimizer)
-        self.engine = engine
-        names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        self.masters = next(getattr(optimizer, name) for name in names if hasattr(optimizer, name))
+    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
+        super().__init__(module, zero.optimizer)
+        self.zero, self.engine = zero, engine
+
+    @property
+    def strategy(self) -> str:
+        return f"zero{self.engine.zero_optimization_stage()}"
+
+    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
+        """Each flat master, with its parameters."""
+        raise NotImplementedError
+
+    def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for master, parameters in self.flattened():
+            yield master, [names[id(parameter)] for parameter in parameters]
+
+    def part(self, name: str, start: int, master: torch.Tensor, here: int, count: int) -> Fragment:
+        """`count` elements from `start` on of a parameter, which lie at `here` in a flat master."""
+
+        def cut(flat: torch.Tensor) -> torch.Tensor:
+            return flat.data.view(-1).narrow(0, here, count)
+
+        kept = kept_of(self.optimizer, master)
+        parts = {key: cut(value) for key, value in kept.elements.items()}
+        return Fragment(name, start, cut(master), parts, kept.factors, kept.scalars)
+
+    def after_loading(self, steps: int) -> None:
+        self.engine.global_steps = steps
+        self.engine.global_samples = steps * self.engine.train_batch_size()
+
+
+class FlatState(ZeroState):
+    """ZeRO-1 and 2, and DeepSpeed's BF16_Optimizer: per parameter group one flat fp32 master, of which
+    each process owns a range that begins and ends anywhere inside parameters."""
+
+    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
+        super().__init__(module, zero, engine)
+        masters = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        self.masters = next(getattr(zero, name) for name in masters if hasattr(zero, name))
+        groups = ("round_robin_bit16_groups", "bf16_groups")
+        self.groups = next(getattr(zero, name) for name in groups if hasattr(zero, name))
         self.places = self._places()
+
+    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
+        yield from zip(self.masters, self.groups, strict=True)
 
     def _places(self) -> dict[int, tuple[int, int]] | None:
         """id of a parameter -> (group, first element on the group's line); None where DeepSpeed's own mapping
         has to say it (BF16_Optimizer). The mapping does not know that `round_robin_gradients` reorders."""
-        zero = self.optimizer
+        zero = self.zero
         if not hasattr(zero, "round_robin_bit16_groups"):
             return None
         found = {}
@@ -135,7 +189,7 @@ class FlatState(LiveState):
             return mapping.param_group_index, there.start, here.start, here.numel
         number, offset = self.places[id(parameter)]
         size = self.masters[number].numel()
-        begin = torch.distributed.get_rank(self.optimizer.real_dp_process_group[number]) * size
+        begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * size
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
         return (number, first - offset, first - begin, end - first) if first < end else None
 
@@ -144,44 +198,32 @@ class FlatState(LiveState):
         if place is None:
             return None  # other processes own all of it
         number, start, here, count = place
-        master = self.masters[number]
-        moments, adam = adam_state(self.optimizer.optimizer, master)
-
-        def part(flat: torch.Tensor) -> torch.Tensor:
-            return flat.data.view(-1).narrow(0, here, count)
-
-        return Fragment(name, start, part(master), {key: part(value) for key, value in moments.items()}, adam)
+        return self.part(name, start, self.masters[number], here, count)
 
     def after_loading(self, steps: int) -> None:
-        self.optimizer.update_lp_params()
-        self.engine.global_steps = steps
-        self.engine.global_samples = steps * self.engine.train_batch_size()
+        self.zero.update_lp_params()
+        super().after_loading(steps)
 
 
-class Stage3State(LiveState):
+class Stage3State(ZeroState):
     """ZeRO-3: each process owns the same share of every parameter, padded in the last ones."""
 
-    strategy_files = "deepspeed"
-
-    def __init__(self, module: torch.nn.Module, optimizer: Any, engine: Any) -> None:
-        super().__init__(module, optimizer)
-        self.engine = engine
-        if getattr(optimizer, "swap_optimizer", False):
+    def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
+        if getattr(zero, "swap_optimizer", False):
             raise UserError(
                 "an optimizer offloaded to NVMe is not in DeepSpeed's checkpoints, and cannot be resumed: set "
                 "offload_optimizer.device to cpu in the DeepSpeed config"
             )
+        super().__init__(module, zero, engine)
+
+    def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
+        yield from zip(self.zero.fp32_partitioned_groups_flat, self.zero.fp16_groups, strict=True)
 
     def trained(self, name: str, parameter: Any) -> Fragment | None:
-        zero = self.optimizer
-        group, offset, count = zero.grad_position[zero.get_param_id(parameter)]
+        group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
         start, owned = self._owned(parameter, count)
-        if not owned:
-            return None
-        master = zero.fp32_partitioned_groups_flat[group]
-        moments, adam = adam_state(zero.optimizer, master)
-        parts = {key: value.data.view(-1).narrow(0, offset, owned) for key, value in moments.items()}
-        return Fragment(name, start, master.data.view(-1).narrow(0, offset, owned), parts, adam)
+        master = self.zero.fp32_partitioned_groups_flat[group]
+        return self.part(name, start, master, offset, owned) if owned else None
 
     def frozen(self, name: str, parameter: Any) -> Fragment | None:
         if not hasattr(parameter, "ds_tensor"):
@@ -196,11 +238,11 @@ class Stage3State(LiveState):
 
     def before_loading(self) -> None:
         # also releases small parameters that are kept whole between steps
-        self.optimizer.checkpoint_event_prologue()
+        self.zero.checkpoint_event_prologue()
 
     def after_loading(self, steps: int) -> None:
         """As DeepSpeed's own loading ends: its compute copies are remade from the masters."""
-        zero = self.optimizer
+        zero = self.zero
         for master, compute, group in zip(
             zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, zero.fp16_partitioned_groups,
             strict=True,
@@ -210,51 +252,29 @@ class Stage3State(LiveState):
             for parameter, piece in zip(group, zero.unflatten(compute, group), strict=True):
                 parameter.data = piece.data
         zero.checkpoint_event_epilogue()
-        self.engine.global_steps = steps
-        self.engine.global_samples = steps * self.engine.train_batch_size()
+        super().after_loading(steps)
 
 
 class ShardedState(LiveState):
-    """FSDP2: rows of every parameter are divided among processes as DTensors."""
+    """FSDP2: each process holds some rows of every parameter, as a DTensor."""
 
     strategy_files = "slices"
+
+    @property
+    def strategy(self) -> str:
+        return "fsdp2"
 
     def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         start, local = _local(parameter)
         if not local.numel():
             return None
-        moments, adam = adam_state(self.optimizer, parameter)
-        parts = {key: _flat(_local(value)[1]) for key, value in moments.items()}
-        return Fragment(name, start, _flat(local), parts, adam)
+        kept = kept_of(self.optimizer, parameter)
+        parts = {key: _flat(_local(value)[1]) for key, value in kept.elements.items()}
+        return Fragment(name, start, _flat(local), parts, kept.factors, kept.scalars)
 
     def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         start, local = _local(parameter)
         return Fragment(name, start, _flat(local)) if local.numel() else None
-
-
-def adam_state(optimizer: Any, parameter: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(moments, the optimizer's own state of the parameter), made as its first step would make them."""
-    state = optimizer.state[parameter]
-    if "exp_avg" not in state:
-        group = optimizer.param_groups[0]
-        on_device = group.get("fused") or group.get("capturable")
-        # AdamW's own choice: the fused kernel reads the count where the parameter lies
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-        for key in MOMENTS:
-            state[key] = torch.zeros_like(parameter.data, memory_format=torch.preserve_format)
-    return {key: state[key] for key in MOMENTS}, state
-
-
-def set_adam_step(state: dict[str, Any], steps: float) -> None:
-    if isinstance(state.get("step"), torch.Tensor):
-        state["step"].fill_(steps)
-    else:
-        state["step"] = int(steps)
-
-
-def adam_step(state: dict[str, Any]) -> float:
-    step = state.get("step", 0)
-    return float(step.item()) if isinstance(step, torch.Tensor) else float(step)
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -284,7 +304,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)
 
 
-def _is_divided(parameter: torch.Tensor) -> bool:
+def _is_sharded(parameter: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
@@ -292,7 +312,7 @@ def _is_divided(parameter: torch.Tensor) -> bool:
 
 def _local(parameter: Any) -> tuple[int, torch.Tensor]:
     """(first element, local part) of a DTensor divided by rows, or of a plain tensor."""
-    if not _is_divided(parameter):
+    if not _is_sharded(parameter):
         return 0, parameter.data
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import safe_open
 
 from toolkit.checkpoint import adapter
+from toolkit.pretrained import quiet_transformers
 
 _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
 
@@ -148,18 +148,3 @@ def _sync(folder: Path) -> None:
             path.chmod(0o666 & ~mask)  # safetensors leaves its files to their owner alone
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No bars for a moment's work, and no page about a new head, which is what was asked for."""
-    level = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        if bars:
-            transformers.logging.enable_progress_bar()

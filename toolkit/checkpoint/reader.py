@@ -1,22 +1,27 @@
 """What a checkpoint holds: named tensors whose elements lie in byte ranges of files. Imports no torch.
 
 Everything that reads a checkpoint (resume, convert, inspect) works on a `CheckpointReader`, whoever wrote the
-files. A tensor is a chain of spans, and never has to be held whole: a reader takes the slice it needs.
+files. A tensor is a chain of spans, and never has to be held whole: who reads takes the elements it needs.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import UserError
 
 # Bytes of one element, by the names safetensors uses.
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+_FORMATS = {
+    "F64": "d", "F32": "f", "F16": "e", "I64": "q", "I32": "i", "I16": "h", "I8": "b", "U8": "B", "BOOL": "?",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -81,6 +86,16 @@ class TensorIndex:
             yield span.member, span.member.offset + span.start + start * item, taken * item
             start, left = 0, left - taken
 
+    def number(self) -> int | float | bool | None:
+        """What a tensor of one element holds: a few bytes are read. None for any other."""
+        if self.count != 1:
+            return None
+        content, dtype = bytes(self.read()), self.dtype
+        if dtype == "BF16":  # the upper half of a float32
+            content, dtype = b"\0\0" + content, "F32"
+        number: int | float | bool = struct.unpack(f"<{_FORMATS[dtype]}", content)[0]
+        return number
+
     def read(self, start: int = 0, count: int | None = None) -> bytearray:
         """The bytes of elements [start, start + count), as stored. Raises UserError on a short file."""
         count = self.count - start if count is None else count
@@ -90,6 +105,16 @@ class TensorIndex:
             read_into(member.file, offset, view[done : done + size])
             done += size
         return content
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A single value of an optimizer's state."""
+
+    value: Any
+    """A number, bool, text or None; a tuple of them where each process has its own."""
+    dtype: str = ""
+    """Of the tensor it was, a key of `ITEM_BYTES`; empty where it was none."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +139,27 @@ class CheckpointReader:
     """Names in `weights` that no optimizer owns."""
     excluded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Frozen parameters (with shapes) that the checkpoint leaves out, where it names them."""
-    moments: Mapping[str, Mapping[str, TensorIndex]] = field(default_factory=dict)
-    """Parameter name -> {`exp_avg`: ..., `exp_avg_sq`: ...}; empty where there is no optimizer state."""
-    adam_steps: Mapping[str, float] = field(default_factory=dict)
-    """Parameter name -> Adam's own count of steps."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Its class, and what it has changed in its groups, where the manifest says: see `save.optimizer_facts`."""
+    optimizer_state: Mapping[str, Mapping[str, TensorIndex]] = field(default_factory=dict)
+    """Parameter name -> the optimizer's key -> what it keeps: of the parameter's shape (`exp_avg`,
+    `momentum_buffer`) or of another (Adafactor's rows)."""
+    optimizer_scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
+    """Parameter name -> the optimizer's key (`step`) -> what it keeps once for all elements."""
     engine_dtype: str = "F32"
     """What the model computed in: F32, BF16 or F16."""
     model_folder: Path | None = None
     """Holds config.json, the tokenizer, and adapter_config.json under LoRA, where the run has them."""
     details: Mapping[str, object] = field(default_factory=dict)
     """For `--inspect`: ds_version, groups, partition counts, ..."""
+
+    def step_counts(self) -> dict[str, float]:
+        """Parameter name -> the optimizer's own count of steps."""
+        return step_counts(self.optimizer_scalars)
+
+
+def step_counts(scalars: Mapping[str, Mapping[str, Scalar]]) -> dict[str, float]:
+    return {name: float(kept["step"].value) for name, kept in scalars.items() if "step" in kept}
 
 
 def read_into(file: Path, offset: int, view: memoryview) -> None:

@@ -10,31 +10,27 @@ import math
 
 import torch
 
-from toolkit.checkpoint.live import (
-    MOMENTS,
-    TORCH_DTYPES,
-    Fragment,
-    LiveState,
-    persistent_buffers,
-    set_adam_step,
-    whole_shape,
-)
+from toolkit.checkpoint.live import Fragment, LiveState, persistent_buffers, whole_shape
+from toolkit.checkpoint.optimizer_state import TORCH_DTYPES
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
-from toolkit.errors import Faults, UserError, listing
+from toolkit.checkpoint.restore_optimizer import load_groups, make_state, refuse_other_optimizer
+from toolkit.errors import Faults, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
 
 
 def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
-    """Fills weights, moments, Adam's counts and buffers. All processes call this.
+    """Fills weights, the optimizer's state and buffers. All processes call this.
 
-    Raises UserError, before anything is changed, when the checkpoint is not of this model or has no
-    optimizer state for a parameter that is trained.
+    Raises UserError, before anything is changed, when the checkpoint is not of this model, or of an optimizer
+    whose state cannot be carried over.
     """
     _refuse_other_model(state, reader)
-    _refuse_uneven_steps(state, reader)
+    refuse_other_optimizer(state, reader)
     state.before_loading()
     with torch.no_grad():
+        make_state(state, reader)
+        load_groups(state, reader)
         for fragment in state.fragments():
             _fill_fragment(fragment, reader)
     state.after_loading(steps)
@@ -45,13 +41,11 @@ def _fill_fragment(fragment: Fragment, reader: CheckpointReader) -> None:
     if stored is None:
         return  # left out on purpose: it has the base model's values
     fill(fragment.values, stored, fragment.start)
-    name = _saved_name(reader, fragment.name)
-    if name not in reader.moments:
-        return  # frozen; or without elements, of which DeepSpeed saves nothing
-    for key, values in fragment.moments.items():
-        fill(values, reader.moments[name][key], fragment.start)
-    if fragment.moments:
-        set_adam_step(fragment.adam, reader.adam_steps[name])
+    kept = reader.optimizer_state.get(_saved_name(reader, fragment.name), {})
+    for key, values in fragment.state.items():
+        fill(values, kept[key], fragment.start)
+    for key, values in fragment.factors.items():
+        fill(values.view(-1), kept[key], 0)
 
 
 def fill(target: torch.Tensor, stored: TensorIndex, start: int) -> None:
@@ -85,37 +79,12 @@ def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
         stored = _stored(reader, name)
         if stored is not None and stored.shape != shape:
             faults.add(f"{reader.path}: {name} has shape {list(stored.shape)}, and {list(shape)} in the model")
-        elif trained and math.prod(shape) > 0 and not _has_moments(reader, name):
+        elif trained and math.prod(shape) > 0 and _saved_name(reader, name) in reader.frozen:
             faults.add(f"{reader.path} has no optimizer state for {name}, which is trained here and was not there")
     if len(faults.found) > 4:
         faults.found[4:] = [f"and {len(faults.found) - 4} more of the kind"]
     faults.raise_if_any()
 
 
-def _has_moments(reader: CheckpointReader, name: str) -> bool:
-    return set(MOMENTS) <= reader.moments.get(_saved_name(reader, name), {}).keys()
-
-
 def _named(state: LiveState) -> list[tuple[str, torch.Tensor]]:
     return [*state.module.named_parameters(), *persistent_buffers(state.module)]
-
-
-def _refuse_uneven_steps(state: LiveState, reader: CheckpointReader) -> None:
-    """Flattened parameters share one count of steps: parts of another age cannot be put among them.
-
-    Asked of the reader alone, so that all processes answer alike, whatever each of them owns.
-    """
-    counts: dict[float, str] = {}
-    for name, parameter in state.module.named_parameters():
-        if not parameter.requires_grad or not math.prod(whole_shape(parameter)):
-            continue
-        steps = reader.adam_steps.get(_saved_name(reader, name))
-        if steps is None:
-            raise UserError(f"{reader.path} does not say how many steps {name} has taken")
-        counts.setdefault(steps, name)
-    if len(counts) > 1 and state.strategy_files == "deepspeed":
-        listed = " and ".join(f"{name} {steps:g}" for steps, name in list(counts.items())[:2])
-        raise UserError(
-            f"{reader.path}: not all parameters have taken the same number of steps ({listed}): only one process or "
-            "data parallel can go on from that"
-        )

@@ -19,12 +19,13 @@ from accelerate.utils import gather_object
 
 from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.disks import Disks
-from toolkit.checkpoint.live import TORCH_DTYPES, Fragment, LiveState, adam_step, whole_shape
+from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
+from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of, plain
 from toolkit.checkpoint.tensors_file import Layout, lay_out
+from toolkit.errors import UserError
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
-_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Draft:
 
     @property
     def layout(self) -> Layout:
-        described = {name: (_DTYPES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
+        described = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
         return lay_out(described, self.metadata, checksums=True)
 
     def copied(self) -> Draft:
@@ -60,8 +61,8 @@ def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
     shapes = _shapes(state)
     fragments = [fragment for fragment in state.fragments() if fragment.name not in excluded]
     weights = {fragment.name: (fragment.values, shapes[fragment.name]) for fragment in fragments}
-    moments = {name: entry for fragment in fragments for name, entry in _moments(fragment, shapes).items()}
-    return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, moments, {})]
+    kept = {name: entry for fragment in fragments for name, entry in _kept(fragment, shapes[fragment.name]).items()}
+    return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, kept, _numbers(fragments))]
 
 
 def _shapes(state: LiveState) -> dict[str, tuple[int, ...]]:
@@ -69,14 +70,25 @@ def _shapes(state: LiveState) -> dict[str, tuple[int, ...]]:
     return {name: whole_shape(tensor) for name, tensor in named}
 
 
-def _moments(fragment: Fragment, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    if not fragment.moments:
-        return {}
-    found: dict[str, Any] = {
-        f"{key}.{fragment.name}": (values, shapes[fragment.name]) for key, values in fragment.moments.items()
+def _kept(fragment: Fragment, shape: tuple[int, ...]) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
+    """The optimizer's tensors of a parameter: KEY.NAME -> (values, shape)."""
+    found = {key: (values, shape) for key, values in fragment.state.items()}
+    found |= {key: (values, tuple(values.shape)) for key, values in {**fragment.factors, **_counts(fragment)}.items()}
+    return {f"{key}.{fragment.name}": entry for key, entry in found.items()}
+
+
+def _counts(fragment: Fragment) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
+
+
+def _numbers(fragments: list[Fragment]) -> dict[str, str]:
+    """For a file's metadata: what the optimizer keeps of a parameter that is no tensor."""
+    numbers = {
+        part.name: {key: value for key, value in part.scalars.items() if not isinstance(value, torch.Tensor)}
+        for part in fragments
     }
-    found[f"step.{fragment.name}"] = (torch.tensor(adam_step(fragment.adam)), ())
-    return found
+    numbers = {name: found for name, found in numbers.items() if found}
+    return {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
 
 
 def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
@@ -84,19 +96,69 @@ def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
     buffers = {name for name, _ in state.module.named_buffers()}
     tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
     places: dict[str, dict[str, Any]] = {}
-    for fragment in state.fragments():
-        whole = fragment.values.numel() == math.prod(shapes[fragment.name])
-        if fragment.name in excluded or (whole and rank != 0):
-            continue  # every process has it, as buffers and what is not divided: rank 0 writes it
-        kind = "buffer" if fragment.name in buffers else "weight"
-        values = {kind: fragment.values, **fragment.moments}
-        for key, part in values.items():
-            tensors[f"{key}.{fragment.name}"] = (part, (part.numel(),))
-            places[f"{key}.{fragment.name}"] = {"shape": list(shapes[fragment.name]), "start": fragment.start}
-        if fragment.moments:
-            tensors[f"step.{fragment.name}"] = (torch.tensor([adam_step(fragment.adam)]), (1,))
-            places[f"step.{fragment.name}"] = {"shape": [], "start": 0}
-    return Draft(f"slices-rank-{rank:05d}.safetensors", tensors, {"slices": json.dumps(places, ensure_ascii=False)})
+    saved = []
+    for part in state.fragments():
+        whole = part.values.numel() == math.prod(shapes[part.name])
+        if part.name in excluded or (whole and rank != 0):
+            continue  # every process has it, as buffers and what is not sharded: rank 0 writes it
+        saved.append(part)
+        kind = "buffer" if part.name in buffers else "weight"
+        for key, values in {kind: part.values, **part.state}.items():
+            tensors[f"{key}.{part.name}"] = (values, (values.numel(),))
+            places[f"{key}.{part.name}"] = {"shape": list(shapes[part.name]), "start": part.start}
+        for key, value in _counts(part).items():
+            tensors[f"{key}.{part.name}"] = (value, (1,))
+            places[f"{key}.{part.name}"] = {"shape": [], "start": 0}
+    metadata = {"slices": json.dumps(places, ensure_ascii=False), **_numbers(saved)}
+    return Draft(f"slices-rank-{rank:05d}.safetensors", tensors, metadata)
+
+
+def optimizer_facts(state: LiveState) -> dict[str, Any]:
+    """For the manifest: the optimizer's class, what it has changed in its groups, and what it keeps of no parameter.
+    Where the processes differ in that, `ranks` holds each one's. All processes call this.
+
+    Raises UserError that names what the optimizer keeps and no checkpoint can hold.
+    """
+    optimizer = state.optimizer
+    _refuse_unsavable(state)
+    groups = changed_groups(optimizer)
+    loose = {key: plain(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    named = [entry for table in (*groups, loose) for entry in table.items()]
+    for key, value in named:
+        if not isinstance(key, str) or not is_plain(value):
+            raise _cannot_be_saved(optimizer, f"{key} ({_described(value)}) beside its parameters")
+    everyone: list[Any] = [{"groups": groups, "state": loose}] * state.world
+    if state.world > 1:
+        torch.distributed.all_gather_object(everyone, everyone[0])
+    shared = everyone[0] if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
+    return {"class": type(optimizer).__name__, **shared}
+
+
+def _refuse_unsavable(state: LiveState) -> None:
+    optimizer, holders = state.optimizer, list(state.holders())
+    for holder, names in holders:
+        kept = kept_of(optimizer, holder)
+        flat = kept.factors if state.strategy_files != "whole" else {}
+        for key, value in {**kept.unknown, **flat}.items():
+            raise _cannot_be_saved(optimizer, f"{key} ({_described(value)}) of {names[0]} under {state.strategy}")
+    known = {id(holder) for holder, _ in holders}
+    strangers = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
+    if strangers and state.strategy_files != "deepspeed":
+        raise UserError(
+            f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)} that is not the "
+            "model's, and would not be saved: make it a parameter of the model"
+        )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _cannot_be_saved(optimizer: Any, what: str) -> UserError:
+    return UserError(
+        f"{type(optimizer).__name__} keeps {what}, which no checkpoint can hold: choose another optimizer, or train "
+        "without checkpoints"
+    )
 
 
 def write(draft: Draft, folder: Path) -> dict[str, Any]:

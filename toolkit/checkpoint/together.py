@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.convert.describe import gigabytes
 from toolkit.checkpoint.disks import Disks
 from toolkit.checkpoint.reader import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
 from toolkit.errors import UserError
+from toolkit.units import size_text
 
 _CHUNK = 16 << 20
 """Bytes sent at a time."""
@@ -145,7 +145,7 @@ def _summary(moves: Sequence[Move], disks: Disks) -> str:
         to = " and ".join(disks.host_of(target) for target in move.targets)
         sizes.setdefault((disks.host_of(move.reader), to), []).append(move.size)
     return ", ".join(
-        f"{len(each)} file{'s' * (len(each) > 1)} ({gigabytes(sum(each))}) from {reader} to {to}"
+        f"{len(each)} file{'s' * (len(each) > 1)} ({size_text(sum(each))}) from {reader} to {to}"
         for (reader, to), each in sizes.items()
     )
 

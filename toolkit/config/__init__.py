@@ -17,6 +17,7 @@ from toolkit.config.sections import (
     TitleDataSettings,
     TitleSettings,
     TrainingSettings,
+    section,
 )
 
 __all__ = [
@@ -38,5 +39,6 @@ __all__ = [
     "build",
     "flat",
     "parse",
+    "section",
     "sections_of",
 ]

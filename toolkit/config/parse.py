@@ -23,6 +23,7 @@ from toolkit.errors import Faults, UserError, did_you_mean
 Settings = TypeVar("Settings")
 
 _NO_VALUE = object()
+_SWITCHES = (bool, bool | None)
 # two ways to say one thing, and why both cannot be meant
 _EXCLUSIVE = [
     ("train_file", "dataset_name", "name the files or the data set"),
@@ -178,7 +179,7 @@ class _OnceLoader(yaml.SafeLoader):
 
 def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
     """YAML 1.1 reads a bare `no` as false; a true or false where none belongs is a fault, not 1 or 0."""
-    if not isinstance(value, bool) or field.annotation is bool:
+    if not isinstance(value, bool) or field.annotation in _SWITCHES:
         return value
     if value is False and "no" in str(field.annotation):
         return "no"
@@ -218,7 +219,7 @@ def _from_command_line(
             text = (field.description or "").replace("%", "%%")
             default = "" if field.default is None else f" [{field.default}]"
             # a switch may stand alone, as in transformers: `--gradient_checkpointing`
-            alone = "true" if field.annotation is bool else _NO_VALUE
+            alone = "true" if field.annotation in _SWITCHES else _NO_VALUE
             group.add_argument(f"--{name}", metavar="VALUE", help=text + default, nargs="?", const=alone)
     try:
         parsed, unknown = parser.parse_known_args(_join_negative_numbers(arguments))

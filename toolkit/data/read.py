@@ -9,15 +9,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
+from toolkit.cache import digest_of_file
 from toolkit.data.parse import format_of, parse_file
 from toolkit.errors import UserError, did_you_mean, listing
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
-
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,6 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     return {
         split: Table(rows, f"{name} ({split})", f"{rows._fingerprint}-{len(rows)}") for split, rows in splits.items()
     }
-
-
-def digest_of_file(path: Path) -> str:
-    """xxh3 of the file's bytes: the same content is the same file, wherever it lies."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @contextmanager

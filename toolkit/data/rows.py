@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,10 +42,18 @@ class Rows:
     numbers: np.ndarray
     """(samples,) int64, their places in the table, from 0."""
     targets: np.ndarray
-    """(samples, ...), as `Targets.encode` gives them."""
+    """(samples, ...), as `Targets.encode` gives them; empty before they are known."""
+    pairs: Sequence[str] | None = None
+    """The second text of each."""
 
     def take(self, places: np.ndarray) -> Rows:
-        return Rows(self.table, [self.texts[place] for place in places], self.numbers[places], self.targets[places])
+        return replace(
+            self,
+            texts=[self.texts[place] for place in places],
+            numbers=self.numbers[places],
+            targets=self.targets[places] if len(self.targets) else self.targets,
+            pairs=None if self.pairs is None else [self.pairs[place] for place in places],
+        )
 
 
 def text_column(table: Table, wanted: str | None) -> str:
@@ -63,6 +71,13 @@ def text_column(table: Table, wanted: str | None) -> str:
     raise UserError(
         f"{table.name}: which column is the text? Name one of {listing(table.rows.column_names)} with --text_column"
     )
+
+
+def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
+    """The column of second texts that was named. Raises UserError when it is missing or the first text's."""
+    if wanted is not None and wanted in columns_of(table, column):
+        raise UserError(f"--text_pair {wanted} is the first text's column too: name another, or leave it out")
+    return find_column(table, wanted, (), "text_pair")
 
 
 def columns_of(table: Table, column: str) -> list[str]:
@@ -84,49 +99,53 @@ def texts_of(table: Table, column: str) -> list[str]:
     return ["\n".join(str(text) for text in row if text is not None and str(text).strip()) for row in cells]
 
 
-def usable_texts(table: Table, column: str, drop_empty: bool, notes: list[str]) -> tuple[list[str], np.ndarray]:
-    """(texts, their row numbers from 0). Raises UserError naming the rows whose text is empty."""
+def usable_rows(table: Table, column: str, pair: str | None, drop_empty: bool, notes: list[str]) -> Rows:
+    """The rows whose text, or neither of whose texts, is empty. Raises UserError naming the others."""
     texts = texts_of(table, column)
+    pairs = None if pair is None else texts_of(table, pair)
+    full = np.ones(len(texts), bool)
+    for name, found, setting in ((column, texts, "text_column"), (pair, pairs, "text_pair")):
+        if found is not None:
+            full &= _check_full(table, str(name), found, setting, drop_empty)
+    if not full.all():
+        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty text are left out")
+    return Rows(table, texts, np.arange(len(texts)), np.zeros(0), pairs).take(np.flatnonzero(full))
+
+
+def _check_full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
+    """(rows,) bool. Raises UserError where no text may be empty and some are, or all are."""
     empty = [row for row, text in enumerate(texts) if not text.strip()]
     if len(empty) == len(texts):
-        raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --text_column")
+        raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --{setting}")
     if empty and not drop_empty:
         rows = listing(row + 1 for row in empty)
         raise UserError(
             f"{table.name}: the text in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows {rows}): "
             "fill them, or pass --drop_empty_text"
         )
-    if empty:
-        notes.append(f"{table.name}: {len(empty)} rows with an empty text are left out")
-    dropped = set(empty)
-    kept = np.array([row for row in range(len(texts)) if row not in dropped], np.int64)
-    return [texts[row] for row in kept], kept
+    return np.isin(np.arange(len(texts)), empty, invert=True)
 
 
-def with_targets(
-    table: Table, texts: list[str], kept: np.ndarray, targets: Targets, notes: list[str]
-) -> tuple[list[str], np.ndarray]:
-    """(texts, row numbers) of those rows that have a target. Raises UserError when there are none."""
-    present = ~np.isin(kept, targets.missing(table, kept))
+def with_targets(rows: Rows, targets: Targets, notes: list[str]) -> Rows:
+    """Those rows that have a target. Raises UserError when there are none."""
+    present = ~np.isin(rows.numbers, targets.missing(rows.table, rows.numbers))
     if not present.any():
-        raise UserError(f"{table.name}: no row has a title: name another column with --title_column")
+        raise UserError(f"{rows.table.name}: no row has a title: name another column with --title_column")
     if not present.all():
-        notes.append(f"{table.name}: {int((~present).sum())} rows without a title are left out")
-    return [texts[place] for place in np.flatnonzero(present)], kept[present]
+        notes.append(f"{rows.table.name}: {int((~present).sum())} rows without a title are left out")
+    return rows.take(np.flatnonzero(present))
 
 
-def long_enough(
-    table: Table, texts: list[str], kept: np.ndarray, min_length: int, tokenizer: Any, notes: list[str]
-) -> tuple[list[str], np.ndarray]:
-    """(texts, row numbers) of those with at least `min_length` tokens. Raises UserError when there are none."""
-    arrays, _ = tokens.encode(tokenizer, texts, min_length, progress=f"lengths of {table.name}")
+def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
+    """Those with at least `min_length` tokens. Raises UserError when there are none."""
+    name = rows.table.name
+    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, progress=f"lengths of {name}", pairs=rows.pairs)
     places = np.flatnonzero(np.diff(arrays["offsets"]) >= min_length)
     if not len(places):
-        raise UserError(f"{table.name}: no text has {min_length} tokens: lower --min_length, or leave it out")
-    left = len(texts) - len(places)
+        raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")
     fewer = f"fewer than {min_length} tokens and are left out (--min_length)"
-    notes.append(f"{table.name}: {left} of {len(texts)} texts have {fewer}")
-    return [texts[place] for place in places], kept[places]
+    notes.append(f"{name}: {len(rows.texts) - len(places)} of {len(rows.texts)} texts have {fewer}")
+    return rows.take(places)
 
 
 def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str]) -> Rows:
@@ -169,12 +188,18 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
 
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
-    train = set(chosen["train"].texts)
+    """Texts (or pairs of them) of another split that also stand in training."""
+    train = set(_read_of(chosen["train"]))
     for split in ("validation", "test"):
-        texts: Sequence[str] = chosen[split].texts if split in chosen else ()
+        texts = _read_of(chosen[split]) if split in chosen else []
         seen = sum(text in train for text in texts)
         if seen:
             notes.append(f"{split}: {seen} of {len(texts)} texts also stand in training: their scores flatter")
+
+
+def _read_of(rows: Rows) -> list[tuple[str, ...]]:
+    """What the model reads of each row."""
+    return list(zip(rows.texts, *(() if rows.pairs is None else (rows.pairs,)), strict=True))
 
 
 def _is_string(feature: Any) -> bool:

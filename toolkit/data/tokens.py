@@ -7,28 +7,40 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from toolkit.config import PretrainedSettings
+from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
+from toolkit.demo import model_path
 from toolkit.errors import UserError
+from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
 
 _BATCH_TEXTS = 2000
 
 
 @dataclass(frozen=True)
-class SparseWidths:
-    """A BigBird reads batches of up to `full` tokens with full attention, which padding does not change, and wider
-    ones in blocks: which of them a text attends to follows from how many the batch has, padding counted."""
+class LengthBuckets:
+    """Which texts may share a micro-batch. A BigBird reads batches of up to `full` tokens with full attention, which
+    padding does not change, and wider ones in blocks: which blocks a text attends to follows from the batch's width,
+    padding counted."""
 
     full: int
     block: int
 
-    def kinds(self, lengths: np.ndarray) -> np.ndarray:
-        """(samples,) int64: texts of one kind are read together as each is alone."""
+    @classmethod
+    def of_model(cls, config: Any) -> LengthBuckets | None:
+        """Of a model's config; None where the width of a batch changes nothing."""
+        config = encoder_config(config)
+        if getattr(config, "model_type", "") != "big_bird" or config.attention_type != "block_sparse":
+            return None
+        return cls(full_attention_up_to(config.block_size, config.num_random_blocks), config.block_size)
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """(samples,) int64: texts of one bucket are read together as each is alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
 
@@ -46,8 +58,10 @@ class Split:
     """(samples,) int64, (samples, classes) float32 or (samples,) float32."""
     rows: np.ndarray
     """(samples,) int64, each sample's row in its source, counted from 0: its id."""
-    sparse: SparseWidths | None = field(default=None, kw_only=True)
-    """Of the model that reads it, where how it reads a text depends on the width of the batch."""
+    buckets: LengthBuckets | None = field(default=None, kw_only=True)
+    """Where the model reads a text differently in a wider batch."""
+    token_types: np.ndarray | None = field(default=None, kw_only=True)
+    """(tokens,) int8, of pairs of texts: which of the two each token is of; None where the tokenizer does not say."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,22 +71,28 @@ class Split:
         """(samples,) int64, in tokens."""
         return np.diff(self.offsets)
 
+    def span(self, index: int) -> slice:
+        """Where a sample lies in `input_ids` and `token_types`."""
+        return slice(self.offsets[index], self.offsets[index + 1])
+
     def tokens(self, index: int) -> np.ndarray:
         """(length,) int32."""
-        return self.input_ids[self.offsets[index] : self.offsets[index + 1]]
+        return self.input_ids[self.span(index)]
 
     @property
-    def loss_terms(self) -> np.ndarray:
-        """(samples,) int64: how many terms the loss of each sample is the sum of."""
+    def loss_denominators(self) -> np.ndarray:
+        """(samples,) int64: what each sample adds to the loss denominator: 1."""
         return np.ones(len(self), np.int64)
 
     def texts(self) -> list[str]:
-        """The source texts; kept for splits that are evaluated, empty for the training split."""
-        return _read_strings(self.folder / "texts.jsonl")
+        """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
+        texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
+        return [f"{text}\n{pair}" for text, pair in zip(texts, pairs, strict=True)] if pairs else texts
 
     def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
-        arrays: dict[str, Any] = encode(tokenizer, self.texts(), max_length)[0]
+        texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
+        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs or None)[0]
         return replace(self, name=name, **arrays)
 
 
@@ -86,8 +106,8 @@ class TitleSplit(Split):
     """(samples + 1,) int64."""
 
     @property
-    def loss_terms(self) -> np.ndarray:
-        """(samples,) int64: the tokens of each title that are predicted, all but its first."""
+    def loss_denominators(self) -> np.ndarray:
+        """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is given."""
         return np.diff(self.target_offsets) - 1
 
     def target(self, index: int) -> np.ndarray:
@@ -106,61 +126,86 @@ def _read_strings(path: Path) -> list[str]:
         return [json.loads(line) for line in file]
 
 
-def save_split(
-    folder: Path, arrays: dict[str, np.ndarray], texts: Sequence[str] | None, titles: Sequence[str] | None = None
-) -> None:
+def save_split(folder: Path, arrays: dict[str, np.ndarray], **strings: Sequence[str] | None) -> None:
+    """`arrays` as NAME.npy; `texts`, `pairs` and `titles` as NAME.jsonl, where they are kept."""
     folder.mkdir(parents=True)
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
-    for name, strings in (("texts", texts), ("titles", titles)):
-        if strings is not None:
+    for name, kept in strings.items():
+        if kept is not None:
             with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
+                file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in kept)
 
 
-def load_split(folder: Path, name: str, sparse: SparseWidths | None = None) -> Split:
+def load_split(folder: Path, name: str, buckets: LengthBuckets | None = None) -> Split:
     """Maps a saved split into memory; one with titles is a `TitleSplit`."""
-    parts = ["input_ids", "offsets", "rows"]
-    titled = (folder / name / "target_ids.npy").is_file()
-    if titled:
-        parts += ["target_ids", "target_offsets"]
-    arrays = {part: np.load(folder / name / f"{part}.npy", mmap_mode="r") for part in parts}
+    parts = ("input_ids", "offsets", "rows", "token_types", "target_ids", "target_offsets")
+    files = {part: folder / name / f"{part}.npy" for part in parts}
+    arrays = {part: np.load(file, mmap_mode="r") for part, file in files.items() if file.is_file()}
+    titled = "target_ids" in arrays
     labels = np.load(folder / name / "labels.npy")
-    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, sparse=sparse, **arrays)
+    return (TitleSplit if titled else Split)(name, folder / name, labels=labels, buckets=buckets, **arrays)
+
+
+def load_tokenizer(settings: PretrainedSettings) -> Any:
+    """Raises UserError when there is none, or it cannot pad, or cannot cut into words as it is asked to."""
+    name = str(settings.model_name_or_path)
+    if settings.tokenizer != "jieba":
+        tokenizer = load_plain_tokenizer(name)
+        return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
+    with explained(name):
+        jieba = load_words_first(model_path(name))
+    refuse_unusable(jieba, name)
+    return jieba
 
 
 def encode(
-    tokenizer: Any, texts: Sequence[str], max_length: int, progress: str | None = None
+    tokenizer: Any,
+    texts: Sequence[str],
+    max_length: int,
+    progress: str | None = None,
+    pairs: Sequence[str] | None = None,
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens)."""
+    """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens).
+
+    With `pairs` each text is read with its second one, the longer of the two is cut first, and `token_types` are
+    returned too where the tokenizer has them.
+    """
     # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
     tokenizer = copy.deepcopy(tokenizer)
+    typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
     pieces: list[np.ndarray] = []
+    types: list[np.ndarray] = []
     lengths: list[int] = [0]
     cut = 0
-    for batch in _batches(texts, progress):
+    for batch in _batches(len(texts), progress):
         encoded = tokenizer(
-            batch,
-            truncation=True,
+            texts[batch],
+            None if pairs is None else pairs[batch],
+            truncation="longest_first",
             max_length=max_length,
             return_attention_mask=False,
-            return_token_type_ids=False,
+            return_token_type_ids=typed,
         )
         pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+        types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
         lengths += [len(ids) for ids in encoded["input_ids"]]
         if encoded.encodings is not None:  # None for tokenizers written in Python
             cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-    flat = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-    return {"input_ids": flat, "offsets": np.cumsum(lengths, dtype=np.int64)}, cut
+    arrays = {"input_ids": _flat(pieces, np.int32), "offsets": np.cumsum(lengths, dtype=np.int64)}
+    return arrays | ({"token_types": _flat(types, np.int8)} if typed else {}), cut
 
 
-def _batches(texts: Sequence[str], progress: str | None) -> Iterator[Sequence[str]]:
-    starts = range(0, len(texts), _BATCH_TEXTS)
+def _flat(pieces: list[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+
+
+def _batches(count: int, progress: str | None) -> Iterator[slice]:
     # a bar only where it takes long enough to wonder
-    with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
-        for start, stop in pairwise([*starts, len(texts)]):
-            yield texts[start:stop]
-            bar.update(stop - start)
+    with tqdm(total=count, desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
+        for start in range(0, count, _BATCH_TEXTS):
+            yield slice(start, start + _BATCH_TEXTS)
+            bar.update(min(_BATCH_TEXTS, count - start))
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -186,7 +231,7 @@ def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     """Raises UserError when the tokenizer can make tokens the model has no row for."""
-    rows = getattr(reader(config), "vocab_size", None)
+    rows = getattr(encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
             f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
@@ -194,18 +239,26 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
         )
 
 
-def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
+def refuse_pairs(tokenizer: Any, config: Any) -> None:
+    """Raises UserError when the tokenizer marks the second text of a pair with a type that the model has not."""
+    types = getattr(encoder_config(config), "type_vocab_size", 0)
+    if types == 1 and "token_type_ids" in tokenizer.model_input_names:
+        raise UserError("--text_pair: the tokenizer marks the second text with type 1, and the model has only type 0: "
+                        "take a model that reads pairs, or join the columns with --text_column a,b")  # fmt: skip
+
+
+def choose_max_length(wanted: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
     """The wanted length, checked against the model's; the model's own when none is wanted.
 
     Raises UserError when the model has fewer positions.
     """
-    config = reader(config)
+    config = encoder_config(config)
     positions = getattr(config, "max_position_embeddings", None)
     # RoBERTa and its kin count positions from pad_token_id + 1
     kind = getattr(config, "model_type", "")
     if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
         positions -= (config.pad_token_id or 0) + 1
-    special = tokenizer.num_special_tokens_to_add()
+    special = tokenizer.num_special_tokens_to_add(pair)
     if wanted is not None and wanted <= special:
         raise UserError(f"--max_length {wanted} holds no token of a text beside the {special} that begin and end it")
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
@@ -214,8 +267,3 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any) -> int:
     if positions and 0 < positions < wanted:
         raise UserError(f"--max_length {wanted}: the model has {positions} positions; pass at most that")
     return wanted
-
-
-def reader(config: Any) -> Any:
-    """The config of what reads the texts: an encoder-decoder has two."""
-    return getattr(config, "encoder", config)

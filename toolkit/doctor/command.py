@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NoReturn, TextIO
 
-from toolkit.data.cache import cache_folder
+from toolkit.cache import cache_folder
 from toolkit.doctor import compare, data, devices, host, job, network, peers, torch_checks, versions
 from toolkit.doctor.compare import Node
 from toolkit.doctor.finding import Finding, last_line, report, table

@@ -12,20 +12,19 @@ from typing import Any
 
 from toolkit import launch
 from toolkit.config import ModelSettings
-from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels, problem_of
 from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
-from toolkit.data.rows import columns_of, text_column, texts_of
-from toolkit.data.tokens import Split, choose_max_length
+from toolkit.data.rows import columns_of, pair_column, text_column, texts_of
+from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.answers import decide
-from toolkit.evaluation.metrics import probabilities_of
-from toolkit.evaluation.predict import predict
+from toolkit.evaluation.classification import decide, probabilities_of
+from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
 from toolkit.models import title_model
-from toolkit.models.classifier import load_config, load_saved_classifier, load_tokenizer
+from toolkit.models.classifier import load_saved_classifier
+from toolkit.pretrained import load_config
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -47,10 +46,12 @@ def predict_file(options: Any) -> None:
     table = read_file(options.file, options.encoding)
     flat = format_of(output) in _SEPARATORS
     _refuse_columns(table, _names(labels, flat) if labels else {"prediction": []})
-    column = text_column(table, options.text_column or _learned_from(Path(options.model), table))
-    max_length = choose_max_length(options.max_length, tokenizer, model.config)
-    launch.say(accelerator, f"reading column {column}, at most {max_length} tokens of each text")
-    split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator)
+    column = text_column(table, options.text_column or _learned_from(Path(options.model), table, "text_column"))
+    pair = pair_column(table, options.text_pair or _learned_from(Path(options.model), table, "text_pair"), column)
+    max_length = choose_max_length(options.max_length, tokenizer, model.config, pair is not None)
+    named_columns = f"columns {column} and {pair}" if pair else f"column {column}"
+    launch.say(accelerator, f"reading {named_columns}, at most {max_length} tokens of each text")
+    split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator, pair)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
     if labels is None:
@@ -70,10 +71,10 @@ def predict_file(options: Any) -> None:
     )
 
 
-def _learned_from(model: Path, table: Table) -> str | None:
+def _learned_from(model: Path, table: Table, setting: str) -> str | None:
     """The text columns that a run's model learned from, where the file has them too."""
     try:
-        named = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))["data"]["text_column"]
+        named = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))["data"][setting]
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not in a run's folder
     return named if all(part in table.rows.column_names for part in columns_of(table, named)) else None
@@ -88,11 +89,11 @@ def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, options:
 def _classes(
     accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any, labels: Labels, flat: bool
 ) -> dict[str, Any] | None:
-    collate, most = Collator(split, tokenizer, accelerator.device), options.max_tokens_per_batch
-    predictions = predict(accelerator, model, split, collate, options.per_device_batch_size, most)
-    if predictions is None:
+    size, most = options.per_device_batch_size, options.max_tokens_per_batch
+    logits = predict(accelerator, model, split, tokenizer, size, most)
+    if logits is None:
         return None
-    chances = probabilities_of(predictions.logits, labels.problem_type)
+    chances = probabilities_of(logits, labels.problem_type)
     return _columns([decide(row, labels) for row in chances], labels, flat)
 
 

@@ -29,15 +29,15 @@ def listen(port: int, backlog: int = 64) -> socket.socket:
 
 def free_port(wanted: int | None = None) -> int:
     """`wanted` if it can be listened on, else one the system gives. Raises UserError for no port at all."""
-    for port in (check_port(wanted or 0), 0):
+    for port in (check_port(wanted) if wanted else 0, 0):
         with contextlib.suppress(OSError), listen(port) as probe:
             return int(probe.getsockname()[1])
     raise UserError("no free TCP port on this machine: close what holds them (`ss -ltnp` lists it)")
 
 
 def check_port(port: int, where: str = "") -> int:
-    """Raises UserError for what is no port's number; 0 stands for any."""
-    if not 0 <= port <= 65535:
+    """Raises UserError for what is no port's number."""
+    if not 0 < port <= 65535:
         raise UserError(f"{where}{port} is no TCP port: choose one from 1024 to 65535")
     return port
 

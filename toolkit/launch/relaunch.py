@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import yaml
 
 from toolkit.errors import UserError, did_you_mean
+from toolkit.init import templates
 from toolkit.launch.environment import TIMEOUTS, place_of, rendezvous_seconds, whole
 from toolkit.launch.network import check_port, free_port
 from toolkit.launch.node_rendezvous import find_peers
@@ -228,8 +229,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def find_file(name: str, script: str, folder: str) -> Path:
     """A file as named from here, or from the repository the script lies in. Raises UserError."""
-    # the repository of the script, or of this package where `python -m toolkit` was typed
-    roots = [Path(script).resolve().parent.parent, Path(__file__).resolve().parents[2]]
+    # the folder the recipe lies in, or our own files where `python -m toolkit` was typed
+    roots = [Path(script).resolve().parent.parent, templates()]
     if Path(name).is_file():
         return Path(name)
     for root in roots:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, ddp_seconds, forget_port, rendezvous_seconds, settle
+from toolkit.launch.environment import Place, ddp_seconds, rendezvous_seconds, settle
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.network import free_port
 from toolkit.launch.rank_rendezvous import find_ranks
@@ -92,8 +92,6 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     ones = torch.ones(1, device=accelerator.device)
     found = int(accelerator.reduce(ones, reduction="sum").item())
     asked, source = asked_for(place)
-    if place.rank == 0:
-        forget_port()
     if asked == found == accelerator.num_processes:
         return
     raise UserError(

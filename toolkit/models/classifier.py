@@ -2,59 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers import AutoModelForSequenceClassification
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
-from toolkit.checkpoint.model_folder import quiet_transformers
-from toolkit.config import ModelSettings, PretrainedSettings
-from toolkit.data import demo
-from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
-from toolkit.data.labels import Labels
-from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.config import ModelSettings, ProblemType
+from toolkit.demo import model_path
+from toolkit.errors import UserError, listing
 from toolkit.models import bigbird
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
+from toolkit.pretrained import encoder_config, explained, load_config, quiet_transformers, whole_weights
 
 
-def load_tokenizer(settings: PretrainedSettings) -> Any:
-    """Raises UserError when there is none, or it cannot pad, or cannot cut into words as it is asked to."""
-    name = str(settings.model_name_or_path)
-    with explained(name):
-        path = demo.model_path(name)
-        words = settings.tokenizer == "jieba"
-        tokenizer = load_words_first(path) if words else AutoTokenizer.from_pretrained(path)
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
-    if tokenizer.pad_token_id is None:
-        raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
-    return words_first(tokenizer) if is_jieba(tokenizer) else tokenizer
+class Classes(Protocol):
+    """What a classifier answers; the labels that the data have are such."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def problem_type(self) -> ProblemType: ...
 
 
-def load_config(settings: PretrainedSettings) -> Any:
-    name = str(settings.model_name_or_path)
-    with explained(name):
-        return AutoConfig.from_pretrained(demo.model_path(name))
-
-
-def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
-    """The pretrained encoder with a head for these labels, in float32 on the CPU; with `lora_r`, a PeftModel.
+def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
+    """The pretrained encoder with a head for these classes, in float32 on the CPU; with `lora_r`, a PeftModel.
 
     The weights of a new head and of LoRA depend on the seed only: every process makes the same ones, whatever the
     strategy, because nothing is divided among processes before `accelerator.prepare`.
     Raises UserError when the model cannot be loaded or an option does not fit it.
     """
     name = str(settings.model_name_or_path)
-    path = demo.model_path(name)
+    path = model_path(name)
     config = load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
@@ -66,7 +50,7 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
-    with explained(name, attention), undivided(), quiet_transformers():
+    with explained(name, attention), whole_weights(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
@@ -80,7 +64,7 @@ def load_classifier(settings: ModelSettings, labels: Labels, seed: int) -> Any:
     freeze_unused(model)
     read_first_token_only(model)
     if settings.lora_r:
-        with undivided():
+        with whole_weights():
             model = add_lora(model, settings, fresh)
         freeze_unused(model)
     return model
@@ -91,7 +75,7 @@ def choose_attention(model: Any, asked: str | None) -> None:
 
     `eager` is transformers' own. Raises UserError for a name that BigBird does not have.
     """
-    config = getattr(model.config, "encoder", model.config)
+    config = encoder_config(model.config)
     if asked == "eager":
         if config.attention_type == "block_sparse":
             _keep_sparse(model)
@@ -151,9 +135,9 @@ def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
 def load_saved_classifier(settings: ModelSettings) -> Any:
     """A fine-tuned classifier as it was saved. Raises UserError for one whose head was never trained."""
     name = str(settings.model_name_or_path)
-    with explained(name), undivided(), quiet_transformers():
+    with explained(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            demo.model_path(name), output_loading_info=True, dtype=torch.float32
+            model_path(name), output_loading_info=True, dtype=torch.float32
         )
     if loading["missing_keys"]:
         raise UserError(
@@ -170,56 +154,3 @@ def set_dropout(config: Any, probability: float) -> None:
     for name, value in config.to_dict().items():
         if "dropout" in name and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
             setattr(config, name, probability)
-
-
-@contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Loads whole weights also under a config that would divide them on the way: a head made piecewise
-    would depend on the number of processes."""
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    transformers_deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
-
-
-def _refuse_wrong_folder(name: str) -> None:
-    """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
-    hub is asked for a model of that name."""
-    path = Path(name)
-    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
-        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = did_you_mean(path.name, siblings)
-        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
-    if (path / "manifest.json").is_file():
-        raise UserError(
-            f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "
-            f"`toolkit convert {name} OUT`"
-        )
-    if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
-        raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
-    in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
-    if len(path.parts) > 1 and not path.exists() and in_a_run and not name.startswith(demo.PREFIX):
-        near = did_you_mean(path.name, [other.name for other in path.parent.iterdir()])
-        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
-
-
-@contextlib.contextmanager
-def explained(name: str, attention: str | None = None) -> Iterator[None]:
-    """Whatever a library says of a model that was named is the fault of the name, in one line."""
-    _refuse_wrong_folder(name)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if attention and ("attn" in str(error) or "attention" in str(error).lower() or "kernel" in str(error).lower()):
-            raise UserError(f"--attn_implementation {attention} cannot be used: {first}") from error
-        path = Path(name)
-        near = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() and path.is_absolute() else []
-        nearest = did_you_mean(path.name, [other for other in near if other != path.name])
-        hint = nearest or ": give a folder with config.json and weights, or a hub name (needs a network)"
-        raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error

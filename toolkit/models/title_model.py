@@ -19,19 +19,16 @@ from transformers import (
     GenerationConfig,
 )
 
-from toolkit.checkpoint.model_folder import quiet_transformers
 from toolkit.config import GenerationSettings, PretrainedSettings
-from toolkit.data import demo
+from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models.classifier import (
     choose_attention,
-    explained,
     freeze_unused,
-    load_config,
     recompute_activations,
     set_dropout,
-    undivided,
 )
+from toolkit.pretrained import explained, load_config, quiet_transformers, whole_weights
 
 KIND = "encoder-decoder"
 
@@ -52,7 +49,7 @@ def load_title_model(
     """
     name = str(settings.model_name_or_path)
     set_seed(seed)
-    with explained(name), undivided(), quiet_transformers():
+    with explained(name), whole_weights(), quiet_transformers():
         if load_config(settings).model_type == KIND:
             model = _saved(settings)
         else:
@@ -69,7 +66,7 @@ def load_title_model(
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
     """A fine-tuned encoder-decoder as it was saved."""
-    with explained(str(settings.model_name_or_path)), undivided(), quiet_transformers():
+    with explained(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
         model = _saved(settings)
     if model.config.encoder.model_type == "big_bird":
         choose_attention(model, settings.attn_implementation)
@@ -83,7 +80,7 @@ def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
         if settings.dropout is not None:
             set_dropout(part, settings.dropout)
     model, loading = EncoderDecoderModel.from_pretrained(
-        demo.model_path(name), config=config, dtype=torch.float32, output_loading_info=True
+        model_path(name), config=config, dtype=torch.float32, output_loading_info=True
     )
     lost = [key for key in loading["missing_keys"] if "pooler" not in key]
     if lost:
@@ -110,7 +107,7 @@ def _decoder(settings: PretrainedSettings) -> Any:
     config.is_decoder = config.add_cross_attention = True
     if settings.dropout is not None:
         set_dropout(config, settings.dropout)
-    path = demo.model_path(str(settings.model_name_or_path))
+    path = model_path(str(settings.model_name_or_path))
     decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     return _as_bert(decoder) if sparse else decoder
 

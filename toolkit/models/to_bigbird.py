@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from transformers.utils import cached_file
 
-from toolkit.checkpoint.convert.safe_folder import made_beside
+from toolkit.cache import digest_of_file, made_once
 from toolkit.config import ModelSettings, PretrainedSettings
-from toolkit.data import demo
-from toolkit.data.cache import made_once
-from toolkit.data.read import digest_of_file
+from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
+from toolkit.files import replace_folder, writing
 from toolkit.models import to_bigbird_weights as weights
 from toolkit.models.bigbird import plan
-from toolkit.models.classifier import load_config, load_tokenizer
 from toolkit.models.to_bigbird_weights import Pattern
+from toolkit.pretrained import load_config, load_plain_tokenizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -83,7 +82,7 @@ def to_bigbird(
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config, pattern)
-    with made_beside(output) as draft:
+    with writing(output), replace_folder(output, overwrite) as draft:
         return dataclasses.replace(_write(source, draft, pattern), output=output)
 
 
@@ -107,14 +106,14 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
 
 def _folder_name(name: str, pattern: Pattern) -> str:
     """Of the content, and told apart by a reader: a model card calls its base model by this."""
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(demo.PREFIX)).absolute().name)
+    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
     content = hashlib.sha256(f"{_LAYOUT} {pattern} {_digest(name)}".encode()).hexdigest()[:16]
     return f"{base}-bigbird-{pattern.max_length}-{content}"
 
 
 def _digest(name: str) -> str:
     """Of what `name` holds now: the content of a folder's files, or the commit of a hub's model."""
-    folder = Path(demo.model_path(name))
+    folder = Path(model_path(name))
     if not folder.is_dir():  # the config has just been loaded from snapshots/COMMIT/config.json
         return f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
     files = sorted(path for path in folder.iterdir() if path.suffix in _SOURCE_FILES and path.is_file())
@@ -128,7 +127,7 @@ def _make(name: str, draft: Path, pattern: Pattern) -> None:
 
 def _write(name: str, folder: Path, pattern: Pattern) -> Converted:
     """Fills an empty folder. Raises UserError when the source cannot be loaded or does not fit."""
-    tokenizer = load_tokenizer(ModelSettings(model_name_or_path=name))
+    tokenizer = load_plain_tokenizer(name)
     source = weights.load(name)
     model = weights.build(name, source, weights.config_of(source.model, tokenizer, pattern))
     weights.save(model, folder)
@@ -154,7 +153,7 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
     tokenizer.model_max_length = max_length
     read = tokenizer(list(_PROBES)).input_ids  # also takes off a truncation that tokenizer.json may have brought
     tokenizer.save_pretrained(folder)
-    again = load_tokenizer(ModelSettings(model_name_or_path=str(folder)))
+    again = load_plain_tokenizer(str(folder))
     if type(again) is not type(tokenizer) or again(list(_PROBES)).input_ids != read:
         raise UserError(
             f"{name}: its tokenizer, a {type(tokenizer).__name__}, is a {type(again).__name__} after saving and may "

@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 
-from toolkit.checkpoint.model_folder import quiet_transformers
-from toolkit.data import demo
+from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.models.bigbird.plan import full_up_to
-from toolkit.models.classifier import explained, undivided
+from toolkit.pretrained import explained, full_attention_up_to, quiet_transformers, whole_weights
 
 _ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
 POOLER, _DECODER = "bert.pooler.", "cls.predictions.decoder.weight"
@@ -42,11 +40,11 @@ class Pattern:
     @property
     def sparse_above(self) -> int:
         """Tokens up to which the pattern does not fit."""
-        return full_up_to(self.block_size, self.random)
+        return full_attention_up_to(self.block_size, self.random)
 
 
 @dataclass(frozen=True)
-class Source:
+class LoadedBert:
     """A BERT in memory."""
 
     model: Any
@@ -66,11 +64,11 @@ class Source:
         return ("MLM", "NSP") if self.has(_HEADS["NSP"]) and self.has(POOLER) else ("MLM",)
 
 
-def load(name: str) -> Source:
+def load(name: str) -> LoadedBert:
     """Whatever head the checkpoint has: BertForPreTraining holds them all, but for those of a task."""
-    with explained(name), undivided(), quiet_transformers():
+    with explained(name), whole_weights(), quiet_transformers():
         model, loading = BertForPreTraining.from_pretrained(
-            demo.model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+            model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     fresh = frozenset([*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])])
     unknown = tuple(loading["unexpected_keys"])
@@ -84,7 +82,7 @@ def load(name: str) -> Source:
             f"{name}: its weights do not fit its config.json ({listing(sorted(lost), 3)}): name the folder the "
             "weights belong to"
         )
-    return Source(model, fresh, unknown)
+    return LoadedBert(model, fresh, unknown)
 
 
 def config_of(bert: Any, tokenizer: Any, pattern: Pattern) -> BigBirdConfig:
@@ -110,10 +108,10 @@ def config_of(bert: Any, tokenizer: Any, pattern: Pattern) -> BigBirdConfig:
     )
 
 
-def build(name: str, source: Source, config: BigBirdConfig) -> Any:
+def build(name: str, source: LoadedBert, config: BigBirdConfig) -> Any:
     """The BigBird, every parameter of which is the source's. Raises UserError when one is not."""
     state, family = _weights(source, config.max_position_embeddings), _FAMILIES[source.heads]
-    with undivided(), quiet_transformers():
+    with whole_weights(), quiet_transformers():
         model, loading = family.from_pretrained(
             None, config=config, state_dict=state, dtype=source.model.dtype, output_loading_info=True
         )
@@ -127,7 +125,7 @@ def build(name: str, source: Source, config: BigBirdConfig) -> Any:
     return model
 
 
-def _weights(source: Source, length: int) -> dict[str, torch.Tensor]:
+def _weights(source: LoadedBert, length: int) -> dict[str, torch.Tensor]:
     """The source's tensors under BigBird's names, the position table (length, H)."""
     state = {key: value for key, value in source.model.state_dict().items() if key not in source.fresh}
     for key in unused_heads(source) | ({_DECODER} if not source.heads else set()):
@@ -138,7 +136,7 @@ def _weights(source: Source, length: int) -> dict[str, torch.Tensor]:
     return state if source.heads else {key.removeprefix("bert."): value for key, value in state.items()}
 
 
-def unused_heads(source: Source) -> set[str]:
+def unused_heads(source: LoadedBert) -> set[str]:
     """Weights of heads that are not whole, like NSP without MLM; the tied output layer is nobody's head."""
     prefixes = ("bert.", *(_HEADS[head] for head in source.heads))
     present = set(source.model.state_dict()) - source.fresh - {_DECODER}

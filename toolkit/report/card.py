@@ -14,16 +14,15 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from toolkit import __version__
+from toolkit import __version__, demo
 from toolkit.config import ModelSettings, ProblemType, Task, TaskSettings, TitleSettings
-from toolkit.data import demo
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.prepare import Prepared, TaskData, TitleData
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.metrics import best_metric
+from toolkit.evaluation.best import Best
 from toolkit.report.files import last_step, read_lines, write_whole
 
-_TITLES = {
+TITLES = {
     "loss": "Loss",
     "accuracy": "Accuracy",
     "f1_macro": "F1 (macro)",
@@ -174,7 +173,7 @@ def metric_title(name: str, problem_type: str | None) -> str:
         return "Accuracy (all labels right)"
     if name == "loss" and problem_type == "title_generation":
         return "Loss (of a title's token)"
-    return _TITLES.get(name, name.replace("_", " "))
+    return TITLES.get(name, name.replace("_", " "))
 
 
 def explain_rouge(last: Evaluation) -> str:
@@ -313,7 +312,7 @@ def _hyperparameters(settings: Settings, config: dict[str, Any], steps: int, lor
     if training.warmup_ratio is not None:
         warmup = f"{training.warmup_ratio:g} of all steps"
     chosen: dict[str, Any] = {
-        "optimizer": "AdamW",
+        "optimizer": config.get("optimizer", "AdamW"),
         "learning_rate": training.learning_rate,
         "lr_scheduler_type": training.lr_scheduler_type,
         "warm-up": warmup,
@@ -352,7 +351,7 @@ def _of_titles(settings: Settings) -> dict[str, Any]:
 def _limits(run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> list[str]:
     """Only what follows from the run itself."""
     problem_type: Task = data.facts["problem_type"]
-    metric, _ = best_metric(settings.training.metric_for_best_model, problem_type)
+    metric = Best(settings.training.metric_for_best_model, problem_type).metric
     limits = [f"It reads the first {data.max_length} tokens of a text; what follows is cut off."]
     if problem_type == "single_label_classification":
         limits.append("It answers with one of its classes for every text, also for texts that belong to none of them.")

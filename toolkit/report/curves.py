@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from toolkit.config import Task
-from toolkit.report.card import metric_title
+from toolkit.report.card import TITLES, metric_title
 from toolkit.report.files import by_step
 
 _MOST_POINTS = 600  # of a curve: more make the page heavy and look the same
@@ -138,9 +138,15 @@ def charts(
             dashed_at=saved_step,
             note=f"dashed: the saved model, step {saved_step:,}" if saved_step else "",
         )
-        for names in _EVALUATION_CHARTS[problem_type]
+        for names in [*_EVALUATION_CHARTS[problem_type], *_own_metrics(during)]
     ]
     return [_chart("Loss", [loss, Line(split, series_of(during, "loss"), points=True)], end), *metrics, *each_step]
+
+
+def _own_metrics(evaluations: Sequence[dict[str, Any]]) -> list[tuple[str]]:
+    """Metrics that only this recipe has: a chart each."""
+    first = evaluations[0] if evaluations else {}
+    return [(name,) for name, value in first.items() if isinstance(value, float) and name not in TITLES]
 
 
 def _shared_title(names: Sequence[str], problem_type: Task) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from toolkit import demo
+from toolkit.cache import cache_folder
 from toolkit.config import Task
-from toolkit.data import demo
-from toolkit.data.cache import cache_folder
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
@@ -172,7 +172,9 @@ def _scalars(line: dict[str, Any]) -> dict[str, Any]:
 
 def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], problem_type: Task) -> int | None:
     """The best step so far; in a run that was killed it need not be that of the last evaluation."""
-    best = Best(config["settings"].get("metric_for_best_model"), problem_type)
+    settings = config["settings"]
+    named, greater = settings.get("metric_for_best_model"), settings.get("greater_is_better")
+    best = Best(named, problem_type, greater_is_better=greater)
     for line in evaluations:
         if line["split"] == evaluations[0]["split"]:
             best.improved(Evaluation(line["split"], line, None), line["step"])

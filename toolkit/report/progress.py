@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from toolkit.evaluation import Evaluation
-from toolkit.training.loop import StepMetrics
+from toolkit.training.steps import StepMetrics
 
 _LOG_EVERY_SECONDS = 10.0
 

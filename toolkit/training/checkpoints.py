@@ -1,18 +1,19 @@
-"""When a run saves itself, what it saves, and how it goes on from that, under any launch."""
+"""When a run saves itself, and what: see `toolkit.training.resume` for how it goes on from that."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, set_seed
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import adapter
@@ -20,7 +21,6 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.disks import Disks, find_disks
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.model_folder import save_model
-from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.publish import (
     Background,
     Completion,
@@ -29,39 +29,40 @@ from toolkit.checkpoint.publish import (
     settle_on_all,
     why_not_written,
 )
-from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
-    random_file,
-    set_random_states,
+    optimizer_facts,
     write,
     write_deepspeed,
     write_random_states,
     written_by,
 )
-from toolkit.checkpoint.together import bring_together
-from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.training.loop import Loop, Step, StepMetrics
-from toolkit.training.optimizer import scaler_state, set_scaler, set_schedule
-from toolkit.training.origin import Origin, or_older
+from toolkit.evaluation.best import Best
+from toolkit.training.optimizer import scaler_state
+from toolkit.training.steps import StepMetrics, Steps
 
 
-class BestSoFar(Protocol):
-    """What a checkpoint keeps of `toolkit.evaluation.Best`."""
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint saves and a resume restores; model and optimizer are prepared."""
 
-    step: int
+    accelerator: Accelerator
+    model: torch.nn.Module
+    optimizer: Any
+    scheduler: AcceleratedScheduler
+    tokenizer: Any
+    steps: Steps
+    best: Best
 
-    @property
-    def gives_up(self) -> bool: ...
+    def live(self) -> LiveState:
+        """Weights and optimizer state where this strategy keeps them."""
+        return live_state(self.accelerator, self.model, self.optimizer)
 
-    def state(self) -> dict[str, Any]: ...
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
-    def forget(self) -> None: ...
+    def save_model(self, folder: Path, step: int) -> None:
+        """Saves the weights of `step` as a Hugging Face folder; all processes call this."""
+        save_model(self.accelerator, self.model, self.tokenizer, folder, step)
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,6 @@ class Saved:
     """Bytes, over all processes."""
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from."""
-
-    folder: Path
-    step: int
-    metrics: dict[str, Any] | None
-    """The line of metrics.jsonl of that step."""
-    evaluations: int
-    """Lines that eval.jsonl had."""
-    lines: list[str]
-    """For the user."""
-
-
 class Checkpoints:
     """The checkpoints of one run; every process calls every method.
 
@@ -96,10 +83,10 @@ class Checkpoints:
     have in common with it.
     """
 
-    def __init__(self, loop: Loop, best: BestSoFar, run_folder: Path, origin: Origin, facts: dict[str, Any]) -> None:
-        self.loop, self.best, self.facts, self.origin = loop, best, facts, origin
-        self.accelerator: Accelerator = loop.accelerator
-        self.settings: TrainingSettings = loop.settings
+    def __init__(self, state: TrainingState, run_folder: Path, facts: dict[str, Any]) -> None:
+        self.state, self.facts = state, facts
+        self.accelerator, self.steps, self.best = state.accelerator, state.steps, state.best
+        self.settings = state.steps.settings
         self.path = run_folder / "checkpoints"
         self.evaluations = run_folder / "eval.jsonl"
         self._writer: Background | None = None
@@ -111,15 +98,14 @@ class Checkpoints:
             self._disks[checkpoints] = find_disks(self.accelerator, checkpoints)
         return self._disks[checkpoints]
 
-    # --- saving
-
-    def after(self, step: Step, metrics: StepMetrics) -> Saved | None:
-        """Saves where a checkpoint is due after this step, and says what it cost."""
+    def save_if_due(self, metrics: StepMetrics) -> Saved | None:
+        """Saves where a checkpoint is due after this step: every `checkpoint_every` steps, at the best and the last
+        one, and where a stop signal came."""
         if self._writer is not None:
             self._writer.raise_if_failed()
-        every, number = self.settings.checkpoint_every, step.number
-        marked = number in (self.best.step, self.loop.schedule.total_steps) or self.best.gives_up
-        if not step.stopping and not (every and (number % every == 0 or marked)):
+        every, step = self.settings.checkpoint_every, metrics.step
+        marked = step in (self.best.step, self.steps.schedule.total_steps) or self.best.gives_up
+        if not self.steps.stop_signal and not (every and (step % every == 0 or marked)):
             return None
         return self._save(metrics)
 
@@ -149,7 +135,7 @@ class Checkpoints:
     def _write(self, folder: Path, metrics: StepMetrics) -> Completion:
         accelerator, disks, rank = self.accelerator, self.disks(self.path), self.accelerator.process_index
         begin_on_all(accelerator, disks, folder)
-        state = live_state(accelerator, self.loop.model, self.loop.optimizer)
+        state = self.state.live()
         manifest = self._manifest(state, metrics)
         mine, later = self._write_state(folder, state, manifest)
         names = [*self._write_small(folder), *written_by(folder, rank)]
@@ -173,7 +159,7 @@ class Checkpoints:
         """(the manifest's entries of files that this process has written, what it is to write in the background)."""
         excluded = set(manifest["excluded"])
         if state.strategy_files == "deepspeed":
-            write_deepspeed(self.loop.model, folder, manifest["step"], exclude_frozen=bool(excluded))
+            write_deepspeed(self.state.model, folder, manifest["step"], exclude_frozen=bool(excluded))
             return {}, []
         drafts = drafts_of(state, excluded, self.accelerator.process_index)
         if self._in_background(state):
@@ -189,20 +175,22 @@ class Checkpoints:
         names = write_random_states(self.accelerator, self.disks(self.path), folder)
         if not self.accelerator.is_main_process:
             return names
-        module = self.accelerator.unwrap_model(self.loop.model)
-        module.config.save_pretrained(folder / "model")
-        if module.config.is_encoder_decoder:  # how long its texts are, and how they are searched for
+        module = self.accelerator.unwrap_model(self.state.model)
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "save_pretrained"):  # a model class of one's own may have none
+            config.save_pretrained(folder / "model")
+        if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
             module.generation_config.save_pretrained(folder / "model")
-        self.loop.tokenizer.save_pretrained(folder / "model")
+        self.state.tokenizer.save_pretrained(folder / "model")
         if adapter.config_of(module):
             adapter.write_config(module, folder / "model")
         return names
 
     def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
-        loop, accelerator = self.loop, self.accelerator
+        steps, accelerator = self.steps, self.accelerator
         frozen = {n: list(whole_shape(p)) for n, p in state.module.named_parameters() if not p.requires_grad}
         with_adapter = adapter.config_of(state.module) is not None
-        epoch, position = divmod(metrics.step, loop.schedule.steps_per_epoch)
+        epoch, position = divmod(metrics.step, steps.schedule.steps_per_epoch)
         return {
             "format": 1,
             "step": metrics.step,
@@ -215,14 +203,15 @@ class Checkpoints:
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
+            "optimizer": optimizer_facts(state),
             "buffers": [name for name, _ in persistent_buffers(state.module)],
             "frozen": [] if with_adapter else list(frozen),
             # an adapter's base weights are not trained, large, and lie where they came from
             "excluded": frozen if with_adapter else {},
             "base_model": self.facts["settings"].get("model_name_or_path"),
-            "seeds": {"seed": loop.settings.seed},
-            "scheduler_steps": loop.scheduler.last_epoch,
-            "loss_scale": scaler_state(accelerator, loop.optimizer),
+            "seeds": {"seed": self.settings.seed},
+            "scheduler_steps": self.state.scheduler.scheduler.last_epoch,
+            "loss_scale": scaler_state(accelerator, self.state.optimizer),
             "best": self.best.state(),
             "metrics": vars(metrics),
             "evaluations": _count_lines(self.evaluations) if accelerator.is_main_process else 0,
@@ -234,7 +223,7 @@ class Checkpoints:
         save, where checkpoints are asked for and this strategy's state cannot be saved."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
-        state = live_state(self.accelerator, self.loop.model, self.loop.optimizer)
+        state = self.state.live()
         lines = []
         if self.settings.checkpoint_in_background and not self._in_background(state):
             why = "needs a disk that all machines share"
@@ -262,136 +251,6 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.finish()
             self._writer = None
-
-    # --- resuming
-
-    def resume(self) -> Resumed | None:
-        """Puts the newest sound checkpoint's state into model, optimizer, schedule and random generators.
-
-        Returns None where the run starts at step 0. Raises UserError when none of several is sound.
-        """
-        lines = [f"checkpoint {why}: skipped" for why in self.origin.skipped]
-        if self.origin.aside is not None:
-            self._set_aside(self.origin.aside)
-        for place, folder in enumerate(self.origin.candidates, 1):
-            fault = self._fault(folder, or_older(self.origin.candidates[place : place + 1]))
-            if not fault:
-                return self._resume_from(folder, lines)
-            lines.append(f"checkpoint {folder.name}: {fault}: skipped")
-        if lines and self.origin.candidates:
-            raise UserError("no checkpoint is sound:\n  " + "\n  ".join(lines))
-        for line in lines:
-            launch.say(self.accelerator, line)
-        return None
-
-    def _set_aside(self, aside: Path) -> None:
-        """Rank 0 has moved an old run aside: what lies of it on other disks goes with it."""
-        if self.disks(self.path).owns_another and folders.newest_first(self.path):
-            try:
-                self.path.parent.rename(aside)
-            except OSError as error:
-                raise UserError(f"{self.path.parent} cannot be renamed to {aside}: {error.strerror}") from error
-
-    def _fault(self, folder: Path, otherwise: str = "") -> str:
-        """Why nothing can be read from a checkpoint, once it is whole on every disk: all processes are told alike.
-
-        Raises UserError, which ends with `otherwise`, where it is half a checkpoint.
-        """
-        together = bring_together(
-            self.accelerator, self.disks(folder.parent), folder, lambda line: launch.say(self.accelerator, line)
-        )
-        if together.lacks:
-            raise UserError(together.lacks + otherwise)
-        return together.fault or self._damage(folder)
-
-    def _damage(self, folder: Path) -> str:
-        """Each process of a disk reads a part of the files through, and so brings them into memory for the loading."""
-        names, ranks = sorted(folders.read_manifest(folder)["files"]), self.disks(folder.parent).mine.ranks
-        mine = names[ranks.index(self.accelerator.process_index) :: len(ranks)]
-        faults = gather_object([folders.checksum_fault(folder, mine)])
-        return next((fault for fault in faults if fault), "")
-
-    def _resume_from(self, folder: Path, lines: list[str]) -> Resumed:
-        loop, accelerator = self.loop, self.accelerator
-        manifest = folders.read_manifest(folder)
-        step = int(manifest["step"])
-        changed = self._changed_since(manifest)
-        _refuse_without_effect(folder, step, loop.schedule.total_steps, changed)
-        self.best.restore(manifest["best"])
-        lines += self._model_of_best(folder)
-        self._restore(folder, step)
-        owns = accelerator.process_index == self.disks(folder.parent).mine.owner
-        if owns and folder.parent.resolve() == self.path.resolve():
-            folders.point_best(self.path, self.best.step)
-        set_schedule(loop.scheduler, int(manifest["scheduler_steps"]))
-        set_scaler(accelerator, loop.optimizer, manifest["loss_scale"])
-        loop.done = step
-        self._set_randomness(folder, manifest)
-        accelerator.wait_for_everyone()
-        return Resumed(
-            folder, step, manifest["metrics"], int(manifest["evaluations"]), [*lines, *self._told(folder, manifest)]
-        )
-
-    def _restore(self, folder: Path, step: int) -> None:
-        loop = self.loop
-        restore(live_state(self.accelerator, loop.model, loop.optimizer), open_checkpoint(folder), step)
-
-    def _model_of_best(self, folder: Path) -> list[str]:
-        """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
-        best checkpoint. Where that is gone the next evaluation is the best one so far."""
-        model_folder, step = self.evaluations.with_name("model"), self.best.step
-        there = broadcast_object_list([model_folder_step(model_folder)])[0]
-        if not step or there == step:
-            return []
-        best = folders.step_folder(folder.parent, step)  # the link may already name one after this checkpoint
-        if self._fault(best, f". Or remove {best} to go on without the best model so far"):
-            self.best.forget()
-            return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
-        self._restore(best, step)
-        save_model(self.accelerator, self.loop.model, self.loop.tokenizer, model_folder, step)
-        return []
-
-    def _set_randomness(self, folder: Path, manifest: Mapping[str, Any]) -> None:
-        """The very dropout that would have come; in a world of another size, one that has not been yet."""
-        loop, seed = self.loop, self.loop.settings.seed
-        path = folder / random_file(self.accelerator.process_index)
-        if manifest["world"] == self.accelerator.num_processes and path.is_file():
-            states = json.loads(path.read_text(encoding="utf-8"))
-            loop.randomness = lambda: set_random_states(states)
-        else:
-            loop.randomness = lambda: set_seed((seed + 1_000_003 * loop.done) % 2**31, device_specific=True)
-
-    def _told(self, folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-        total = self.loop.schedule.total_steps
-        by = f"{manifest['strategy']}, {manifest['world']} process{'es' * (manifest['world'] > 1)}"
-        lines = [f"resuming from {folder}: step {manifest['step']} of {total} (saved by {by})"]
-        changed = self._changed_since(manifest)
-        if changed:
-            lines.append(f"settings that changed since: {'; '.join(changed)}")
-        return lines
-
-    def _changed_since(self, manifest: Mapping[str, Any]) -> list[str]:
-        changed = folders.differences(manifest["settings"], self.facts["settings"])
-        return [line for line in changed if not line.startswith(_NOT_TOLD)]
-
-
-def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[str]) -> None:
-    """A run that has taken all its steps can be shown again, not trained otherwise."""
-    if step > total:
-        raise UserError(
-            f"{folder} has taken {step} steps, and the settings ask for {total} in all: raise --max_steps (or "
-            "--num_train_epochs), choose another --output_dir, or pass --overwrite_output_dir"
-        )
-    if step == total and changed:
-        raise UserError(
-            f"{folder.parent.parent} is a finished run, in which what changed since would have no effect "
-            f"({'; '.join(changed)}): choose another --output_dir, pass --overwrite_output_dir to move it aside, "
-            "or raise --max_steps (or --num_train_epochs)"
-        )
-
-
-# Settings that say where and how often, not what is trained.
-_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "checkpoint_", "keep_checkpoints ")
 
 
 def strategy_of(accelerator: Accelerator, state: LiveState) -> str:

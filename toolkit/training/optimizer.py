@@ -1,5 +1,5 @@
-"""AdamW with decay chosen by name, a schedule counted in optimizer steps, and the strategy's own
-config brought in line with the settings."""
+"""Weight decay chosen by name, a schedule counted in optimizer steps, and the strategy's own config brought in
+line with the settings."""
 
 from __future__ import annotations
 
@@ -9,46 +9,55 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults
-from toolkit.training.loop import Schedule
+from toolkit.training.steps import Schedule
 
 # transformers.Trainer's: biases and every kind of norm are not decayed
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, 2019), fused, with two groups of parameters.
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters as an optimizer takes them: decayed ones, and those without decay (biases, norms).
 
-    The groups are made by name: a strategy that divides parameters leaves them without a shape.
+    The groups are made by name: a strategy that shards parameters leaves them without a shape.
     """
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NO_DECAY))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
-        {
-            "params": [parameter for name, parameter in named if name in decayed],
-            "weight_decay": settings.weight_decay,
-        },
+        {"params": [parameter for name, parameter in named if name in decayed], "weight_decay": weight_decay},
         {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=settings.learning_rate, fused=True)
+    return [group for group in groups if group["params"]]
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainingSettings, total_steps: int) -> Any:
-    """The schedule by name. It is stepped once per optimizer step, and not handed to
-    `accelerator.prepare`, which would step it once per process."""
+def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int) -> AcceleratedScheduler:
+    """The schedule that `--lr_scheduler_type` names, for a prepared optimizer: one step of it per optimizer step.
+
+    An optimizer step that fp16 skips is none. It is not handed to `accelerator.prepare`, which would step it once
+    per process.
+    """
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
-    return get_scheduler(settings.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=total_steps)
+    innermost = optimizer
+    while hasattr(innermost, "optimizer"):
+        innermost = innermost.optimizer
+    schedule = get_scheduler(
+        settings.lr_scheduler_type, innermost, num_warmup_steps=warmup, num_training_steps=total_steps
+    )
+    return AcceleratedScheduler(schedule, optimizer, split_batches=True)  # a step counts once, not per process
 
 
-def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedule: Schedule) -> None:
+def align_strategy(
+    accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings, schedule: Schedule
+) -> None:
     """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto`
-    would mean something else (clipping at 1.0, whatever was asked).
+    would mean something else (clipping at 1.0, whatever was asked) or nothing (a `model` without a config).
 
     Raises UserError with every number of that file that contradicts the settings.
     """
@@ -78,18 +87,34 @@ def align_strategy(accelerator: Accelerator, settings: TrainingSettings, schedul
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
     faults.raise_if_any()
     config.update(meant)
+    config["zero_allow_untested_optimizer"] = True  # any optimizer of a recipe, not only DeepSpeed's list
+    if not hasattr(getattr(model, "config", None), "hidden_size"):
+        _fill_sizes(config["zero_optimization"], model)
     if plugin.zero_stage == 3:  # otherwise the final weights could not be gathered
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
-def set_schedule(scheduler: Any, steps: int) -> None:
-    """`transformers`' schedules are functions of the step alone."""
-    scheduler.last_epoch = steps
-    scheduler._step_count = steps + 1
-    rates = [function(steps) * base for function, base in zip(scheduler.lr_lambdas, scheduler.base_lrs, strict=True)]
-    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
+    """Sizes of buckets, as accelerate takes them from a transformers model's hidden size."""
+    shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in model.parameters()]
+    width = max((min(shape) for shape in shapes if len(shape) > 1), default=1)
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    zero.update({name: size for name, size in sizes.items() if zero.get(name) == "auto"})
+
+
+def set_schedule(scheduler: AcceleratedScheduler, steps: int) -> None:
+    """Puts the schedule where it is after so many optimizer steps: `transformers`' are functions of the step alone."""
+    schedule = scheduler.scheduler
+    schedule.last_epoch = steps
+    schedule._step_count = steps + 1
+    rates = [function(steps) * base for function, base in zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    scheduler._last_lr = rates
+    schedule._last_lr = rates
 
 
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import NoReturn
 
-from toolkit.checkpoint.convert.shards import parse_size
 from toolkit.errors import UserError
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
     "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
 )
-# Options that only a model's folder takes, with their defaults.
-_OF_MODELS = {"dtype": "fp32", "max_shard_size": "5GB", "config_from": None, "base_model": None, "merge_lora": False}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -36,12 +36,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
     parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
-    parser.add_argument(
-        "--to",
-        choices=("model", "universal"),
-        default="model",
-        help="universal: DeepSpeed's format for another stage and number of processes, optimizer included [model]",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
@@ -64,34 +58,37 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> list[str]:
-    from toolkit.checkpoint.convert import run as to_model
-    from toolkit.checkpoint.convert import universal as to_universal
+    from toolkit.checkpoint.convert.conversion import ConvertSettings, described, located, plan, write
 
-    options = to_model.Options(
-        checkpoint=Path(arguments.checkpoint),
-        out=Path(arguments.out),
-        dtype=arguments.dtype,
-        max_shard_bytes=parse_size(arguments.max_shard_size),
-        config_from=Path(to_model.located(arguments.config_from)) if arguments.config_from else None,
-        base_model=Path(to_model.located(arguments.base_model)) if arguments.base_model else None,
-        merge_lora=arguments.merge_lora,
-        overwrite=arguments.overwrite,
-        verify=arguments.verify,
-        sync=arguments.sync,
+    conversion = plan(
+        ConvertSettings(
+            checkpoint=Path(arguments.checkpoint),
+            out=Path(arguments.out),
+            dtype=arguments.dtype,
+            max_shard_bytes=parse_size(arguments.max_shard_size),
+            config_from=located(arguments.config_from) if arguments.config_from else None,
+            base_model=located(arguments.base_model) if arguments.base_model else None,
+            merge_lora=arguments.merge_lora,
+            overwrite=arguments.overwrite,
+            verify=arguments.verify,
+            sync=arguments.sync,
+        )
     )
-    if arguments.to == "universal":
-        universal = to_universal.plan(options)
-        return to_universal.described(universal) if arguments.dry_run else to_universal.write(universal)
-    model = to_model.plan(options)
-    return to_model.described(model) if arguments.dry_run else to_model.write(model)
+    return described(conversion) if arguments.dry_run else write(conversion)
+
+
+def parse_size(text: str) -> int:
+    """`5GB` (10^9), `500MiB` (2^20) -> bytes. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+        raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if not match[2] and size < 10**6:
+        raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
+    return size
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = [f"--{name}" for name, default in _OF_MODELS.items() if getattr(arguments, name) != default]
-    if arguments.to == "universal" and given:
-        raise UserError(
-            f"{', '.join(given)} makes a model's folder and has no meaning with --to universal: leave it out"
-        )
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit convert runs in one process: start it without a launcher")
     if arguments.inspect and arguments.out is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from toolkit.checkpoint.convert.lora import is_lora
-from toolkit.checkpoint.convert.outputs import clean_names
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.checkpoint.convert.select import Output, clean_names, is_lora
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.units import size_text
 
 _WRITERS = {
     "single": "one process", "ddp": "data parallel", "zero1": "DeepSpeed ZeRO-1", "zero2": "DeepSpeed ZeRO-2",
@@ -29,17 +28,20 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "engine_dtype": reader.engine_dtype,
         "parameters": len(reader.weights),
         "numbers": numbers,
-        "dtypes": _dtypes(weights),
+        "dtypes": dict(Counter(stored.dtype for stored in weights).most_common()),
         "weights_bytes": sum(stored.size for stored in weights),
         "buffers": len(reader.buffers),
         "frozen": len(reader.frozen),
         "tied": dict(reader.tied),
         "lora": is_lora(reader),
-        "moments": len(reader.moments),
+        "moments": len(reader.optimizer_state),
         "excluded": {name: list(shape) for name, shape in reader.excluded.items()},
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
         "missing": _missing(reader),
-        "output_bytes": {name: _output_bytes([*weights, *buffers], name) for name in ("F32", "BF16")},
+        "output_bytes": {
+            dtype: sum(Output(stored.name, stored).size(dtype) for stored in (*weights, *buffers))
+            for dtype in ("F32", "BF16")
+        },
         "shapes": {short: list(reader.weights[name].shape) for name, short in clean_names(reader.weights).items()},
         "details": {name: _plain(value) for name, value in reader.details.items()},
     }
@@ -49,17 +51,20 @@ def lines(reader: CheckpointReader) -> list[str]:
     """The same for a reader."""
     facts = describe(reader)
     step = "step not recorded" if reader.step is None else f"step {reader.step}"
+    processes = f"{reader.world} process" + "es" * (reader.world > 1)
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
     text = [
-        f"{reader.path}: {_WRITERS.get(reader.strategy, reader.strategy)}, {_plural(reader.world, 'process')}, {step}",
+        f"{reader.path}: {_WRITERS.get(reader.strategy, reader.strategy)}, {processes}, {step}",
         f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
-        f"{gigabytes(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
+        f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
         f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),
-        f"  optimizer   moments of {facts['moments']} parameters" if reader.moments else "  optimizer   no state",
+        f"  optimizer   moments of {facts['moments']} parameters"
+        if reader.optimizer_state
+        else "  optimizer   no state",
         f"  config      {reader.model_folder or 'none'}",
-        f"  converted   {gigabytes(facts['output_bytes']['F32'])} as fp32, "
-        f"{gigabytes(facts['output_bytes']['BF16'])} as bf16",
+        f"  converted   {size_text(facts['output_bytes']['F32'])} as fp32, "
+        f"{size_text(facts['output_bytes']['BF16'])} as bf16",
     ]
     short = {
         name: value for name, value in facts["details"].items() if name != "folder" and not isinstance(value, dict)
@@ -68,14 +73,6 @@ def lines(reader: CheckpointReader) -> list[str]:
         text.append("  details     " + ", ".join(f"{name} {value}" for name, value in short.items()))
     text += [f"  missing     {what}" for what in facts["missing"]]
     return text
-
-
-def gigabytes(size: int) -> str:
-    """`1.34 GB`, `12.5 MB`, of powers of ten."""
-    for unit, power in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if size >= power:
-            return f"{size / power:.3g} {unit}" if size < 1000 * power else f"{size / power:.0f} {unit}"
-    return f"{size} bytes"
 
 
 def _missing(reader: CheckpointReader) -> list[str]:
@@ -90,16 +87,6 @@ def _missing(reader: CheckpointReader) -> list[str]:
     return missing
 
 
-def _dtypes(tensors: Iterable[TensorIndex]) -> dict[str, int]:
-    return dict(Counter(stored.dtype for stored in tensors).most_common())
-
-
-def _output_bytes(tensors: Iterable[TensorIndex], dtype: str) -> int:
-    from toolkit.checkpoint.convert.outputs import Output
-
-    return sum(Output(stored.name, stored).size(dtype) for stored in tensors)
-
-
 def _plain(value: object) -> Any:
     """As JSON takes it."""
     if isinstance(value, dict):
@@ -107,7 +94,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(inner) for inner in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _plural(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}es"

@@ -1,15 +1,20 @@
-"""What stands beside the weights: config, tokenizer, label names."""
+"""What stands beside the weights (config, tokenizer, label names), and whether the weights are those of the config."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.convert.lora import CONFIG as ADAPTER_CONFIG
-from toolkit.errors import UserError
+from toolkit.checkpoint.convert.select import ADAPTER_CONFIG
+from toolkit.errors import Faults, UserError, listing
 
 CONFIG = "config.json"
 TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -19,6 +24,16 @@ _KEPT = (
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
 )  # fmt: skip
+
+# Models of one kind of layer, each with the same parameters, and the config's key of how many there are.
+_LAYERS = {
+    "bert": "num_hidden_layers", "roberta": "num_hidden_layers", "xlm-roberta": "num_hidden_layers",
+    "camembert": "num_hidden_layers", "electra": "num_hidden_layers", "big_bird": "num_hidden_layers",
+    "ernie": "num_hidden_layers", "nezha": "num_hidden_layers", "distilbert": "n_layers",
+}  # fmt: skip
+_LAYER = re.compile(r"(?P<stack>.*\blayer)\.(?P<number>\d+)\.(?P<rest>.*)$")
+_HEADS = ("classifier.weight", "classifier.out_proj.weight")
+_WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 @dataclass(frozen=True)
@@ -79,3 +94,120 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = f"; did you mean {inner}?" if (inner / CONFIG).is_file() else ""
         raise UserError(f"{path} is not the config of a model: it has no model_type{hint}")
     return config
+
+
+# the weights against the config
+
+
+def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
+    """Raises UserError naming every parameter that is missing or left over, as far as the config tells.
+
+    `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
+    """
+    faults = Faults()
+    if config.get("model_type") in _LAYERS:
+        _check_layers(shapes, config, path, where, faults)
+        _check_embeddings(shapes, config, path, where, faults)
+    _check_labels(shapes, config, path, where, faults)
+    faults.raise_if_any()
+
+
+def _check_layers(shapes: Mapping[str, Any], config: Mapping[str, Any], path: Path, where: str, faults: Faults) -> None:
+    key = _LAYERS[str(config["model_type"])]
+    count = config.get(key)
+    layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in shapes:
+        match = _LAYER.match(name)
+        if match:
+            layers[match["stack"]][int(match["number"])].add(match["rest"])
+    for stack, found in layers.items():
+        if isinstance(count, int) and set(found) != set(range(count)):
+            missing, over = sorted(set(range(count)) - set(found)), sorted(set(found) - set(range(count)))
+            faults.add(
+                f"{where}: {path} has {key} = {count}, and of {stack} the checkpoint "
+                + " and ".join(
+                    text
+                    for text in (missing and f"lacks {listing(missing)}", over and f"has {listing(over)} left over")
+                    if text
+                )
+            )
+        every = set().union(*found.values())
+        lacking = [f"{stack}.{number}.{rest}" for number in sorted(found) for rest in sorted(every - found[number])]
+        if lacking:
+            faults.add(f"{where} lacks {len(lacking)} parameters that other layers have: {listing(lacking, 5)}")
+    if not layers and count:
+        faults.add(f"{where} holds no layers, and {path} has {key} = {count}")
+
+
+def _check_embeddings(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str, faults: Faults
+) -> None:
+    expected = {
+        "embeddings.word_embeddings.weight": "vocab_size",
+        "embeddings.position_embeddings.weight": "max_position_embeddings",
+        "embeddings.token_type_embeddings.weight": "type_vocab_size",
+    }
+    for end, key in expected.items():
+        for name, shape in shapes.items():
+            if name.endswith(end) and isinstance(config.get(key), int) and shape[0] != config[key]:
+                faults.add(f"{where}: {name} has {shape[0]} rows, and {path} has {key} = {config[key]}")
+    if not any(name.endswith("word_embeddings.weight") for name in shapes):
+        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
+
+
+def _check_labels(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str, faults: Faults
+) -> None:
+    kinds = [str(kind) for kind in config.get("architectures") or []]
+    if not any(kind.endswith(_WITH_LABELS) for kind in kinds):
+        return
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+    heads = [name for name in _HEADS if name in shapes]
+    if not heads and config.get("model_type") in _LAYERS:
+        faults.add(f"{where} lacks classifier.weight, which {kinds[0]} of {path} has")
+    for name in heads:
+        if shapes[name][0] != count:
+            faults.add(f"{where}: {name} has {shapes[name][0]} rows, and {path} has {count} labels")
+
+
+def check_built(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:
+    """Compares with the model that transformers builds of the folder's config, without its weights.
+
+    It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
+    not be. Raises UserError naming what is missing or left over.
+    """
+    finished = subprocess.run([sys.executable, "-c", _BUILD, str(folder)], capture_output=True, text=True, check=False)
+    if finished.returncode:
+        reason = finished.stderr.strip().split("\n")[-1]
+        return f"not compared with the model's class: {reason[:200]}"
+    built = json.loads(finished.stdout.strip().split("\n")[-1])
+    expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
+    others = set(built["tied"]) | set(tied)
+    missing = [name for name in expected if name not in shapes and name not in others]
+    over = [name for name in shapes if name not in expected]
+    wrong = [name for name, shape in shapes.items() if expected.get(name, shape) != shape]
+    parts = [("lacks", missing), ("has left over", over), ("has in another shape", wrong)]
+    faults = [f"{what} {listing(names, 5)}" for what, names in parts if names]
+    if faults:
+        raise UserError(f"against {built['class']}, which {folder.name}'s config names, the output {'; '.join(faults)}")
+    return f"the {len(expected)} names and shapes are those of {built['class']}"
+
+
+_BUILD = """
+import json, os, sys
+os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
+import torch, transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+kind = getattr(transformers, config.architectures[0])
+with torch.device("meta"):
+    model = kind(config)
+shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+names = {}
+tied = []
+for name, tensor in model.state_dict(keep_vars=True).items():
+    if id(tensor) in names:
+        tied += [name, names[id(tensor)]]
+    names.setdefault(id(tensor), name)
+print(json.dumps({"class": kind.__name__, "shapes": shapes, "tied": tied}))
+"""

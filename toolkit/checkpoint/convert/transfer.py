@@ -1,4 +1,4 @@
-"""Moves tensors from a checkpoint's members into files: one pass, in blocks, checked while it runs.
+"""Streams tensors from a checkpoint's members into safetensors files: one pass, in blocks, checked while it runs.
 
 Each member that something is taken from is read once and whole, so that its CRC32 can be checked. The
 work is cut into chunks that several threads take in turn; reading, checksums, casts and writing all
@@ -8,24 +8,29 @@ release the interpreter's lock.
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from toolkit.checkpoint.checksum import combine, crc32
-from toolkit.checkpoint.reader import FLOATS, ITEM_BYTES, Member, TensorIndex
+from toolkit.checkpoint.convert.select import Output
+from toolkit.checkpoint.reader import ITEM_BYTES, Member
+from toolkit.checkpoint.tensors_file import Layout, lay_out
 from toolkit.errors import UserError
 
 if TYPE_CHECKING:  # numpy takes as long to import as a gigabyte to copy
     from toolkit.checkpoint.convert.casts import Caster
-    from toolkit.checkpoint.convert.lora_delta import Delta
 
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 # Bytes read at a time: with the buffers of a cast it fits a core's cache, so that memory is passed once.
 BLOCK = 512 << 10
 # Bytes of a thread's turn.
@@ -34,23 +39,110 @@ CHUNK = 32 << 20
 MOST_THREADS = 4
 
 
+# the files
+
+
 @dataclass(frozen=True)
-class Target:
-    """Where a tensor goes."""
+class Shard:
+    """One safetensors file."""
 
     name: str
-    """In the output."""
-    stored: TensorIndex
+    layout: Layout
+    outputs: list[Output]
+
+
+def into_shards(outputs: Iterable[Output], dtype: str, most: int, is_adapter: bool = False) -> list[Shard]:
+    """Files of at most `most` bytes of tensors each, in the model's order; a larger tensor has one of its own."""
+    groups: list[list[Output]] = [[]]
+    size = 0
+    for output in outputs:
+        added = output.size(dtype)
+        if groups[-1] and size + added > most and not is_adapter:
+            groups.append([])
+            size = 0
+        groups[-1].append(output)
+        size += added
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        names = [ADAPTER if is_adapter else "model.safetensors"]
+    shards = []
+    for name, group in zip(names, groups, strict=True):
+        tensors = {output.name: (output.dtype(dtype), output.shape) for output in group}
+        shards.append(Shard(name, lay_out(tensors, {"format": "pt"}), group))
+    return shards
+
+
+def write_shards(
+    folder: Path,
+    shards: Sequence[Shard],
+    dtype: str,
+    checked: Iterable[Member] = (),
+    progress: Callable[[int], object] = lambda size: None,
+) -> int:
+    """Writes the files, and the index of several, and returns the bytes read.
+
+    Args:
+        checked: members to check though nothing is copied from them.
+        progress: called, by any thread, with the bytes read since.
+
+    Raises:
+        UserError: a checksum disagrees, a file is short, or a number does not fit; names the file and the member.
+        OSError: a file cannot be written.
+    """
+    with ExitStack() as stack:
+        files = [_create(folder / shard.name, shard.layout, stack) for shard in shards]
+        targets = [
+            _Target(output, output.dtype(dtype), file, shard.layout.offsets[output.name])
+            for file, shard in zip(files, shards, strict=True)
+            for output in shard.outputs
+        ]
+        read = _transfer(_chunks(targets, checked), progress)
+    if len(shards) > 1:
+        _write_index(folder, shards, dtype)
+    return read
+
+
+def _create(path: Path, layout: Layout, stack: ExitStack) -> int:
+    """Descriptor of a new file of its full size that holds its header."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    stack.callback(os.close, file)
+    os.ftruncate(file, layout.size)
+    _write_at(file, memoryview(layout.header()), 0)
+    return file
+
+
+def _write_at(file: int, content: memoryview, place: int) -> None:
+    while content:
+        done = os.pwrite(file, content, place)
+        content, place = content[done:], place + done
+
+
+def _write_index(folder: Path, shards: Sequence[Shard], dtype: str) -> None:
+    """The file that tells `from_pretrained` where each tensor is."""
+    where = {output.name: shard.name for shard in shards for output in shard.outputs}
+    outputs = [output for shard in shards for output in shard.outputs]
+    metadata = {
+        "total_parameters": sum(output.stored.count for output in outputs),
+        "total_size": sum(output.size(dtype) for output in outputs),
+    }
+    text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
+    (folder / INDEX).write_text(text + "\n", encoding="utf-8")
+
+
+# the work
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where a tensor goes."""
+
+    output: Output
     dtype: str
     """In the output."""
     file: int
     """Descriptor of the open output file."""
     offset: int
     """Of the tensor's first byte in it."""
-    delta: Delta | None = None
-    """Added in fp32 on the way."""
-    sink: Callable[[memoryview, int], object] | None = None
-    """Takes (bytes, their place in the output file), by any thread, where there is no open file."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +154,15 @@ class _Part:
     end: int
     first: int
     """Which element of the tensor the part begins with."""
-    target: Target
+    target: _Target
+
+    def write(self, low: int, numbers: memoryview, buffers: _Buffers) -> None:
+        """`numbers`: the member's bytes from `low` on."""
+        output, dtype = self.target.output, self.target.dtype
+        element = self.first + (low - self.start) // ITEM_BYTES[output.stored.dtype]
+        if output.delta is not None or output.stored.dtype != dtype:
+            numbers = converted(output, numbers, dtype, element, buffers.caster)
+        _write_at(self.target.file, numbers, self.target.offset + element * ITEM_BYTES[dtype])
 
 
 @dataclass
@@ -74,33 +174,7 @@ class _Chunk:
     parts: list[_Part] = field(default_factory=list)
 
 
-def transfer(
-    targets: Iterable[Target],
-    checked: Iterable[Member] = (),
-    progress: Callable[[int], object] = lambda size: None,
-    threads: int | None = None,
-) -> int:
-    """Writes every target and returns the bytes read. `checked`: members to check though nothing is taken.
-
-    `progress` is called, by any thread, with the bytes read since. Raises UserError naming the file and
-    the member where a checksum disagrees or a file is short, OSError where a file cannot be written.
-    """
-    chunks = _chunks(targets, checked)
-    count = min(threads or min(MOST_THREADS, len(os.sched_getaffinity(0))), len(chunks)) or 1
-    work = _Work(chunks, progress)
-    with ThreadPoolExecutor(count) as pool:
-        try:
-            futures = [pool.submit(work.run) for _ in range(count)]
-            wait(futures, return_when=FIRST_EXCEPTION)
-        finally:
-            work.stopped = True  # after Ctrl-C or a fault the other threads end with their block
-        for future in futures:
-            future.result()
-    _check(work.checksums)
-    return sum(chunk.end - chunk.start for chunk in chunks)
-
-
-def _chunks(targets: Iterable[Target], checked: Iterable[Member]) -> list[_Chunk]:
+def _chunks(targets: Iterable[_Target], checked: Iterable[Member]) -> list[_Chunk]:
     """In the order of the files' bytes, so that a disk reads ahead."""
     parts: dict[Member, list[_Part]] = defaultdict(list)
     for target in targets:
@@ -118,111 +192,98 @@ def _chunks(targets: Iterable[Target], checked: Iterable[Member]) -> list[_Chunk
     return found
 
 
-def _parts(target: Target) -> Iterator[tuple[Member, _Part]]:
-    item, first = ITEM_BYTES[target.stored.dtype], 0
-    if sum(span.count for span in target.stored.spans) != target.stored.count:
-        raise UserError(f"{target.stored.name} is not whole in the checkpoint: the output would have a hole")
-    for span in target.stored.spans:
+def _parts(target: _Target) -> Iterator[tuple[Member, _Part]]:
+    stored, first = target.output.stored, 0
+    item = ITEM_BYTES[stored.dtype]
+    if sum(span.count for span in stored.spans) != stored.count:
+        raise UserError(f"{stored.name} is not whole in the checkpoint: the output would have a hole")
+    for span in stored.spans:
         end = span.start + span.count * item
         if span.start % item or end > span.member.size:
             where = f"{span.member.name} of {span.member.file}"
-            raise UserError(f"{target.stored.name} does not lie within {where}: the checkpoint is damaged")
+            raise UserError(f"{stored.name} does not lie within {where}: the checkpoint is damaged")
         if span.count:
             yield span.member, _Part(span.start, end, first, target)
         first += span.count
 
 
-class _Work:
-    """The chunks still to do, shared by the threads, and the checksums of those done."""
+class _Buffers(threading.local):
+    """Each thread's own."""
 
-    def __init__(self, chunks: list[_Chunk], progress: Callable[[int], object]) -> None:
-        self.stopped = False
-        self.checksums: dict[Member, list[tuple[int, int, int]]] = defaultdict(list)  # (start, bytes, CRC32)
-        self._chunks = iter(chunks)
-        self._lock = threading.Lock()
-        self._progress = progress
+    def __init__(self) -> None:
+        self.block = memoryview(bytearray(BLOCK))
 
-    def run(self) -> None:
-        """One thread's work: chunks until there are none."""
-        block, caster = memoryview(bytearray(BLOCK)), functools.cache(_make_caster)
-        with ExitStack() as stack:
-            files: dict[Path, int] = {}
-            try:
-                while (chunk := self._next()) is not None:
-                    file = files.get(chunk.member.file)
-                    if file is None:
-                        file = files[chunk.member.file] = _open(chunk.member.file)
-                        stack.callback(os.close, file)
-                    self._do(chunk, file, block, caster)
-            except BaseException:
-                self.stopped = True
-                raise
+    @functools.cached_property
+    def caster(self) -> Caster:
+        from toolkit.checkpoint.convert.casts import Caster
 
-    def _next(self) -> _Chunk | None:
-        with self._lock:
-            return None if self.stopped else next(self._chunks, None)
+        return Caster(BLOCK // 2)
 
-    def _do(self, chunk: _Chunk, file: int, block: memoryview, caster: Callable[[], Caster]) -> None:
-        value = 0
+
+def _transfer(chunks: list[_Chunk], progress: Callable[[int], object]) -> int:
+    """Does all the work in threads, and returns the bytes read."""
+    count = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(chunks)) or 1
+    stop, buffers = threading.Event(), _Buffers()
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            futures = [pool.submit(_copy, chunk, buffers, stop, progress) for chunk in chunks]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()  # after Ctrl-C or a fault the other threads end with their block
+        values = [future.result() for future in futures]
+    for member, group in itertools.groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].member):
+        _compare_checksum(member, [(chunk.end - chunk.start, value) for chunk, value in group])
+    return sum(chunk.end - chunk.start for chunk in chunks)
+
+
+def _copy(chunk: _Chunk, buffers: _Buffers, stop: threading.Event, progress: Callable[[int], object]) -> int:
+    """Does a chunk, and returns the CRC32 of its bytes."""
+    value, file = 0, _open(chunk.member.file)
+    try:
         for start in range(chunk.start, chunk.end, BLOCK):
-            if self.stopped:
-                return
-            view = block[: min(BLOCK, chunk.end - start)]
+            if stop.is_set():
+                break
+            view = buffers.block[: min(BLOCK, chunk.end - start)]
             _fill(file, chunk.member, start, view)
             if chunk.member.crc32 is not None:
                 value = crc32(view, value)
             for part in chunk.parts:
                 low, high = max(part.start, start), min(part.end, start + len(view))
                 if low < high:
-                    _write(part, low, view[low - start : high - start], caster)
-            self._progress(len(view))
-        with self._lock:
-            self.checksums[chunk.member].append((chunk.start, chunk.end - chunk.start, value))
+                    part.write(low, view[low - start : high - start], buffers)
+            progress(len(view))
+    finally:
+        os.close(file)
+    return value
 
 
-def _write(part: _Part, low: int, numbers: memoryview, caster: Callable[[], Caster]) -> None:
-    target = part.target
-    element = part.first + (low - part.start) // ITEM_BYTES[target.stored.dtype]
-    content = numbers
-    if changes(target.stored, target.dtype, target.delta):
-        content = converted(numbers, target.stored, target.dtype, element, target.delta, caster())
-    place = target.offset + element * ITEM_BYTES[target.dtype]
-    if target.sink is not None:
-        target.sink(content, place)
-        return
-    while content:
-        done = os.pwrite(target.file, content, place)
-        content, place = content[done:], place + done
+def _compare_checksum(member: Member, pieces: Iterable[tuple[int, int]]) -> None:
+    """Of a whole member, put together from its chunks' (bytes, CRC32). Raises UserError."""
+    value = 0
+    for size, piece in pieces:
+        value = combine(value, piece, size)
+    if member.crc32 is not None and value != member.crc32:
+        raise UserError(
+            f"{member.name} of {member.file} is damaged: its checksum is {value:08x} and should be "
+            f"{member.crc32:08x}; take another copy of this file, or another checkpoint"
+        )
 
 
-def _make_caster() -> Caster:
-    from toolkit.checkpoint.convert.casts import Caster
-
-    return Caster(BLOCK // 2)
-
-
-def changes(stored: TensorIndex, dtype: str, delta: Delta | None) -> bool:
-    """Whether the output's bytes are others than the checkpoint's."""
-    return delta is not None or (stored.dtype != dtype and stored.dtype in FLOATS)
-
-
-def converted(
-    numbers: memoryview, stored: TensorIndex, dtype: str, first: int, delta: Delta | None, caster: Caster
-) -> memoryview:
-    """Elements of `stored`, from `first` on, as the output holds them.
+def converted(output: Output, numbers: memoryview, dtype: str, first: int, caster: Caster) -> memoryview:
+    """Elements of a tensor, from `first` on, as the output holds them.
 
     Raises UserError where a finite number would become infinite.
     """
     from toolkit.checkpoint.convert.casts import TooLargeError
 
     try:
-        if delta is None:
-            return caster.cast(numbers, stored.dtype, dtype)
-        values = delta.added(caster.widen(numbers, stored.dtype), first)
-        return caster.narrow(values, dtype)
+        if output.delta is None:
+            return caster.cast(numbers, output.stored.dtype, dtype)
+        return caster.narrow(output.delta.added(caster.widen(numbers, output.stored.dtype), first), dtype)
     except TooLargeError:
         raise UserError(
-            f"{stored.name} holds a number that {dtype.lower()} cannot hold, it would become infinite: use --dtype bf16"
+            f"{output.stored.name} holds a number that {dtype.lower()} cannot hold, it would become infinite: "
+            "use --dtype bf16"
         ) from None
 
 
@@ -243,19 +304,3 @@ def _fill(file: int, member: Member, start: int, view: memoryview) -> None:
         if count == 0:
             raise UserError(f"{member.file} ends within {member.name}: truncated")
         done += count
-
-
-def _check(checksums: dict[Member, list[tuple[int, int, int]]]) -> None:
-    for member, pieces in checksums.items():
-        value = 0
-        for _, size, piece in sorted(pieces):
-            value = combine(value, piece, size)
-        if member.crc32 is not None and value != member.crc32:
-            _refuse(member, value)
-
-
-def _refuse(member: Member, value: int) -> NoReturn:
-    raise UserError(
-        f"{member.name} of {member.file} is damaged: its checksum is {value:08x} and should be "
-        f"{member.crc32:08x}; take another copy of this file, or another checkpoint"
-    )

@@ -7,14 +7,14 @@ its spans in order, so that a fault of the plan shows as well.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from toolkit.checkpoint.convert.casts import Caster
-from toolkit.checkpoint.convert.shards import Shard
-from toolkit.checkpoint.convert.transfer import converted
+from toolkit.checkpoint.convert.select import Output
+from toolkit.checkpoint.convert.transfer import Shard, converted
 from toolkit.checkpoint.reader import ITEM_BYTES, TensorIndex
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError
@@ -25,39 +25,43 @@ _RELATIVE = {"F32": 1e-6, "F16": 2e-3, "BF16": 1.6e-2}
 _ABSOLUTE = 1e-6
 
 
-def verify(folder: Path, shards: list[Shard], progress: Callable[[int], object]) -> tuple[int, int]:
+def verify(folder: Path, shards: Sequence[Shard], progress: Callable[[int], object]) -> tuple[int, int]:
     """(tensors compared, of them merged ones, which agree to rounding and not to the bit).
 
     Raises UserError naming the first tensor that differs.
     """
-    caster, count, merged = Caster(_ELEMENTS), 0, 0
+    outputs = [output for shard in shards for output in shard.outputs]
     for shard in shards:
         path = folder / shard.name
-        forget(path)
+        _forget(path)
         written = read_header(path).tensors
         if set(written) != {output.name for output in shard.outputs}:
             raise UserError(f"{path} does not hold the tensors that were to be written: the disk or memory is faulty")
         for output in shard.outputs:
-            target = written[output.name]
-            for first in range(0, target.count, _ELEMENTS):
-                size = min(_ELEMENTS, target.count - first)
-                numbers = memoryview(output.stored.read(first, size))
-                expected = converted(numbers, output.stored, target.dtype, first, output.delta, caster)
-                found = target.read(first, size)
-                if found != expected and not (output.delta is not None and _near(found, expected, target)):
-                    raise UserError(f"{output.name} in {path} differs from {output.stored.name} of the checkpoint")
-                progress(size * ITEM_BYTES[target.dtype])
-            count, merged = count + 1, merged + (output.delta is not None)
-    return count, merged
+            if not _same(output, written[output.name], progress):
+                raise UserError(f"{output.name} in {path} differs from {output.stored.name} of the checkpoint")
+    return len(outputs), sum(output.delta is not None for output in outputs)
 
 
-def _near(found: bytearray, expected: memoryview, target: TensorIndex) -> bool:
-    one, other = Caster(_ELEMENTS), Caster(_ELEMENTS)
-    left, right = one.widen(memoryview(found), target.dtype), other.widen(expected, target.dtype)
-    return bool(np.allclose(left, right, rtol=_RELATIVE[target.dtype], atol=_ABSOLUTE, equal_nan=True))
+def _same(output: Output, written: TensorIndex, progress: Callable[[int], object]) -> bool:
+    caster = Caster(_ELEMENTS)
+    for first in range(0, written.count, _ELEMENTS):
+        size = min(_ELEMENTS, written.count - first)
+        expected = converted(output, memoryview(output.stored.read(first, size)), written.dtype, first, caster)
+        found = written.read(first, size)
+        if found != expected and not (output.delta is not None and _near(found, expected, written.dtype)):
+            return False
+        progress(size * ITEM_BYTES[written.dtype])
+    return True
 
 
-def forget(path: Path) -> None:
+def _near(found: bytearray, expected: memoryview, dtype: str) -> bool:
+    left = Caster(_ELEMENTS).widen(memoryview(found), dtype)
+    right = Caster(_ELEMENTS).widen(expected, dtype)
+    return bool(np.allclose(left, right, rtol=_RELATIVE[dtype], atol=_ABSOLUTE, equal_nan=True))
+
+
+def _forget(path: Path) -> None:
     """Drops the file from memory, so that what is compared comes from the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.read import pickled_names
 from toolkit.checkpoint.read.torch_file import TorchFile, open_torch_file
+from toolkit.checkpoint.read.unpickle import DEEPSPEED
 from toolkit.errors import UserError, listing
 
 _OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -124,9 +124,9 @@ def _refuse_missing(files: Files, models: Collection[int], optimizers: Collectio
     """Raises UserError that names every rank of which a file is not there. `models`, `optimizers`: those that are."""
     world = _told_world(files) or max([*models, *optimizers]) + 1
     stage_3 = any(_state(opened).get("zero_stage") == 3 for opened in files.optimizers)
-    divided = _is_divided(files.model) if files.models else stage_3
+    sharded = _is_sharded(files.model) if files.models else stage_3
     lacks = {
-        "model": [rank for rank in range(world if divided else 1) if rank not in models],
+        "model": [rank for rank in range(world if sharded else 1) if rank not in models],
         "optimizer": [rank for rank in range(world if optimizers else 0) if rank not in optimizers],
     }
     count = sum(map(len, lacks.values()))
@@ -171,13 +171,13 @@ def _state(opened: TorchFile) -> dict[str, Any]:
     return state if type(state) is dict else {}
 
 
-def _is_divided(model: TorchFile) -> bool:
+def _is_sharded(model: TorchFile) -> bool:
     """Under stage 3 each rank has a model file."""
     return model.file.name.startswith("zero_pp_rank_")
 
 
 def _open(path: Path) -> TorchFile:
-    opened = open_torch_file(path, pickled_names.DEEPSPEED)
+    opened = open_torch_file(path, DEEPSPEED)
     was = f"{opened.written_as}.pt"
     if was != path.name and (_OPTIMIZER.fullmatch(was) or _MODEL.fullmatch(was)):
         raise UserError(f"{path} was written as {was}: ranks are mixed up; copy the folder again")
@@ -200,7 +200,7 @@ def _compare(files: Files) -> None:
     ranks = len(files.optimizers)
     if files.optimizers and type(world) is int and world != ranks:
         raise _wrong_count(files, files.optimizers, f"{files.model.file} was saved by {world} processes")
-    if len(files.models) != (ranks if _is_divided(files.model) and ranks else 1):
+    if len(files.models) != (ranks if _is_sharded(files.model) and ranks else 1):
         raise _wrong_count(files, files.models, f"there are {ranks} optimizer files")
 
 

@@ -1,28 +1,26 @@
 """Where ZeRO puts each parameter: from the flat buffers of the ranks' files to named tensors.
 
-Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one
-line, its parameters one after the other in the order of `param_shapes`, with gaps under
-`parameter_alignment`. It is divided into as many equal parts as there are ranks. The masters are saved
-without the padding at the line's end, Adam's moments with it (or without it under `elastic_checkpoint`).
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer,
+its parameters one after the other in the order of `param_shapes`, with gaps under `parameter_alignment`. It is cut
+into equal partitions, one for each rank. The masters are saved without the padding at the buffer's end, the
+optimizer's state with it (or without it under `elastic_checkpoint`).
 
-Stage 3 (stage3.py): each parameter is divided into equal parts, the last ones padded. A rank's parts lie
-one after the other in the order of `param_shapes`, cut into sub-groups between parameters.
+Stage 3 (stage3.py): each parameter is cut into equal partitions, the last ones padded. Those of a rank lie one after
+the other in the order of `param_shapes`, cut into sub-groups between parameters.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.checkpoint.read.archive import verify_member
 from toolkit.checkpoint.read.deepspeed_files import Files, optimizer_of
-from toolkit.checkpoint.read.flat import Line
-from toolkit.checkpoint.read.pickled_names import Tensor
-from toolkit.checkpoint.read.torch_file import TorchFile
-from toolkit.checkpoint.reader import Span, TensorIndex
+from toolkit.checkpoint.read.torch_file import TorchFile, verify_member
+from toolkit.checkpoint.read.unpickle import Tensor
+from toolkit.checkpoint.reader import ITEM_BYTES, Scalar, Span, TensorIndex
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,15 +31,55 @@ class Owned:
     """What the optimizer owns, by parameter name."""
 
     weights: dict[str, TensorIndex] = field(default_factory=dict)
-    moments: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
+    kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
 
     def add(self, name: str, shape: tuple[int, ...], spans: tuple[Span, ...], dtype: str, key: str = "") -> None:
         stored = TensorIndex(name, shape, dtype, spans)
         if key:
-            self.moments.setdefault(name, {})[key] = stored
+            self.kept.setdefault(name, {})[key] = stored
         else:
             self.weights[name] = stored
+
+
+class FlatBuffer:
+    """A long one-dimensional buffer of one dtype, in chunks that lie in several files; there may be gaps between."""
+
+    def __init__(self, dtype: str, chunks: Iterable[tuple[int, Span]]) -> None:
+        """`chunks`: (first element, its span), in order."""
+        self.dtype = dtype
+        self.chunks = [(start, span) for start, span in chunks if span.count]
+        self.starts = [start for start, _ in self.chunks]
+
+    @classmethod
+    def of(cls, dtype: str, spans: Iterable[Span]) -> FlatBuffer:
+        """Chunks that follow one another."""
+        chunks, place = [], 0
+        for span in spans:
+            chunks.append((place, span))
+            place += span.count
+        return cls(dtype, chunks)
+
+    @property
+    def count(self) -> int:
+        """Elements that there are."""
+        return sum(span.count for _, span in self.chunks)
+
+    def cut(self, start: int, count: int) -> tuple[Span, ...]:
+        """The spans of elements [start, start + count). Raises LookupError where they are not all there."""
+        spans, item = [], ITEM_BYTES[self.dtype]
+        index = bisect_right(self.starts, start) - 1
+        while count:
+            if not 0 <= index < len(self.chunks):
+                raise LookupError
+            first, span = self.chunks[index]
+            skipped = start - first
+            taken = min(span.count - skipped, count)
+            if skipped < 0 or taken <= 0:
+                raise LookupError
+            spans.append(Span(span.member, span.start + skipped * item, taken))
+            start, count, index = start + taken, count - taken, index + 1
+        return tuple(spans)
 
 
 def shapes_of(files: Files) -> list[Shapes]:
@@ -60,7 +98,7 @@ def _is_shapes(group: Any) -> bool:
 
 
 def owned_by_stage_1_or_2(files: Files) -> Owned:
-    """Masters, moments and steps of the parameters that are trained."""
+    """Masters and optimizer state of the parameters that are trained."""
     return _owned(files, "single_partition_of_fp32_groups", "base_optimizer_state", _add_group)
 
 
@@ -132,8 +170,7 @@ class _Rank:
         if type(zero) is not dict or zero.get("round_robin_gradients") or type(mappings) is not list:
             return {}
         mapping = mappings[number] if number < len(mappings) else {}
-        things = {name: thing.state for name, thing in mapping.items()}
-        return {name: (state["start"], state["numel"]) for name, state in things.items()}
+        return {name: (address.state["start"], address.state["numel"]) for name, address in mapping.items()}
 
     def padding(self, number: int) -> int:
         """Elements that were taken off the end of the master."""
@@ -153,21 +190,20 @@ def _with_step(state: dict[str, Any], step: Any) -> dict[str, Any]:
 def _add_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes) -> None:
     places, needed = _places(ranks, number, shapes)
     part = _part(ranks, number)
-    lines = {"": _line(ranks, number, part, lambda rank: rank.master(number))}
-    _check_total(ranks, number, lines[""].count, needed)
+    buffers = {"": _flat_buffer(ranks, number, part, lambda rank: rank.master(number))}
+    _check_total(ranks, number, buffers[""].count, needed)
     for key in _keys(ranks, number, part):
-        lines[key] = _line(ranks, number, part, lambda rank, key=key: rank.state_of(number).get(key))
-    step = _step(ranks, number)
+        buffers[key] = _flat_buffer(ranks, number, part, lambda rank, key=key: rank.state_of(number).get(key))
+    scalars = _scalars(ranks, number)
     for name, shape in shapes.items():
-        for key, line in lines.items():
-            owned.add(name, shape, _cut(ranks, line, places[name], math.prod(shape), name), line.dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+        for key, buffer in buffers.items():
+            owned.add(name, shape, _cut(ranks, buffer, places[name], math.prod(shape), name), buffer.dtype, key)
+        owned.scalars[name] = scalars
     _check_addresses(ranks, number, shapes, places, part)
 
 
 def _places(ranks: list[_Rank], number: int, shapes: Shapes) -> tuple[dict[str, int], int]:
-    """(name -> first element on the line, elements the line must have)."""
+    """(name -> first element in the flat buffer, elements the buffer must have)."""
     gaps = ranks[0].content.get("param_alignment_paddings")
     group = gaps[number] if type(gaps) is list and len(gaps) > number else [0] * len(shapes)
     if type(group) is not list or len(group) != len(shapes) or not all(type(gap) is int and gap >= 0 for gap in group):
@@ -183,7 +219,7 @@ def _places(ranks: list[_Rank], number: int, shapes: Shapes) -> tuple[dict[str, 
 
 
 def _part(ranks: list[_Rank], number: int) -> int:
-    """Elements of the line that each rank owns, padding included."""
+    """Elements of the flat buffer that each rank owns, padding included."""
     counts = [rank.master(number).count + rank.padding(number) for rank in ranks]
     for rank, count in zip(ranks, counts, strict=True):
         if count != counts[0]:
@@ -195,7 +231,7 @@ def _part(ranks: list[_Rank], number: int) -> int:
 
 
 def _check_total(ranks: list[_Rank], number: int, found: int, needed: int) -> None:
-    # padding of the line to a multiple of 2 x world may be left on
+    # padding of the buffer to a multiple of 2 x world may be left on
     if not needed <= found < needed + 2 * len(ranks):
         raise UserError(
             f"{ranks[0].file} and its {len(ranks) - 1} siblings hold {found:,} elements in group {number} where the "
@@ -203,7 +239,7 @@ def _check_total(ranks: list[_Rank], number: int, found: int, needed: int) -> No
         )
 
 
-def _line(ranks: list[_Rank], number: int, part: int, tensor_of: Any) -> Line:
+def _flat_buffer(ranks: list[_Rank], number: int, part: int, tensor_of: Any) -> FlatBuffer:
     tensors = [tensor_of(rank) for rank in ranks]
     dtype = next(tensor.dtype for tensor in tensors if type(tensor) is Tensor)
     chunks = []
@@ -212,7 +248,7 @@ def _line(ranks: list[_Rank], number: int, part: int, tensor_of: Any) -> Line:
             if tensor.dtype != dtype:
                 raise _differs(rank, ranks[0], "dtypes")
             chunks.append((order * part, rank.span(tensor, number)))
-    return Line(dtype, chunks)
+    return FlatBuffer(dtype, chunks)
 
 
 def _keys(ranks: list[_Rank], number: int, part: int) -> list[str]:
@@ -253,14 +289,13 @@ def _add_sub_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes
     for rank in ranks:
         _check_sub_group(rank, number, needed)
     keys = ["", *_keys(ranks, number, needed)]
-    lines = {key: [_one_line(rank, number, key) for rank in ranks] for key in keys}
-    step, place = _step(ranks, number), 0
+    buffers = {key: [_rank_buffer(rank, number, key) for rank in ranks] for key in keys}
+    scalars, place = _scalars(ranks, number), 0
     for name, shape in shapes.items():
         for key in keys:
-            spans = tuple(_stage_3_spans(ranks, lines[key], place, parts[name], math.prod(shape), name))
-            owned.add(name, shape, spans, lines[key][0].dtype, key)
-        if step is not None:
-            owned.steps[name] = step
+            spans = tuple(_stage_3_spans(ranks, buffers[key], place, parts[name], math.prod(shape), name))
+            owned.add(name, shape, spans, buffers[key][0].dtype, key)
+        owned.scalars[name] = scalars
         place += parts[name]
 
 
@@ -280,60 +315,61 @@ def _check_sub_group(rank: _Rank, number: int, needed: int) -> None:
     )
 
 
-def _one_line(rank: _Rank, number: int, key: str) -> Line:
+def _rank_buffer(rank: _Rank, number: int, key: str) -> FlatBuffer:
     tensor = rank.state_of(number).get(key) if key else rank.master(number)
     if type(tensor) is not Tensor:
         raise UserError(f"{rank.file}: it lacks {key} of sub-group {number}, which other ranks have: of another save?")
-    return Line.of(tensor.dtype, [rank.span(tensor, number)])
+    return FlatBuffer.of(tensor.dtype, [rank.span(tensor, number)])
 
 
 def _stage_3_spans(
-    ranks: list[_Rank], lines: list[Line], place: int, part: int, count: int, name: str
+    ranks: list[_Rank], buffers: list[FlatBuffer], place: int, part: int, count: int, name: str
 ) -> Iterator[Span]:
-    for order, line in enumerate(lines):
-        yield from _cut(ranks, line, place, max(0, min(part, count - order * part)), name)
+    for order, buffer in enumerate(buffers):
+        yield from _cut(ranks, buffer, place, max(0, min(part, count - order * part)), name)
 
 
 # both
 
 
-def _cut(ranks: list[_Rank], line: Line, start: int, count: int, name: str) -> tuple[Span, ...]:
+def _cut(ranks: list[_Rank], buffer: FlatBuffer, start: int, count: int, name: str) -> tuple[Span, ...]:
     try:
-        return line.cut(start, count)
+        return buffer.cut(start, count)
     except LookupError:
         raise UserError(
             f"{ranks[0].file} and its siblings do not hold all of {name}: they are of different saves, or damaged"
         ) from None
 
 
-def _step(ranks: list[_Rank], number: int) -> float | None:
-    """Adam's step of a group, equal on all ranks that have one."""
-    steps = [(rank, _number(rank, rank.state_of(number).get("step"))) for rank in ranks]
-    known = [(rank, step) for rank, step in steps if step is not None]
-    for rank, step in known:
-        if step != known[0][1]:
+def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
+    """What the optimizer keeps once for a whole group: of each rank, where they differ. They do not in steps."""
+    found: dict[str, list[tuple[_Rank, Scalar]]] = {}
+    for rank in ranks:
+        for key, value in rank.state_of(number).items():
+            if scalar := _scalar(rank, str(key), value):
+                found.setdefault(str(key), []).append((rank, scalar))
+    return {key: _agreed(key, scalars) for key, scalars in found.items()}
+
+
+def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
+    if type(value) is Tensor and not value.shape:
+        stored = rank.opened.stored(key, value)
+        if stored.spans[0].member.size < 1000:  # its few bytes are read anyway
+            verify_member(stored.spans[0].member)
+        return Scalar(stored.number(), stored.dtype)
+    return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
+
+
+def _agreed(key: str, scalars: list[tuple[_Rank, Scalar]]) -> Scalar:
+    first, one = scalars[0]
+    for rank, other in scalars:
+        if key == "step" and other.value != one.value:
             raise UserError(
-                f"{rank.file} is of optimizer step {step:g} and {known[0][0].file} of step {known[0][1]:g}: "
+                f"{rank.file} is of optimizer step {other.value:g} and {first.file} of step {one.value:g}: "
                 "they are of different saves; copy the folder again or take another checkpoint"
             )
-    return known[0][1] if known else None
-
-
-def _number(rank: _Rank, value: Any) -> float | None:
-    if type(value) is Tensor:
-        stored = rank.opened.stored("step", value)
-        if stored.count == 1 and stored.spans[0].member.size < 1000:  # its few bytes are read anyway
-            verify_member(stored.spans[0].member)
-        return number_in(stored)
-    return float(value) if type(value) in (int, float) else None
-
-
-def number_in(stored: TensorIndex) -> float | None:
-    """The number that a tensor of one element holds: a few bytes are read."""
-    form = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(stored.dtype)
-    if form is None or stored.count != 1:
-        return None
-    return float(struct.unpack(form, stored.read())[0])
+    values = tuple(scalar.value for _, scalar in scalars)
+    return one if len(set(values)) == 1 else Scalar(values, one.dtype)
 
 
 def _differs(rank: _Rank, first: _Rank, what: str) -> UserError:

@@ -10,9 +10,9 @@ from typing import Any
 
 from toolkit.checkpoint.read.deepspeed_files import Files, open_files, optimizer_of
 from toolkit.checkpoint.read.deepspeed_layout import Owned, owned_by_stage_1_or_2, owned_by_stage_3
-from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import TorchFile
-from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Span, TensorIndex
+from toolkit.checkpoint.read.unpickle import Tensor
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Span, TensorIndex, step_counts
 from toolkit.errors import UserError
 
 
@@ -36,8 +36,8 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         tied=module.tied,
         frozen=frozenset(module.frozen if stage else ()),
         excluded=module.excluded,
-        moments=owned.moments,
-        adam_steps=owned.steps,
+        optimizer_state=owned.kept,
+        optimizer_scalars=owned.scalars,
         engine_dtype=module.dtype(),
         model_folder=model_folder,
         details=_details(files, stage, owned),
@@ -82,7 +82,7 @@ def _check_partitions(files: Files, opened: TorchFile, counts: Any) -> None:
 
 
 def _check_step(files: Files, owned: Owned) -> None:
-    taken, most = _whole(files.model.content.get("global_steps")), max(owned.steps.values(), default=0)
+    taken, most = _whole(files.model.content.get("global_steps")), max(step_counts(owned.scalars).values(), default=0)
     if taken is not None and most > taken:
         raise UserError(
             f"{files.model.file} is of optimizer step {taken} and {files.optimizers[0].file} of step {most:g}: "
@@ -101,7 +101,7 @@ def _details(files: Files, stage: int, owned: Owned) -> dict[str, object]:
         "groups": [len(group) for group in groups],
         "partition_count": state.get("partition_count"),
         "bf16_optimizer": bool(state) and "zero_stage" not in state,
-        "adam_step": max(owned.steps.values(), default=None),
+        "adam_step": max(step_counts(owned.scalars).values(), default=None),
         "masters": bool(owned.weights),
         "files": len(files.models) + len(files.optimizers),
     }

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.read import pickled_names
-from toolkit.checkpoint.read.deepspeed_layout import number_in
-from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, Thing, unpickle
+from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
-from toolkit.checkpoint.reader import CheckpointReader, Span, TensorIndex
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
 from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
@@ -48,7 +45,7 @@ def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
         )
     if not weights:
         raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
-    moments, steps = _moments(state, weights)
+    kept, scalars = _optimizer_state(state, weights)
     return CheckpointReader(
         path=path,
         strategy="fsdp2",
@@ -56,8 +53,8 @@ def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
         step=None,
         weights=weights,
         tied=tied,
-        moments=moments,
-        adam_steps=steps,
+        optimizer_state=kept,
+        optimizer_scalars=scalars,
         engine_dtype=main_dtype(weights.values()),
         model_folder=folder if (folder / "config.json").is_file() else None,
         details={"sharded": (folder / SHARDED).is_dir()},
@@ -68,20 +65,19 @@ def _writers(weights: Mapping[str, TensorIndex]) -> int:
     return max(1, len({span.member.file for stored in weights.values() for span in stored.spans}))
 
 
-def _moments(
+def _optimizer_state(
     state: Mapping[str, TensorIndex], weights: Mapping[str, TensorIndex]
-) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, float]]:
+) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
     """Of `NAME.exp_avg`, `NAME.step`, ... those whose name and shape are a weight's."""
-    moments: dict[str, dict[str, TensorIndex]] = {}
-    steps: dict[str, float] = {}
+    kept: dict[str, dict[str, TensorIndex]] = {}
+    scalars: dict[str, dict[str, Scalar]] = {}
     for key, stored in state.items():
         name, _, kind = key.rpartition(".")
-        if kind == "step":
-            step = number_in(stored)
-            steps |= {name: step} if step is not None and name in weights else {}
+        if name in weights and (kind == "step" or (not stored.shape and weights[name].shape)) and stored.count == 1:
+            scalars.setdefault(name, {})[kind] = Scalar(stored.number(), stored.dtype)
         elif name in weights and stored.shape == weights[name].shape:
-            moments.setdefault(name, {})[kind] = TensorIndex(name, stored.shape, stored.dtype, stored.spans)
-    return moments, steps
+            kept.setdefault(name, {})[kind] = TensorIndex(name, stored.shape, stored.dtype, stored.spans)
+    return kept, scalars
 
 
 def _optimizer(file: Path) -> dict[str, TensorIndex]:
@@ -119,10 +115,12 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     if metadata.stat().st_size > MOST_BYTES:
         raise UserError(f"{metadata} holds {metadata.stat().st_size:,} bytes, more than is believable: damaged?")
     try:
-        content = unpickle(metadata.read_bytes(), metadata, pickled_names.DISTRIBUTED).state
+        content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
         tensors = {
-            name: _chunks(thing.state) for name, thing in content["state_dict_metadata"].items() if _is_tensor(thing)
+            name: _chunks(entry.state)
+            for name, entry in content["state_dict_metadata"].items()
+            if entry.name.endswith(".TensorStorageMetadata")
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
@@ -133,10 +131,6 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
         for name, (shape, chunks) in tensors.items()
         if name.startswith(prefix)
     }
-
-
-def _is_tensor(thing: Thing) -> bool:
-    return thing.name.endswith(".TensorStorageMetadata")
 
 
 _Chunk = tuple[tuple[int, ...], tuple[int, ...]]
@@ -151,7 +145,7 @@ def _chunks(state: Mapping[str, Any]) -> tuple[tuple[int, ...], list[_Chunk]]:
     return shape, chunks
 
 
-def _places(folder: Path, storage: Mapping[Thing, Thing]) -> dict[tuple[str, tuple[int, ...]], _Place]:
+def _places(folder: Path, storage: Mapping[Inert, Inert]) -> dict[tuple[str, tuple[int, ...]], _Place]:
     """(tensor, offsets of a chunk) -> where it lies."""
     places: dict[tuple[str, tuple[int, ...]], _Place] = {}
     for index, info in storage.items():
@@ -185,7 +179,7 @@ def _stored(
     places: Mapping[tuple[str, tuple[int, ...]], _Place],
 ) -> TensorIndex:
     if not all(offsets[1:] == (0,) * len(offsets[1:]) and sizes[1:] == shape[1:] for offsets, sizes in chunks):
-        raise UserError(f"{metadata}: {name} is divided along other dimensions than the first, which is not supported")
+        raise UserError(f"{metadata}: {name} is sharded along other dimensions than the first, which is not supported")
     spans, dtypes, rows = [], set(), 0
     for offsets, sizes in sorted(chunk for chunk in chunks if math.prod(chunk[1])):
         if offsets and offsets[0] != rows:
@@ -202,7 +196,7 @@ def _stored(
 def _open_chunk(metadata: Path, name: str, sizes: tuple[int, ...], place: _Place | None) -> tuple[Span, str]:
     if place is None:
         raise UserError(f"{metadata}: it does not say where a chunk of {name} lies: damaged")
-    opened = open_torch_file(place.file, pickled_names.TORCH, place.offset, place.length)
+    opened = open_torch_file(place.file, start=place.offset, size=place.length)
     if type(opened.content) is not Tensor or opened.content.shape != sizes:
         raise UserError(f"{place.file}: at byte {place.offset} it has something else than a chunk of {name}: damaged")
     return opened.span(opened.content, name), opened.content.dtype

@@ -12,11 +12,10 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32_by_parts
 from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, half_of, read_manifest
-from toolkit.checkpoint.read.archive import open_archive
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
-from toolkit.checkpoint.read.deepspeed_layout import number_in
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
-from toolkit.checkpoint.reader import CheckpointReader, Span, TensorIndex
+from toolkit.checkpoint.read.torch_file import zip_members
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
@@ -45,10 +44,10 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     if state == "deepspeed":
         reader = _deepspeed(path, folder)
     elif state in ("whole", "slices"):
-        reader = _whole(path, folder, manifest) if state == "whole" else _slices(path, folder, manifest)
+        reader = (_open_whole if state == "whole" else _open_sharded)(path, folder, manifest)
     else:
         raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
-    most, step = max(reader.adam_steps.values(), default=0), manifest.get("step")
+    most, step = max(reader.step_counts().values(), default=0), manifest.get("step")
     if isinstance(step, int) and most > step:
         raise UserError(
             f"{folder / MANIFEST} is of optimizer step {step} and the optimizer's state of step {most:g}: "
@@ -67,7 +66,7 @@ def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
         if file.suffix == ".safetensors":
             members = [span.member for stored in read_header(file).tensors.values() for span in stored.spans]
         elif file.suffix == ".pt":
-            members = list(open_archive(file).members.values())
+            members = list(zip_members(file).values())
         else:
             continue
         parts = {member.offset: (member.offset, member.size, member.crc32) for member in members if member.size}
@@ -91,6 +90,7 @@ def _as_the_manifest_says(reader: CheckpointReader, folder: Path, manifest: Mapp
         tied={**reader.tied, **(manifest.get("tied") or {})},
         frozen=reader.frozen | {name for name in manifest.get("frozen") or () if name in reader.weights},
         excluded={**reader.excluded, **excluded},
+        optimizer=manifest.get("optimizer") or {},
         model_folder=model if model.is_dir() else None,
         details={**reader.details, **{key: manifest[key] for key in keys if key in manifest}},
     )
@@ -106,24 +106,28 @@ def _deepspeed(path: Path, folder: Path) -> CheckpointReader:
 # one file of whole tensors
 
 
-def _whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
+def _open_whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     weights = read_header(folder / "weights.safetensors").tensors
     optimizer = folder / "optimizer.safetensors"
-    state = read_header(optimizer).tensors if optimizer.is_file() else {}
-    return _reader(path, manifest, weights, state)
+    state = read_header(optimizer) if optimizer.is_file() else Header({}, {})
+    return _reader(path, manifest, weights, state.tensors, _numbers(optimizer, state))
 
 
 def _reader(
-    path: Path, manifest: Mapping[str, Any], tensors: Mapping[str, TensorIndex], state: Mapping[str, TensorIndex]
+    path: Path,
+    manifest: Mapping[str, Any],
+    tensors: Mapping[str, TensorIndex],
+    state: Mapping[str, TensorIndex],
+    numbers: Mapping[str, Mapping[str, Any]],
 ) -> CheckpointReader:
-    moments: dict[str, dict[str, TensorIndex]] = {}
-    steps: dict[str, float] = {}
-    for key, stored in state.items():
-        kind, _, name = key.partition(".")
-        if kind == "step":
-            steps[name] = number_in(stored) or 0.0
+    kept: dict[str, dict[str, TensorIndex]] = {}
+    scalars = {name: {key: Scalar(value) for key, value in found.items()} for name, found in numbers.items()}
+    for entry, stored in state.items():
+        key, _, name = entry.partition(".")
+        if key == "step" or (not stored.shape and tensors[name].shape):
+            scalars.setdefault(name, {})[key] = Scalar(stored.number(), stored.dtype)
         else:
-            moments.setdefault(name, {})[kind] = dataclasses.replace(stored, name=name)
+            kept.setdefault(name, {})[key] = dataclasses.replace(stored, name=name)
     named = set(manifest.get("buffers") or ())
     return CheckpointReader(
         path=path,
@@ -132,41 +136,54 @@ def _reader(
         step=None,
         weights={name: stored for name, stored in tensors.items() if name not in named},
         buffers={name: stored for name, stored in tensors.items() if name in named},
-        moments=moments,
-        adam_steps=steps,
+        optimizer_state=kept,
+        optimizer_scalars=scalars,
         engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
     )
 
 
-# a file of slices per process
+# a file of shards per process
 
 
-def _slices(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
+def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     files = sorted(folder.glob("slices-rank-*.safetensors"))
     world = manifest.get("world")
     if len(files) != world:
         raise UserError(f"{folder} holds {len(files)} files of slices and was written by {world} processes")
     parts: dict[str, list[tuple[int, tuple[int, ...], TensorIndex]]] = defaultdict(list)
-    steps: dict[str, TensorIndex] = {}
+    scalars: dict[str, TensorIndex] = {}
+    numbers: dict[str, Any] = {}
     for file in files:
         header = read_header(file)
         places = _places(file, header)
+        numbers |= _numbers(file, header)
         for key, stored in header.tensors.items():
-            if key.startswith("step."):
-                _check_step(steps.setdefault(key, stored), stored)
-            else:
+            if places[key][1] or key.startswith(("weight.", "buffer.")):
                 parts[key].append((*places[key], stored))
+            else:
+                _check_scalar(key, scalars.setdefault(key, stored), stored)
     whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
     state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
-    reader = _reader(path, manifest, {}, {**state, **steps})
-    return dataclasses.replace(reader, weights=_named(whole, "weight."), buffers=_named(whole, "buffer."))
+    weights = _named(whole, "weight.")
+    scalars = {key: dataclasses.replace(stored, shape=()) for key, stored in scalars.items()}
+    reader = _reader(path, manifest, weights, {**state, **scalars}, numbers)
+    return dataclasses.replace(reader, weights=weights, buffers=_named(whole, "buffer."))
 
 
-def _check_step(first: TensorIndex, other: TensorIndex) -> None:
-    if number_in(first) != number_in(other):
+def _numbers(file: Path, header: Header) -> dict[str, dict[str, Any]]:
+    """Parameter -> what the optimizer keeps of it that is no tensor."""
+    try:
+        return {name: dict(found) for name, found in json.loads(header.metadata.get("numbers", "{}")).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(f"{file}: the optimizer's numbers in its header cannot be read: damaged") from None
+
+
+def _check_scalar(key: str, first: TensorIndex, other: TensorIndex) -> None:
+    if first.number() != other.number():
+        what = "optimizer step" if key.startswith("step.") else key
         raise UserError(
-            f"{other.spans[0].member.file} is of optimizer step {number_in(other)} and {first.spans[0].member.file} of "
-            f"step {number_in(first)}: they are of different saves; copy the checkpoint again or take another one"
+            f"{other.spans[0].member.file} is of {what} {other.number()} and {first.spans[0].member.file} of "
+            f"{what} {first.number()}: they are of different saves; copy the checkpoint again or take another one"
         )
 
 
@@ -181,14 +198,14 @@ def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]
         places = {key: (int(place["start"]), tuple(map(int, place["shape"]))) for key, place in said.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{file}: the table of slices in its header cannot be read: damaged") from None
-    missing = next((key for key in header.tensors if key not in places and not key.startswith("step.")), None)
+    missing = next((key for key in header.tensors if key not in places), None)
     if missing:
         raise UserError(f"{file}: its header does not say which slice of {missing} it holds: damaged")
     return places
 
 
 def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], TensorIndex]]) -> TensorIndex:
-    """The whole of a tensor from its slices. Raises UserError unless each element is there once."""
+    """The whole of a tensor from its shards. Raises UserError unless each element is there once."""
     pieces = sorted(pieces, key=lambda piece: (piece[0], piece[2].count))
     shape, dtype, place = pieces[0][1], pieces[0][2].dtype, 0
     spans: list[Span] = []

@@ -1,18 +1,28 @@
-"""A file of `torch.save`, opened: its structure, and where each tensor's bytes lie."""
+"""A file of `torch.save`, opened: its structure, and where each tensor's bytes lie. Reads no data, imports no torch.
+
+Such a file is a zip file that compresses nothing; it may also be a range of a larger file, as
+torch.distributed.checkpoint writes them. Nothing that it says of itself is believed before it is compared with its
+size.
+"""
 
 from __future__ import annotations
 
+import io
+import os
+import struct
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.read import pickled_names
-from toolkit.checkpoint.read.archive import open_archive
-from toolkit.checkpoint.read.pickled_names import Tensor
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, Name, unpickle
+from toolkit.checkpoint.checksum import crc32_of_range
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, TORCH, Global, MalformedError, Tensor, unpickle
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
+
+_LOCAL, _END = b"PK\3\4", b"PK\5\6"
+_MOST_DIRECTORY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -48,21 +58,148 @@ class TorchFile:
 
 
 def open_torch_file(
-    file: Path, names: Mapping[str, Name] = pickled_names.TORCH, start: int = 0, size: int | None = None
+    file: Path, allowed: Mapping[str, Global] = TORCH, start: int = 0, size: int | None = None
 ) -> TorchFile:
     """Opens a file of torch.save, or the range of one that holds it.
 
     Raises UserError for what is missing, truncated, damaged, of an old format, or asks for anything to be executed.
     """
-    archive = open_archive(file, start, size)
-    structures = [name for name in archive.members if name.endswith("/data.pkl") and name.count("/") == 1]
+    members = zip_members(file, start, size)
+    structures = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(structures) != 1:
         raise UserError(f"{file} is a zip file that torch.save did not write: it has no structure (data.pkl)")
     top = structures[0].removesuffix("data.pkl")
-    order = f"{top}byteorder"
-    if order in archive.members and archive.read(order, 100) != b"little":
+    order = members.get(f"{top}byteorder")
+    if order is not None and read_member(order, 100) != b"little":
         raise UserError(f"{file} was written on a big-endian machine, which is not supported")
-    content = unpickle(archive.read(structures[0], MOST_BYTES), file, names, pickled_names.storage_of)
+    content = unpickle(read_member(members[structures[0]], MOST_BYTES), file, allowed)
     data = f"{top}data/"
-    members = {name.removeprefix(data): member for name, member in archive.members.items() if name.startswith(data)}
-    return TorchFile(file, content, members, top.removesuffix("/"))
+    stored = {name.removeprefix(data): member for name, member in members.items() if name.startswith(data)}
+    return TorchFile(file, content, stored, top.removesuffix("/"))
+
+
+def read_member(member: Member, most: int) -> bytes:
+    """A whole member, its checksum compared. Raises UserError if it is larger than `most` bytes."""
+    if member.size > most:
+        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than is believable: damaged?")
+    verify_member(member)
+    with member.file.open("rb") as opened:
+        opened.seek(member.offset)
+        return opened.read(member.size)
+
+
+def verify_member(member: Member) -> None:
+    """Compares a member's bytes with its checksum, where the file holds one. Raises UserError."""
+    if member.crc32 is None:
+        return
+    found = crc32_of_range(member.file, member.offset, member.size)
+    if found != member.crc32:
+        raise UserError(
+            f"{member.file}: the bytes of {member.name} have the checksum {found:08x} and were written with "
+            f"{member.crc32:08x}: damaged, copy the file again or take another checkpoint"
+        )
+
+
+def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str, Member]:
+    """The members, by name, of the zip file that fills `size` bytes of `file` from `start` on.
+
+    Raises UserError for files that are missing, truncated, compressed, of an old format, or damaged.
+    """
+    try:
+        with file.open("rb", buffering=0) as opened:
+            length = os.fstat(opened.fileno()).st_size
+            size = length - start if size is None else size
+            if start < 0 or size < 0 or start + size > length:
+                raise UserError(f"{file} holds {length:,} bytes and should hold {start + size:,}: truncated")
+            return _members(file, _Range(opened, start, size))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except (MalformedError, zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, struct.error) as error:
+        raise UserError(
+            f"{file} is damaged: its zip structure has {error}; copy it again or take another one"
+        ) from None
+
+
+class _Range(io.RawIOBase):
+    """Bytes of a file as a file of their own."""
+
+    def __init__(self, opened: io.FileIO, start: int, size: int) -> None:
+        self.opened, self.start, self.size, self._at = opened, start, size, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if at < 0:
+            raise MalformedError("a record outside the file")
+        self._at = at
+        return at
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self.size - self._at)
+        count = left if count < 0 else min(count, left)
+        if count > _MOST_DIRECTORY_BYTES:
+            raise MalformedError(f"a directory of {count:,} bytes")
+        content = os.pread(self.opened.fileno(), count, self.start + self._at)
+        self._at += len(content)
+        return content
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        self.seek(offset)
+        content = self.read(count)
+        if len(content) < count:
+            raise MalformedError("a record outside the file")
+        return content
+
+
+def _members(file: Path, archive: _Range) -> dict[str, Member]:
+    end = archive.read_at(archive.size - 22, 22) if archive.size >= 22 else b""
+    if not end.startswith(_END):
+        raise UserError(f"{file}: {_what_it_is(archive)}")
+    if end[-2:] != b"\0\0":
+        raise MalformedError("an end record that torch does not write")
+    with zipfile.ZipFile(archive) as opened:
+        entries, directory = sorted(opened.infolist(), key=lambda entry: entry.header_offset), opened.start_dir
+    members: dict[str, Member] = {}
+    for entry, end_at in zip(entries, [*(entry.header_offset for entry in entries[1:]), directory], strict=True):
+        if entry.filename in members:
+            raise MalformedError("two members of one name")
+        members[entry.filename] = _member(file, archive, entry, end_at)
+    return members
+
+
+def _member(file: Path, archive: _Range, entry: zipfile.ZipInfo, end: int) -> Member:
+    """`end`: where what comes next begins."""
+    name = entry.filename
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+        raise UserError(f"{file}: {name} is compressed, and torch.save never does that: save it with torch")
+    header = archive.read_at(entry.header_offset, 30)
+    if not header.startswith(_LOCAL):
+        raise MalformedError(f"no header before {name}")
+    name_bytes, extra_bytes = struct.unpack_from("<2H", header, 26)
+    written = archive.read_at(entry.header_offset + 30, name_bytes)
+    if written.decode("utf-8" if entry.flag_bits & 0x800 else "cp437") != entry.orig_filename:
+        raise MalformedError(f"another name before {name}")
+    begin = entry.header_offset + 30 + name_bytes + extra_bytes
+    if begin + entry.file_size > end:
+        raise MalformedError(f"{name} and what follows it in the same place")
+    return Member(file, name, archive.start + begin, entry.file_size, entry.CRC)
+
+
+def _what_it_is(archive: _Range) -> str:
+    """Why there is no end record."""
+    first = archive.read_at(0, min(archive.size, 4))
+    if not first:
+        return "the file is empty; copy it again or take another checkpoint"
+    if first == _LOCAL:
+        return "the end of the file is missing: truncated; copy it again or take another checkpoint"
+    if first.startswith(b"\x80"):
+        return (
+            "written in torch's old format, before zip files, which cannot be read without executing it; "
+            "load and save it again with torch.save, if you trust it"
+        )
+    return "not a file that torch.save wrote, or its beginning and end are damaged"

@@ -1,21 +1,21 @@
-"""Reads the structure of a pickle that torch wrote, without executing anything of it.
+"""The structure of a pickle that torch wrote, read without executing anything of it.
 
-`pickle.Unpickler` looks names up and calls them. This machine has neither: it knows the opcodes that
-torch, DeepSpeed and torch.distributed.checkpoint write, builds lists, dicts, tuples, sets, strings and
-numbers, and for each allowed name (`toolkit/checkpoint/read/pickled_names.py`) calls a function of ours that
-makes an inert value. A name that is not allowed is refused before anything is made of it. Compared
-with an Unpickler with `find_class` overridden, a hostile memo index or a deeply nested key cannot
-exhaust memory or the C stack either.
+`pickle.Unpickler` looks names up and calls them. Here `pickletools` takes the opcodes apart, and a machine of ours
+obeys those that torch, DeepSpeed and torch.distributed.checkpoint write: it builds lists, dicts, tuples, sets, strings
+and numbers, and for each allowed global calls a function of ours that makes an inert value. A global that is not
+allowed is refused before anything is made of it; a deeply nested key or a structure without end is refused, too.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Mapping
+import math
+import pickletools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.reader import ITEM_BYTES
 from toolkit.errors import UserError
 
 MOST_BYTES = 256 << 20
@@ -25,8 +25,12 @@ _DEEPEST = 100
 _SCALARS = (str, int, float, bytes, bool, type(None))
 
 
+class MalformedError(Exception):
+    """Not a pickle that torch writes."""
+
+
 @dataclass(frozen=True, eq=False)
-class Name:
+class Global:
     """An allowed global."""
 
     path: str
@@ -38,7 +42,7 @@ class Name:
 
 
 @dataclass(eq=False)
-class Thing:
+class Inert:
     """What stands in for an object of an allowed class: its arguments and its attributes."""
 
     name: str
@@ -46,31 +50,64 @@ class Thing:
     state: Any = field(default_factory=dict)
 
 
-class MalformedError(Exception):
-    """Not a pickle that torch writes."""
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """The bytes that tensors are views of: a member of the zip file."""
+
+    key: str
+    """The member's name under `data/`."""
+    dtype: str | None
+    """A key of `ITEM_BYTES`; None where each view says it."""
+    count: int
+    """Elements, or bytes where there is no dtype."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.count * (ITEM_BYTES[self.dtype] if self.dtype else 1)
 
 
-_BRANCHES = {dict, list, tuple, set, Thing}
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A view of a storage."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    """Elements from the storage's beginning."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements follow one another in row-major order."""
+        expected = 1
+        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length != 1 and step != expected:
+                return self.count == 0
+            expected *= length
+        return True
 
 
-def unpickle(
-    content: bytes, where: Path | str, names: Mapping[str, Name], storage: Callable[[Any], Any] | None = None
-) -> Any:
-    """The value that `content` describes.
+def unpickle(content: bytes, where: Path | str, allowed: Mapping[str, Global]) -> Any:
+    """The value that `content` describes, with a `Tensor` in place of each tensor.
 
     Args:
         where: the file, for messages.
-        names: the allowed globals by `module.name`.
-        storage: makes a value of a persistent id, torch's way to name a tensor's bytes.
+        allowed: globals by `module.name`.
 
     Raises:
-        UserError: a global that is not in `names`, or a malformed or unbelievably large pickle.
+        UserError: a global that is not allowed, or a malformed or unbelievably large pickle.
     """
     if len(content) > MOST_BYTES:
         raise UserError(f"{where}: a structure of {len(content):,} bytes, more than is believable: damaged?")
     try:
-        value = _Machine(content, where, names, storage).run()
-        _refuse_monsters(value)
+        value = _Machine(where, allowed).run(content)
+        _refuse_endless(value)
     except UserError:
         raise
     except Exception as error:  # whatever a stand-in says of arguments that torch does not write
@@ -79,180 +116,136 @@ def unpickle(
     return value
 
 
-def _refuse_monsters(value: Any) -> None:
+def _refuse_endless(value: Any) -> None:
     """Refuses what a few bytes can describe and no one can walk through: a tree of shared or nested branches."""
-    left, branches = _MOST_OPERATIONS, [(value, 0)] if type(value) in _BRANCHES else []
+    left, branches = _MOST_OPERATIONS, [(value, 0)]
     while branches:
         branch, depth = branches.pop()
-        if type(branch) is Thing:
-            items: Iterable[Any] = (branch.arguments, branch.state)
-        else:
-            items = [*branch, *branch.values()] if type(branch) is dict else branch
-            left -= len(branch)
+        items: Collection[Any] = ()
+        if type(branch) is Inert:
+            items = (branch.arguments, branch.state)
+        elif type(branch) is dict:
+            items = [*branch, *branch.values()]
+        elif type(branch) in (list, tuple, set):
+            items = branch
+        left -= 1 + len(items)
         if depth > _DEEPEST or left < 0:
             raise MalformedError("it is nested too deeply, or made to have no end")
-        branches.extend((item, depth + 1) for item in items if type(item) in _BRANCHES)
+        branches.extend((item, depth + 1) for item in items if type(item) in (dict, list, tuple, set, Inert))
 
 
-class _Mark:
-    pass
-
-
-_MARK = _Mark()
+_MARK = object()
 
 
 class _Machine:
-    def __init__(
-        self, content: bytes, where: Path | str, names: Mapping[str, Name], storage: Callable[[Any], Any] | None
-    ) -> None:
-        self.content, self.where, self.names, self.storage = content, where, names, storage
-        self.at = 0
+    def __init__(self, where: Path | str, allowed: Mapping[str, Global]) -> None:
+        self.where, self.allowed = where, allowed
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        content, operations = self.content, _OPERATIONS
-        for _ in range(_MOST_OPERATIONS):
-            opcode = content[self.at]  # IndexError where it ends early
-            self.at += 1
-            if opcode == 0x2E:  # STOP
-                return self._pop_value()
-            operation = operations.get(opcode)
+    def run(self, content: bytes) -> Any:
+        for number, (opcode, argument, at) in enumerate(pickletools.genops(content)):
+            operation = _OPERATIONS.get(opcode.name)
             if operation is None:
-                raise MalformedError(f"opcode {bytes([opcode])!r} at byte {self.at - 1}, which torch does not write")
-            operation(self)
-        raise MalformedError("more operations than is believable")
+                raise MalformedError(f"opcode {opcode.name} at byte {at}, which torch does not write")
+            if number > _MOST_OPERATIONS:
+                raise MalformedError("more operations than is believable")
+            operation(self, argument)
+        return self.pop()
 
-    # reading
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
 
-    def _take(self, count: int) -> bytes:
-        end = self.at + count
-        if count < 0 or end > len(self.content):
-            raise MalformedError("it ends early")
-        taken = self.content[self.at : end]
-        self.at = end
-        return taken
-
-    def _line(self) -> str:
-        end = self.content.find(b"\n", self.at, self.at + 1000)
-        if end < 0:
-            raise MalformedError("a name without an end")
-        line = self.content[self.at : end].decode("utf-8")
-        self.at = end + 1
-        return line
-
-    # the stack
-
-    def _pop_value(self) -> Any:
+    def pop(self) -> Any:
         value = self.stack.pop()
         if value is _MARK:
             raise MalformedError("a mark where a value should be")
         return value
 
-    def _pop_to_mark(self) -> list[Any]:
-        stack = self.stack
-        for index in range(len(stack) - 1, -1, -1):
-            if stack[index] is _MARK:
-                values = stack[index + 1 :]
-                del stack[index:]
-                return values
-        raise MalformedError("no mark")
+    def pop_to_mark(self) -> list[Any]:
+        values = []
+        while (value := self.stack.pop()) is not _MARK:
+            values.append(value)
+        return values[::-1]
 
-    def _top(self, kind: type) -> Any:
+    def top(self, kind: type) -> Any:
         if type(self.stack[-1]) is not kind:
             raise MalformedError(f"{type(self.stack[-1]).__name__} where {kind.__name__} should be")
         return self.stack[-1]
 
-    def _push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def _tuple(self, count: int) -> None:
-        self._push(tuple(reversed([self._pop_value() for _ in range(count)])))
-
-    # containers
-
-    def _set_items(self, values: list[Any]) -> None:
-        target = self._top(dict)
-        if len(values) % 2:
-            raise MalformedError("a key without a value")
-        for index in range(0, len(values), 2):
-            target[_key(values[index])] = values[index + 1]
-
-    def _set_item(self) -> None:
-        value, key = self._pop_value(), self._pop_value()
-        self._top(dict)[_key(key)] = value
-
-    def _append(self) -> None:
-        value = self._pop_value()
-        self._top(list).append(value)
-
-    def _append_all(self) -> None:
-        values = self._pop_to_mark()
-        self._top(list).extend(values)
-
-    def _add_items(self) -> None:
-        values = self._pop_to_mark()
-        self._top(set).update(_key(value) for value in values)
-
-    # memo
-
-    def _put(self, index: int) -> None:
+    def put(self, index: int) -> None:
         self.memo[index] = self.stack[-1]
 
-    # names and what is made of them
+    def make_tuple(self, count: int) -> None:
+        self.push(tuple(reversed([self.pop() for _ in range(count)])))
 
-    def _find(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            raise MalformedError("a global whose name is not a text")
-        path = f"{module}.{name}"
-        found = self.names.get(path)
-        if found is None:
+    def set_items(self, values: list[Any]) -> None:
+        self.top(dict).update({_key(key): value for key, value in zip(values[::2], values[1::2], strict=True)})
+
+    def set_item(self) -> None:
+        value, key = self.pop(), self.pop()
+        self.set_items([key, value])
+
+    def append(self) -> None:
+        value = self.pop()
+        self.top(list).append(value)
+
+    def append_all(self) -> None:
+        values = self.pop_to_mark()
+        self.top(list).extend(values)
+
+    def add_items(self) -> None:
+        values = self.pop_to_mark()
+        self.top(set).update(map(_key, values))
+
+    def find(self, path: str) -> None:
+        if path not in self.allowed:
             shown = path[:200].encode("unicode_escape").decode()
             raise UserError(f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed")
-        self._push(found)
+        self.push(self.allowed[path])
 
-    def _stack_global(self) -> None:
-        name, module = self._pop_value(), self._pop_value()
-        self._find(module, name)
+    def find_on_stack(self) -> None:
+        name, module = self.pop(), self.pop()
+        if type(module) is not str or type(name) is not str:
+            raise MalformedError("a global whose name is not a text")
+        self.find(f"{module}.{name}")
 
-    def _reduce(self) -> None:
-        arguments, name = self._pop_value(), self._pop_value()
-        self._push(call(name, arguments))
+    def reduce(self) -> None:
+        arguments, name = self.pop(), self.pop()
+        self.push(_call(name, arguments))
 
-    def _new_object(self) -> None:
-        arguments, name = self._pop_value(), self._pop_value()
-        if type(name) is not Name or not name.is_class or type(arguments) is not tuple:
+    def new_object(self) -> None:
+        arguments, name = self.pop(), self.pop()
+        if type(name) is not Global or not name.is_class or type(arguments) is not tuple:
             raise MalformedError("an object of something that is not a class")
-        self._push(Thing(name.path, arguments))
+        self.push(Inert(name.path, arguments))
 
-    def _build(self) -> None:
-        state = self._pop_value()
+    def build(self) -> None:
+        state = self.pop()
         target = self.stack[-1]
-        if type(target) is Thing:
+        if type(target) is Inert:
             target.state = _attributes(state)
         elif type(target) is not dict or type(state) is not dict:  # an OrderedDict's own attributes do not matter
             raise MalformedError(f"attributes for a {type(target).__name__}")
 
-    def _persistent(self) -> None:
-        if self.storage is None:
-            raise MalformedError("a tensor where none can be")
-        self._push(self.storage(self._pop_value()))
-
-
-def call(name: Any, arguments: Any) -> Any:
-    """What an allowed global makes of the arguments."""
-    if type(name) is not Name or name.make is None or type(arguments) is not tuple:
-        raise MalformedError("a call of something that is not a function")
-    return name.make(*arguments)
+    def persistent(self) -> None:
+        self.push(_storage(self.pop()))
 
 
 def _key(value: Any) -> Any:
     """A key that is cheap to hash, however the pickle nests."""
-    if isinstance(value, (*_SCALARS, Name, Thing)):
+    if isinstance(value, (*_SCALARS, Global, Inert)):
         return value
     if type(value) is tuple and len(value) < 1000 and all(isinstance(item, _SCALARS) for item in value):
         return value
     raise MalformedError(f"a {type(value).__name__} as a key")
+
+
+def _call(name: Any, arguments: Any) -> Any:
+    """What an allowed global makes of the arguments."""
+    if type(name) is not Global or name.make is None or type(arguments) is not tuple:
+        raise MalformedError("a call of something that is not a function")
+    return name.make(*arguments)
 
 
 def _attributes(state: Any) -> Any:
@@ -264,86 +257,183 @@ def _attributes(state: Any) -> Any:
     return state
 
 
-def _pushes(value: Any) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(value)
-
-
-def _reads(form: str) -> Callable[[_Machine], int]:
-    """Reads a number; struct.error where the pickle ends first."""
-    packed = struct.Struct(form)
-
-    def read(machine: _Machine) -> int:
-        at = machine.at
-        machine.at = at + packed.size
-        number: int = packed.unpack_from(machine.content, at)[0]
-        return number
-
-    return read
-
-
-_u1, _u2, _u4, _u8, _i4, _f8 = map(_reads, ("<B", "<H", "<I", "<Q", "<i", ">d"))
-
-
-def _pushes_number(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(read(machine))
-
-
-def _pushes_text(read: Callable[[_Machine], int], encoding: str = "utf-8") -> Callable[[_Machine], None]:
-    errors = "surrogatepass" if encoding == "utf-8" else "strict"
-    return lambda machine: machine.stack.append(machine._take(read(machine)).decode(encoding, errors))
-
-
-def _gets(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(machine.memo[read(machine)])
-
-
-def _puts(read: Callable[[_Machine], int]) -> Callable[[_Machine], None]:
-    return lambda machine: machine._put(read(machine))
-
-
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
-    ord(opcode): operation
-    for opcode, operation in {
-        "\x80": lambda m: m._take(1),  # PROTO
-        "\x95": lambda m: m._take(8),  # FRAME
-        "(": _pushes(_MARK),
-        "N": _pushes(None),
-        "\x88": _pushes(True),
-        "\x89": _pushes(False),
-        ")": _pushes(()),
-        "}": lambda m: m._push({}),
-        "]": lambda m: m._push([]),
-        "\x8f": lambda m: m._push(set()),
-        "J": _pushes_number(_i4),
-        "K": _pushes_number(_u1),
-        "M": _pushes_number(_u2),
-        "\x8a": lambda m: m._push(int.from_bytes(m._take(_u1(m)), "little", signed=True)),  # LONG1
-        "G": _pushes_number(_f8),
-        "X": _pushes_text(_u4),  # BINUNICODE
-        "\x8c": _pushes_text(_u1),
-        "\x8d": _pushes_text(_u8),
-        "U": _pushes_text(_u1, "latin1"),  # SHORT_BINSTRING
-        "B": lambda m: m._push(m._take(_u4(m))),
-        "C": lambda m: m._push(m._take(_u1(m))),
-        "a": _Machine._append,
-        "e": _Machine._append_all,
-        "s": _Machine._set_item,
-        "u": lambda m: m._set_items(m._pop_to_mark()),
-        "\x90": _Machine._add_items,
-        "t": lambda m: m._push(tuple(m._pop_to_mark())),
-        "\x85": lambda m: m._tuple(1),
-        "\x86": lambda m: m._tuple(2),
-        "\x87": lambda m: m._tuple(3),
-        "q": _puts(_u1),
-        "r": _puts(_u4),
-        "\x94": lambda m: m._put(len(m.memo)),  # MEMOIZE
-        "h": _gets(_u1),
-        "j": _gets(_u4),
-        "c": lambda m: m._find(m._line(), m._line()),
-        "\x93": _Machine._stack_global,
-        "R": _Machine._reduce,
-        "\x81": _Machine._new_object,
-        "b": _Machine._build,
-        "Q": _Machine._persistent,
-    }.items()
+_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+           "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES")  # fmt: skip
+_OPERATIONS: dict[str, Callable[[_Machine, Any], object]] = {
+    **dict.fromkeys(_VALUES, _Machine.push),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, _: None),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, index: m.push(m.memo[index])),
+    "MEMOIZE": lambda m, _: m.put(len(m.memo)),
+    "MARK": lambda m, _: m.push(_MARK),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "EMPTY_SET": lambda m, _: m.push(set()),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
+    "TUPLE1": lambda m, _: m.make_tuple(1),
+    "TUPLE2": lambda m, _: m.make_tuple(2),
+    "TUPLE3": lambda m, _: m.make_tuple(3),
+    "SETITEM": lambda m, _: m.set_item(),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
+    "APPEND": lambda m, _: m.append(),
+    "APPENDS": lambda m, _: m.append_all(),
+    "ADDITEMS": lambda m, _: m.add_items(),
+    "GLOBAL": lambda m, names: m.find(names.replace(" ", ".", 1)),
+    "STACK_GLOBAL": lambda m, _: m.find_on_stack(),
+    "REDUCE": lambda m, _: m.reduce(),
+    "NEWOBJ": lambda m, _: m.new_object(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.persistent(),
 }
+
+
+# what the allowed globals make
+
+_STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
+    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
+    "BoolStorage": "BOOL",
+}  # fmt: skip
+_STORAGE_DTYPES = {f"{module}.{name}": dtype for module in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()}
+_UNTYPED = "torch.storage.UntypedStorage"
+_DTYPES = {
+    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
+    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}  # fmt: skip
+
+
+def _storage(identity: Any) -> Storage:
+    """torch's persistent id: ("storage", class, key, device, elements)."""
+    kind, cls, key, _, count = identity
+    if kind != "storage" or type(cls) is not Global or type(key) is not str:
+        raise MalformedError("a storage that torch does not write")
+    return Storage(key, None if cls.path == _UNTYPED else _STORAGE_DTYPES[cls.path], _count(count))
+
+
+def _count(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise MalformedError("a size that is not a whole number")
+    return number
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is not tuple or len(numbers) > 64:
+        raise MalformedError("a shape that torch does not write")
+    return tuple(map(_count, numbers))
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
+    return _tensor_of_dtype(storage, offset, shape, stride, None, None, None)
+
+
+def _tensor_of_dtype(
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> Tensor:
+    if type(storage) is not Storage:
+        raise MalformedError("a tensor without a storage")
+    held = storage.dtype if dtype is None else _DTYPES.get(dtype.path)
+    if held is None:
+        raise MalformedError("a dtype that is not supported")
+    tensor = Tensor(storage, held, _count(offset), _counts(shape), _counts(stride))
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
+    if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[held] > storage.size:
+        raise MalformedError("a tensor larger than its storage")
+    return tensor
+
+
+def _parameter(data: Any, *_: Any) -> Tensor:
+    if type(data) is not Tensor:
+        raise MalformedError("a parameter without data")
+    return data
+
+
+def _from_type(make: Any, cls: Any, arguments: Any, state: Any) -> Any:
+    return _call(make, arguments)
+
+
+def _size(*arguments: Any) -> tuple[int, ...]:
+    return _counts(*arguments)
+
+
+def _dict(*arguments: Any) -> dict[Any, Any]:
+    """An OrderedDict, a Counter or a defaultdict; their items may come as one argument or later."""
+    given = arguments[-1] if arguments and type(arguments[-1]) in (dict, list) else {}
+    if type(given) is list:  # pairs, as Python 2 wrote them
+        return {key: value for key, value in given if type(key) in (str, int)}
+    return dict(given)
+
+
+def _set(*arguments: Any) -> set[Any]:
+    (items,) = arguments or ([],)
+    return {_key(item) for item in items}
+
+
+def _number(value: Any) -> Any:
+    if type(value) not in (int, float, str):
+        raise MalformedError("an enumeration's member without a value")
+    return value
+
+
+def _bytes(text: Any, encoding: Any = "latin1") -> bytes:
+    if type(text) is not str or encoding != "latin1":
+        raise MalformedError("bytes that Python does not write")
+    return text.encode("latin1")
+
+
+def _class(path: str) -> Global:
+    return Global(path, lambda *arguments: Inert(path, arguments), is_class=True)
+
+
+def _allow(functions: dict[str, Callable[..., Any] | None], *classes: str) -> dict[str, Global]:
+    return {path: Global(path, make) for path, make in functions.items()} | {path: _class(path) for path in classes}
+
+
+_BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
+_CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, _UNTYPED, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
+TORCH = _allow(
+    {
+        **dict.fromkeys(_CONSTANTS),
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch._utils._rebuild_parameter_with_state": _parameter,
+        "torch._tensor._rebuild_from_type_v2": _from_type,
+        "torch.Size": _size,
+        "torch.serialization._get_layout": _number,
+        "collections.OrderedDict": _dict,
+        "collections.Counter": _dict,
+        "collections.defaultdict": _dict,
+        "__builtin__.set": _set,
+        "builtins.set": _set,
+        "_codecs.encode": _bytes,
+    },
+    "torch.device",
+    # numpy's scalars, where a run's own state holds them
+    "numpy.dtype",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+)
+"""In what torch.save writes."""
+DEEPSPEED = TORCH | _allow(
+    {"deepspeed.runtime.zero.config.ZeroStageEnum": _number},
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""In the files of DeepSpeed's save_checkpoint."""
+_DCP = "torch.distributed.checkpoint.metadata."
+DISTRIBUTED = TORCH | _allow(
+    {f"{_DCP}_MEM_FORMAT_ENCODING": _number},
+    *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+                               "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+)  # fmt: skip
+"""In the `.metadata` of torch.distributed.checkpoint."""

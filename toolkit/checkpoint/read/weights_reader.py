@@ -8,8 +8,8 @@ from itertools import zip_longest
 from pathlib import Path
 
 from toolkit.checkpoint.read.deepspeed_reader import tied_tensors
-from toolkit.checkpoint.read.pickled_names import Tensor
 from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.unpickle import Tensor
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError, listing

@@ -21,7 +21,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from toolkit.errors import UserError
 from toolkit.models.bigbird import blocked, flex, gathered
-from toolkit.models.bigbird.plan import Pattern, full_up_to
+from toolkit.models.bigbird.plan import Pattern
+from toolkit.pretrained import full_attention_up_to
 
 _BACKENDS: dict[str, ModuleType] = {"blocked": blocked, "gathered": gathered, "flex": flex}
 _BY_DEVICE = {"cpu": "blocked", "cuda": "flex"}
@@ -79,7 +80,7 @@ class SparseAttention(theirs.BigBirdAttention):
 
 def runs_full(config: Any, attention: str, length: int) -> bool:
     """Whether a batch of so many tokens runs full attention: asked for, or too short for the pattern."""
-    return attention == "full" or length <= full_up_to(config.block_size, config.num_random_blocks)
+    return attention == "full" or length <= full_attention_up_to(config.block_size, config.num_random_blocks)
 
 
 def _bias(visible: torch.Tensor | None, like: torch.Tensor, hidden: float) -> torch.Tensor | None:

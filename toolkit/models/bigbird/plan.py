@@ -18,14 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from toolkit.pretrained import full_attention_up_to
+
 # Lengths whose random blocks transformers draws from the first _EARLY tokens, by the paper's own rule
 _PAPER_LENGTHS = (1024, 3072, 4096)
 _EARLY = 1024
-
-
-def full_up_to(block: int, random: int) -> int:
-    """Tokens up to which a BigBird runs full attention: two blocks that read all, three neighbours, 2 x random."""
-    return (5 + 2 * random) * block
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class Pattern:
     @property
     def shortest(self) -> int:
         """Tokens up to which the pattern does not fit and transformers runs full attention."""
-        return full_up_to(self.block, self.random)
+        return full_attention_up_to(self.block, self.random)
 
     @property
     def layout(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""toolkit/launch/memory.py: memory that runs out is answered with the setting that mends it."""
+"""toolkit/memory.py: memory that runs out is answered with the setting that mends it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from tests.runs import Finished, recipe
 from tests.splits import of_lengths
-from toolkit import launch
-from toolkit.data.batches import shares
-from toolkit.launch import failure, memory
+from toolkit import launch, memory
+from toolkit.data.batches import micro_batches
+from toolkit.launch import failure
 
 ABSURD = 1 << 50
 
@@ -140,7 +140,7 @@ def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
         lengths = np.full(4 * samples, width)
         assert tokens >= width  # otherwise it would be refused
         for per_device, max_tokens in ((fewer, None), (samples, tokens)):
-            found = shares(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
+            found = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
             assert max(len(share) for share in found) <= max(1, samples // 2)
 
 

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import xxhash
 from filelock import FileLock
 
 from toolkit import launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+_CHUNK_BYTES = 1 << 20
 
 
 def cache_folder() -> Path:
@@ -43,3 +46,12 @@ def made_once(kind: str, digest: str, make: Callable[[Path], None], accelerator:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
         launch.same_everywhere(accelerator, f"the {kind}", {"what they were made of": digest})
     return folder
+
+
+def digest_of_file(path: Path) -> str:
+    """xxh3 of the file's bytes: the same content is the same file, wherever it lies."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,197 @@
+"""Every kind of optimizer goes on from a checkpoint as if it had not stopped; what cannot be carried over is refused by
+name before anything is changed. Across strategies: tests/checkpoint/test_elastic_state.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.checkpoint.elastic_ways import OPTIMIZERS, Lion
+from tests.checkpoint.test_restore import ACCELERATOR, Flattened, assert_same, snapshot
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.live import LiveState, live_state
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.restore import restore
+from toolkit.checkpoint.save import drafts_of, optimizer_facts, write, written_by
+from toolkit.errors import UserError
+
+
+class Strange(torch.optim.Optimizer):
+    """Keeps matrices, plain numbers, a hyperparameter of its own and something of no parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "d": 1.0, "betas": (0.5, 0.5)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        seen = self.state.setdefault("seen", {"steps": 0})  # type: ignore[arg-type]
+        seen["steps"] += 1
+        for group in self.param_groups:
+            group["d"] *= 1.5
+            group["betas"] = (group["betas"][0] * 0.9, 0.5)
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                rows = parameter.grad.view(len(parameter.grad), -1)
+                state["matrix"] = state.get("matrix", 0) + rows @ rows.T
+                state["count"], state["sign"], state["none"] = state.get("count", 0) + 1, True, None
+                scale = group["d"] * seen["steps"] * state["count"] / (1 + state["matrix"].trace())
+                parameter.sub_(parameter.grad, alpha=group["lr"] * float(scale) * group["betas"][0])
+
+
+MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    **{name: functools.partial(make, lr=0.01) for name, (make, _) in OPTIMIZERS.items()},
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "nadam": functools.partial(torch.optim.NAdam, lr=0.01),
+    "asgd": functools.partial(torch.optim.ASGD, lr=0.01),
+    "transformers": functools.partial(transformers.Adafactor, lr=0.01, relative_step=False),
+    "strange": functools.partial(Strange, lr=0.01),
+}
+
+
+def started(name: str, steps: int) -> LiveState:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Embedding(13, 7), nn.Linear(7, 11), nn.Tanh(), nn.Linear(11, 13))
+    state = live_state(ACCELERATOR, model, MAKERS[name](model.parameters()))
+    for step in range(steps):
+        take_step(state, step)
+    return state
+
+
+def take_step(state: LiveState, step: int) -> float:
+    tokens = torch.randint(13, (6,), generator=torch.Generator().manual_seed(step))
+    loss = nn.functional.cross_entropy(state.module(tokens), tokens.roll(1))
+    state.optimizer.zero_grad()
+    loss.backward()
+    state.optimizer.step()
+    return loss.item()
+
+
+def saved(state: LiveState, folder: Path, **manifest: Any) -> CheckpointReader:
+    folders.begin(folder)
+    for draft in drafts_of(state, set(), rank=0):
+        write(draft, folder)
+    content = {"format": 1, "step": 3, "state": "whole", "world": 1, "optimizer": optimizer_facts(state)}
+    files = folders.described(folder, written_by(folder, 0))
+    folders.publish(folder, {**content, "files": files, **manifest})
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, before: int) -> None:
+    """`before`: steps that the resumed optimizer has taken, which must leave no trace."""
+    state = started(name, 3)
+    reader, there = saved(state, tmp_path / "one"), snapshot(state)
+    undisturbed = [take_step(state, step) for step in range(3, 6)]
+    fresh = started(name, before)
+    restore(fresh, reader, 3)
+    assert_same(snapshot(fresh), there)
+    assert [take_step(fresh, step) for step in range(3, 6)] == undisturbed
+
+
+def test_what_was_saved_before_the_first_step(tmp_path: Path) -> None:
+    state = started("momentum", 0)
+    fresh = started("momentum", 3)
+    restore(fresh, saved(state, tmp_path / "one"), 0)
+    assert not fresh.optimizer.state
+    assert [take_step(fresh, step) for step in range(2)] == [take_step(state, step) for step in range(2)]
+
+
+def test_settings_of_this_run_are_not_those_of_the_saved_one(tmp_path: Path) -> None:
+    """What the optimizer changes itself comes back; what the user gives does not."""
+    state, fresh = started("lion", 3), started("lion", 0)
+    fresh.optimizer.param_groups[0]["weight_decay"] = 0.25
+    restore(fresh, saved(state, tmp_path / "one"), 3)
+    assert fresh.optimizer.param_groups[0]["weight_decay"] == 0.25
+    assert fresh.optimizer.param_groups[0]["k"] == 3
+
+
+def refused(state: LiveState, reader: CheckpointReader) -> str:
+    before = snapshot(state)
+    with pytest.raises(UserError) as caught:
+        restore(state, reader, 3)
+    assert_same(snapshot(state), before)
+    return str(caught.value)
+
+
+def test_another_class_is_refused(tmp_path: Path) -> None:
+    reader = saved(started("momentum", 3), tmp_path / "one")
+    assert "was saved by SGD, and this run has AdamW" in refused(started("adamw", 1), reader)
+
+
+def test_the_first_checkpoints_did_not_say_their_class(tmp_path: Path) -> None:
+    reader = saved(started("adamw", 3), tmp_path / "one", optimizer=None)
+    restore(started("adamw", 0), reader, 3)
+    assert "was saved by AdamW, and this run has Lion" in refused(started("lion", 1), reader)
+
+
+def test_other_groups_are_refused(tmp_path: Path) -> None:
+    fresh = started("lion", 0)
+    one, *others = fresh.module.parameters()
+    optimizer = Lion([{"params": [one]}, {"params": others}], lr=0.01)
+    said = refused(live_state(ACCELERATOR, fresh.module, optimizer), saved(started("lion", 3), tmp_path / "one"))
+    assert "Lion had 1 groups of parameters, in which it changed k, and has 2" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("adafactor", "col_var, row_var"), ("transformers", "exp_avg_sq_col, exp_avg_sq_row")]
+)
+def test_factors_do_not_cross_into_or_out_of_zero(tmp_path: Path, name: str, key: str) -> None:
+    """An optimizer over matrices sees vectors under ZeRO, and keeps something else of them."""
+    state = started(name, 3)
+    reader = saved(state, tmp_path / "one")
+    fresh = started(name, 2)
+    alike = {name: {"variance": weight} for name, weight in reader.weights.items()}
+    flat = dataclasses.replace(reader, strategy="zero2", world=2, optimizer_state=alike)
+    assert f"keeps {key}" in (said := refused(fresh, flat))
+    assert "resume under zero2 with 2" in said
+    assert f"keeps {key}" in refused(Flattened(fresh), reader)
+
+
+def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -> None:
+    reader = saved(started("lion", 3), tmp_path / "one")
+    tables = [{"groups": [{"k": count}], "state": {}} for count in (3, 4)]
+    apart = dataclasses.replace(reader, strategy="zero2", world=2, optimizer={"class": "Lion", "ranks": tables})
+    assert "each process of zero2 has its own k" in refused(started("lion", 0), apart)
+
+
+class Listing(Lion):
+    """Keeps a list, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["history"] = [1]
+
+
+def test_what_no_checkpoint_can_hold_is_refused_at_the_save() -> None:
+    model = nn.Linear(2, 2)
+    for optimizer, said in (
+        (Listing(model.parameters(), lr=0.1), r"Listing keeps history \(list\) of weight"),
+        (Lion([*model.parameters(), nn.Parameter(torch.ones(5))], lr=0.1), r"shape \[5\] that is not the model's"),
+    ):
+        state = live_state(ACCELERATOR, model, optimizer)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(UserError, match=said):
+            optimizer_facts(state)
+
+
+def test_the_files_of_adam_are_as_they_were(tmp_path: Path) -> None:
+    """Whoever reads optimizer.safetensors finds the keys of the first format, and no metadata of ours but checksums."""
+    reader = saved(started("adamw", 3), tmp_path / "one")
+    assert {tuple(kept) for kept in reader.optimizer_state.values()} == {("exp_avg", "exp_avg_sq")}
+    content = (tmp_path / "one" / "optimizer.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header.pop("__metadata__")) == ["crc32"]
+    assert {key.partition(".")[0] for key in header} == {"exp_avg", "exp_avg_sq", "step"}

@@ -1,0 +1,135 @@
+"""Two texts read as a pair (--text_pair): their tokens and token types are the tokenizer's own."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.runs import recipe, start
+from toolkit.config import TaskSettings, build
+from toolkit.data.batches import Collator
+from toolkit.data.jieba_tokenizer import words_first
+from toolkit.data.prepare import prepare_data
+from toolkit.data.tokens import encode, load_split, refuse_pairs, save_split
+from toolkit.errors import UserError
+
+MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
+ROWS = [
+    {"question": "good film", "answer": "很好 的 书店", "label": "yes"},
+    {"question": "the " * 30, "answer": "a", "label": "no"},
+    {"question": "书店", "answer": "the room " * 20, "label": "no"},
+    {"question": "the price", "answer": "good", "label": "yes"},
+]
+QUESTIONS, ANSWERS = ([row[name] for row in ROWS] for name in ("question", "answer"))
+PAIRS = {"text_column": "question", "text_pair": "answer"}
+
+
+def as_roberta(tokenizer: Any) -> Any:
+    """It has no token types."""
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, as_roberta, words_first])
+def test_a_batch_of_pairs_is_the_tokenizers_own(tiny_model: Path, tmp_path: Path, kind: Any, side: str) -> None:
+    tokenizer = kind(AutoTokenizer.from_pretrained(tiny_model, padding_side=side))
+    arrays, cut = encode(tokenizer, QUESTIONS, 24, pairs=ANSWERS)
+    save_split(
+        tmp_path / "test", {**arrays, "labels": np.zeros(4), "rows": np.arange(4)}, texts=QUESTIONS, pairs=ANSWERS
+    )
+    split = load_split(tmp_path, "test")
+    batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
+    theirs = tokenizer(QUESTIONS, ANSWERS, truncation="longest_first", max_length=24, padding=True, return_tensors="pt")
+    assert ("token_type_ids" in batch.inputs) == (kind is not as_roberta)
+    assert batch.inputs.keys() == theirs.keys()
+    assert all(torch.equal(batch.inputs[name], theirs[name]) for name in theirs)
+    assert cut == 2
+    assert split.texts()[3] == "the price\ngood"
+    shorter = Collator(split.cut(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
+    assert shorter.inputs["input_ids"].tolist() == [
+        tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
+    ]
+
+
+def test_a_text_alone_has_no_token_types(tokenizer: Any) -> None:
+    assert set(encode(tokenizer, QUESTIONS, 24)[0]) == {"input_ids", "offsets"}
+
+
+@pytest.fixture
+def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., Any]:
+    def run(rows: list[dict[str, Any]], **given: Any) -> Any:
+        files = {"train_file": write_rows("train.jsonl", rows), "validation_file": write_rows("validation.jsonl", rows)}
+        return prepare_data(build(TaskSettings, files | {"text_column": "question"} | given), tokenizer, MODEL)
+
+    return run
+
+
+def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any]) -> None:
+    data, alone = prepared(ROWS, text_pair="answer"), prepared(ROWS)
+    assert data.digest != alone.digest
+    assert (data.text_pair, data.facts["text_pair"]) == ("answer", "answer")
+    assert "text_pair" not in alone.facts
+    assert data.train.token_types.max() == 1
+    assert alone.train.token_types is None
+    assert data.validation.texts()[0] == "good film\n很好 的 书店"
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "said"),
+    [
+        (ROWS, {"text_pair": "anwser"}, r"has no column 'anwser' \(did you mean answer\?\).*--text_pair"),
+        (ROWS, {"text_pair": "question"}, "--text_pair question is the first text's column too"),
+        (
+            [*ROWS, {**ROWS[0], "answer": " "}],
+            {"text_pair": "answer"},
+            r"column 'answer' is empty in 1 of 5 rows \(rows 5\)",
+        ),
+        (ROWS, {"text_pair": "answer", "max_length": 3}, "--max_length 3 holds no token of a text beside the 3"),
+    ],
+)
+def test_faults_of_pairs(prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        prepared(rows, **given)
+
+
+def test_an_empty_second_text_is_left_out_when_asked(prepared: Callable[..., Any]) -> None:
+    data = prepared([{**ROWS[0], "answer": ""}, *ROWS], text_pair="answer", drop_empty_text=True)
+    assert data.train.rows.tolist() == [1, 2, 3, 4]
+
+
+def test_a_model_that_knows_one_type_is_refused(tokenizer: Any) -> None:
+    refuse_pairs(tokenizer, SimpleNamespace(type_vocab_size=2))
+    with pytest.raises(UserError, match="the model has only type 0"):
+        refuse_pairs(tokenizer, SimpleNamespace(type_vocab_size=1))
+
+
+def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    """`toolkit predict` reads the columns that the run learned from."""
+    data, run = write_rows("pairs.jsonl", ROWS * 3), tmp_path / "run"
+    arguments = ["--model_name_or_path", tiny_model, "--text_column", "question", "--text_pair", "answer"]
+    finished = recipe(
+        "--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run
+    )
+    assert finished.code == 0, finished.err[-3000:]
+    with (tmp_path / "new.csv").open("w", encoding="utf-8") as file:
+        csv.writer(file).writerows([("question", "answer"), *zip(QUESTIONS, ANSWERS, strict=True)])
+    predicted = start(["toolkit", "predict", run / "model", tmp_path / "new.csv"])
+    assert predicted.code == 0, predicted.err[-3000:]
+    assert "reading columns question and answer" in predicted.out + predicted.err
+    model, tokenizer = (
+        kind.from_pretrained(run / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
+    )
+    with torch.no_grad():
+        chances = model.eval()(**tokenizer(QUESTIONS, ANSWERS, padding=True, return_tensors="pt")).logits.softmax(-1)
+    with (tmp_path / "new.predictions.csv").open(encoding="utf-8") as file:
+        found = [[float(row["probability_no"]), float(row["probability_yes"])] for row in csv.DictReader(file)]
+    torch.testing.assert_close(torch.tensor(found), chances, rtol=0, atol=1e-5)

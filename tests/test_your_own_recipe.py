@@ -1,0 +1,169 @@
+"""docs/your-own-recipe.md: each of its edits of recipes/cls.py runs, with equal losses under every launch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import BertConfig, BertModel
+
+from tests.jobs_worker import run_jobs
+from tests.runs import ROOT, WAYS, lines_of, losses_of
+
+PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
+STEPS = 6
+COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+          "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
+          "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
+HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
+# run -> (edit, its settings)
+JOBS: dict[str, tuple[str, list[Any]]] = {
+    "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
+    "rdrop": ("rdrop", []),
+    "contrastive": ("contrastive", []),
+    "metric": ("metric", ["--metric_for_best_model", "mcc"]),
+    "sgd": ("sgd", []),
+    "sgd again": ("sgd", []),
+    "adafactor": ("adafactor", []),
+    "adafactor again": ("adafactor", []),
+    "frozen": ("frozen", []),
+    "own_model": ("own_model", []),
+    "own_model again": ("own_model", []),
+    "pair": ("", ["--text_pair", "second", "--model_name_or_path", "PAIRS"]),
+}
+# what looks at a micro-batch, or at a whole parameter, is another thing where there are others of them
+DIFFERENT = {"contrastive": ("ddp x2", "zero3 x2"), "adafactor": ("zero3 x2",), "adafactor again": ("zero3 x2",)}
+
+
+def edits_of(page: Path) -> dict[str, list[str]]:
+    """Name -> its diffs."""
+    _, *parts = re.split(r"<!-- edit: (\w+) -->", page.read_text(encoding="utf-8"))
+    found = {}
+    for name, text in zip(parts[::2], parts[1::2], strict=True):
+        found[name] = re.findall(r"```diff\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+    return found
+
+
+def edited(diffs: list[str]) -> str:
+    """recipes/cls.py after them; what they take away must be there, once."""
+    text = (ROOT / "recipes" / "cls.py").read_text(encoding="utf-8")
+    for diff in diffs:
+        lines = diff.splitlines()
+        before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))
+        after = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("-"))
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+def test_both_languages_show_the_same_edits() -> None:
+    english, chinese = map(edits_of, PAGES)
+    assert english == chinese
+    assert {edit for edit, _ in JOBS.values() if edit} == set(english)
+
+
+def reads_pairs(model: Path, folder: Path) -> None:
+    """The tiny BERT with a second token type."""
+    shutil.copytree(model, folder)
+    torch.manual_seed(3)
+    BertModel(BertConfig.from_pretrained(folder, type_vocab_size=2)).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
+    """A way to start -> the folder with its runs; each way is started once."""
+    folder = tmp_path_factory.mktemp("own")
+    table = pd.read_csv(reviews)
+    table["second"] = table["text"].str[::-1].str[:40]
+    table.to_csv(folder / "rows.csv", index=False)
+    reads_pairs(tiny_model, folder / "PAIRS")
+
+    def run(way: str) -> Path:
+        runs = folder / way
+        if not runs.exists():
+            runs.mkdir()
+            for name, diffs in edits_of(PAGES[0]).items():
+                (runs / f"own_{name}.py").write_text(edited(diffs), encoding="utf-8")
+            data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
+            jobs: list[list[Any]] = []
+            for name, (edit, settings) in JOBS.items():
+                settings = [folder / word if word == "PAIRS" else word for word in settings]
+                job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, *settings, "--output_dir", runs / name]
+                jobs += [[*job, *HALF]] if name.endswith("again") else []
+                jobs.append([*job, "--max_steps", STEPS])
+            run_jobs(runs, WAYS[way], jobs, seconds=500)
+        return runs
+
+    return run
+
+
+def test_a_focal_loss_is_what_the_evaluation_shows(runs_of: Callable[[str], Path]) -> None:
+    run = runs_of("single") / "focal"
+    assert json.loads((run / "config.json").read_text())["settings"]["gamma"] == 1.5
+    lines = lines_of(run / "predictions.jsonl")
+    chance = np.array([line["probabilities"][("neg", "pos").index(line["label"])] for line in lines])
+    weight = np.array([2.0 if line["label"] == "pos" else 1.0 for line in lines])
+    focal = (weight * (1 - chance) ** 1.5 * -np.log(chance)).mean()
+    assert lines_of(run / "eval.jsonl")[-1]["loss"] == pytest.approx(focal, rel=1e-3)
+    assert losses_of(run) != pytest.approx(losses_of(runs_of("single") / "rdrop"), rel=1e-2)
+
+
+def test_a_metric_of_ones_own_is_shown_and_decides(runs_of: Callable[[str], Path]) -> None:
+    run = runs_of("single") / "metric"
+    evaluations = lines_of(run / "eval.jsonl")
+    best = max(evaluations, key=lambda line: line["mcc"])
+    assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == best["step"]
+    assert "mcc" in (run / "report.html").read_text(encoding="utf-8")
+    assert "mcc" in (run / "model" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_card_names_the_optimizer_that_was_used(runs_of: Callable[[str], Path]) -> None:
+    assert "SGD" in (runs_of("single") / "sgd" / "model" / "README.md").read_text(encoding="utf-8")
+
+
+def test_frozen_layers_stay_as_they_were(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "frozen/model"))
+    name = "embeddings.word_embeddings.weight"
+    assert (before[name] == after[f"bert.{name}"]).all()
+    assert (before[name] != load_file(runs_of("single") / "sgd/model/model.safetensors")[f"bert.{name}"]).any()
+
+
+def test_a_model_of_ones_own_saves_what_it_takes_to_build_it(runs_of: Callable[[str], Path]) -> None:
+    model = runs_of("single") / "own_model" / "model"
+    assert {"head.weight", "head.bias"} <= set(load_file(model / "model.safetensors"))
+    assert (model / "classes.txt").read_text() == "2\n"
+    assert (model / "encoder" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "own_model"])
+@pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
+                                 pytest.param("zero3 x2", marks=pytest.mark.multiprocess)])  # fmt: skip
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
+    undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
+    assert len(resumed) == STEPS
+    assert resumed == pytest.approx(undisturbed, rel=1e-6)
+    assert len(set(resumed)) == STEPS
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
+@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2"])
+def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
+    found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
+    assert len(found) == STEPS
+    if way in DIFFERENT.get(name, ()):
+        assert all(map(np.isfinite, found))
+        assert found != pytest.approx(expected, rel=1e-5)  # as the page says
+        return
+    assert found == pytest.approx(expected, rel=1e-5)
+    mine, theirs = (lines_of(runs_of(run) / name / "eval.jsonl")[-1] for run in (way, "single"))
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

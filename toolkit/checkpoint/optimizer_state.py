@@ -1,0 +1,88 @@
+"""What an optimizer of any class keeps: per element of its parameters, in other shapes, and in its groups."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+# By the names safetensors uses, as in `TensorIndex.dtype`.
+TORCH_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps of one tensor, by its own keys."""
+
+    elements: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the tensor's shape."""
+    factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of another shape, such as the rows and columns of Adafactor (Shazeer and Stern, 2018)."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """Tensors without dimensions, numbers, bools, texts, None."""
+    unknown: dict[str, Any] = field(default_factory=dict)
+    """Anything else, which no checkpoint holds."""
+
+
+def kept_of(optimizer: Any, tensor: torch.Tensor) -> Kept:
+    """The state as it is: nothing is made of a tensor that has taken no step."""
+    kept = Kept()
+    for key, value in optimizer.state.get(tensor, {}).items():
+        if not isinstance(key, str) or "." in key:
+            kept.unknown[str(key)] = value
+        elif not isinstance(value, torch.Tensor):
+            (kept.scalars if isinstance(value, _PLAIN) else kept.unknown)[key] = value
+        elif value.dtype not in DTYPE_NAMES:
+            kept.unknown[key] = value
+        elif value.shape == tensor.shape and (value.dim() or key != "step"):
+            kept.elements[key] = value
+        else:
+            (kept.factors if value.dim() else kept.scalars)[key] = value
+    return kept
+
+
+_BEGAN_WITH: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+
+
+def remember_groups(optimizer: Any) -> None:
+    """Keeps the hyperparameters an optimizer begins with, by which `changed_groups` knows what it changes itself."""
+    if optimizer not in _BEGAN_WITH:
+        stepped = optimizer.defaults if optimizer.state else {}
+        _BEGAN_WITH[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
+
+
+def changed_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each parameter group the hyperparameters that are not those it began with."""
+    pairs: Any = itertools.zip_longest(optimizer.param_groups, _BEGAN_WITH[optimizer], fillvalue={})
+    return [
+        {key: value for key, value in _hyperparameters(group).items() if key not in first or value != first[key]}
+        for group, first in pairs
+    ]
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: plain(value) for key, value in group.items() if key not in ("params", "initial_lr")}
+
+
+def plain(value: Any) -> Any:
+    """As JSON holds it; anything else as it is."""
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)

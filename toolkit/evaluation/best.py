@@ -1,0 +1,106 @@
+"""Which evaluation was the best so far, by `--metric_for_best_model`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from toolkit.config import Task, TrainingSettings
+from toolkit.data.tokens import Split, TitleSplit
+from toolkit.errors import UserError, did_you_mean
+from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation
+
+USUAL: dict[Task, str] = {
+    "single_label_classification": "f1_macro",
+    "multi_label_classification": "f1_micro",
+    "regression": "loss",
+    "title_generation": "rougeL",
+}
+_LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
+_TRIED_TITLES = 20
+
+
+class Best:
+    """The best evaluation so far, and how long ago it was."""
+
+    def __init__(
+        self, metric: str | None, problem_type: Task, patience: int | None = None, greater_is_better: bool | None = None
+    ) -> None:
+        """`patience`: evaluations without a better one after which training stops."""
+        self.patience = patience or math.inf
+        self.metric = (metric or USUAL[problem_type]).removeprefix("eval_")
+        if greater_is_better is None:
+            greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)
+        self.sign = 1.0 if greater_is_better else -1.0
+        self.forget()
+
+    def forget(self) -> None:
+        """As before the first evaluation."""
+        self.value = -math.inf
+        self.step = 0
+        self.waited = 0
+        """Evaluations since the best one."""
+
+    def improved(self, evaluation: Evaluation, step: int) -> bool:
+        """Takes note of an evaluation; True when it is better than all before it."""
+        value = self.sign * evaluation.numbers[self.metric]
+        if value > self.value:
+            self.value, self.step, self.waited = value, step, 0
+            return True
+        self.waited += 1
+        return False
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether there has been no better evaluation for so long that training stops."""
+        return self.waited >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: JSON."""
+        value = None if math.isinf(self.value) else self.value
+        return {"metric": self.metric, "value": value, "step": self.step, "waited": self.waited}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint's state; anew where that was of another metric."""
+        if state["metric"] == self.metric and state["value"] is not None:
+            self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
+
+
+def make_best(
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    problem_type: Task,
+    compute_metrics: ComputeMetrics,
+    split: Split,
+    size: int,
+) -> Best:
+    """`Best` for a recipe's metrics, which are computed once, on random outputs of `size` numbers per sample: what
+    fails in them, or is not among them, is an error now and not after an epoch. All processes call this.
+
+    Raises UserError for a `--metric_for_best_model` that they do not hold.
+    """
+    best = Best(
+        settings.metric_for_best_model, problem_type, settings.early_stopping_patience, settings.greater_is_better
+    )
+    numbers = compute_metrics(*_tried(split, size)) if accelerator.is_main_process else {}
+    known = ["loss", *(name for name, number in numbers.items() if isinstance(number, float))]
+    known = broadcast_object_list([known])[0]
+    if best.metric not in known:
+        wanted = settings.metric_for_best_model or best.metric
+        raise UserError(
+            f"--metric_for_best_model {wanted}{did_you_mean(best.metric, known)}: {problem_type} has {', '.join(known)}"
+        )
+    return best
+
+
+def _tried(split: Split, size: int) -> tuple[Any, Any]:
+    """Outputs as `compute_metrics` gets them, and what is true."""
+    if isinstance(split, TitleSplit):
+        titles = split.titles()[:_TRIED_TITLES]
+        return titles, titles
+    return np.random.default_rng(0).standard_normal((len(split), size)).astype(np.float32), split.labels

@@ -1,0 +1,107 @@
+"""Classes and numbers: the metrics of an evaluation, and its predictions as a reader wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.config import ProblemType
+from toolkit.data.labels import Labels
+from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation, Lines, evaluation_of
+from toolkit.evaluation.outputs import Outputs
+
+# eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
+MOST_CONFUSABLE = 100
+
+
+def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
+    """The evaluation of gathered logits (N, C) and losses (N,); every process gets the numbers."""
+
+    def numbers_of(arrays: list[np.ndarray]) -> tuple[np.ndarray, dict[str, Any], Lines]:
+        logits, losses = arrays
+        lines = partial(prediction_lines, outputs.split.rows, logits, outputs.split.labels, labels)
+        return losses, compute_metrics(logits, outputs.split.labels), lines
+
+    return evaluation_of(outputs, numbers_of)
+
+
+def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
+    """(N, C) logits and (N,) or (N, C) labels -> the numbers of eval.jsonl, computed once, from every sample.
+
+    For classes: accuracy, F1 (macro, micro, weighted), each class's own numbers and the confusion matrix; for
+    regression: mean squared and absolute error, and Pearson's correlation.
+    """
+    from sklearn import metrics as sk  # a second's import, and only the main process computes
+
+    if labels.problem_type == "regression":
+        return _of_numbers(logits[:, 0], truth)
+    classes = list(range(labels.size))
+    single = labels.problem_type == "single_label_classification"
+    guess = logits.argmax(axis=1) if single else (logits > 0).astype(int)
+    truth = truth if single else truth.astype(int)
+    numbers: dict[str, Any] = {"accuracy": float(sk.accuracy_score(truth, guess))}
+    for average in ("macro", "micro", "weighted"):
+        numbers[f"f1_{average}"] = float(sk.f1_score(truth, guess, labels=classes, average=average, zero_division=0))
+    precision, recall, f1, support = sk.precision_recall_fscore_support(
+        truth, guess, labels=classes, average=None, zero_division=0
+    )
+    numbers["per_class"] = {
+        name: {"precision": float(p), "recall": float(r), "f1": float(f), "support": int(s)}
+        for name, p, r, f, s in zip(labels.names, precision, recall, f1, support, strict=True)
+    }
+    if single and labels.size <= MOST_CONFUSABLE:
+        numbers["confusion_matrix"] = sk.confusion_matrix(truth, guess, labels=classes).tolist()
+    return numbers
+
+
+def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
+    from scipy.stats import pearsonr
+    from sklearn import metrics as sk
+
+    varied = len(truth) > 1 and np.ptp(truth) > 0 and np.ptp(guess) > 0
+    return {
+        "mse": float(sk.mean_squared_error(truth, guess)),
+        "mae": float(sk.mean_absolute_error(truth, guess)),
+        # without variation there is no correlation to speak of
+        "pearson": float(pearsonr(truth, guess).statistic) if varied else 0.0,
+    }
+
+
+def probabilities_of(logits: np.ndarray, problem_type: ProblemType) -> np.ndarray:
+    """(N, C) logits -> (N, C) float32: softmax, or a sigmoid per class; regression keeps its numbers."""
+    tensor = torch.from_numpy(logits)
+    if problem_type == "single_label_classification":
+        return tensor.softmax(dim=-1).numpy()
+    return tensor.sigmoid().numpy() if problem_type == "multi_label_classification" else logits
+
+
+def prediction_lines(
+    rows: np.ndarray, logits: np.ndarray, truth: np.ndarray, labels: Labels
+) -> Iterator[dict[str, Any]]:
+    """id (row in the source, from 0), label, prediction, probabilities (in the order of the classes)."""
+    probabilities = probabilities_of(logits, labels.problem_type)
+    for row, label, chances in zip(rows, truth, probabilities, strict=True):
+        yield {"id": int(row), "label": readable(label, labels), **decide(chances, labels)}
+
+
+def decide(chances: np.ndarray, labels: Labels) -> dict[str, Any]:
+    """(C,) probabilities -> prediction and probabilities as they are written."""
+    rounded = [round(float(chance), 6) for chance in chances]
+    if labels.problem_type == "regression":
+        return {"prediction": rounded[0]}
+    if labels.problem_type == "single_label_classification":
+        return {"prediction": labels.names[int(chances.argmax())], "probabilities": rounded}
+    return {"prediction": readable(chances > 0.5, labels), "probabilities": rounded}
+
+
+def readable(label: Any, labels: Labels) -> Any:
+    """A label as its name, its names (multi-label) or its number."""
+    if labels.problem_type == "single_label_classification":
+        return labels.names[int(label)]
+    if labels.problem_type == "multi_label_classification":
+        return [name for name, present in zip(labels.names, label, strict=True) if present]
+    return float(label)

@@ -1,0 +1,152 @@
+"""Every sample exactly once, whatever the size of the set, the batch and the world.
+
+Sample ids travel with the outputs through `gather_for_metrics`; the ids that came back are compared
+with the data set before any number is computed from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from toolkit import launch, memory
+from toolkit.config import TrainingSettings
+from toolkit.data import batches
+from toolkit.data.batches import Batch, collator_of
+from toolkit.data.tokens import Split
+from toolkit.errors import UserError, listing
+
+
+class ExactlyOnceError(RuntimeError):
+    """Some sample was predicted never or more than once: no metric of it would be true."""
+
+
+@dataclass(frozen=True)
+class EvaluationBatch(Batch):
+    """A batch whose outputs are to be gathered."""
+
+    gathered_size: int
+    """Samples that each process gathers: the same in all of them."""
+
+    def padded(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """(B, ...) outputs -> (ids, *outputs), each padded to `gathered_size` samples for `gather_for_metrics`,
+        which wants the same shape from every process."""
+        filling = [-1, *[0] * len(outputs)]
+        return tuple(map(self._pad, (self.ids, *outputs), filling))
+
+    def _pad(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
+        missing = self.gathered_size - tensor.shape[0]
+        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing > 0 else tensor
+
+
+def evaluation_batches(
+    accelerator: Accelerator, split: Split, tokenizer: Any, settings: TrainingSettings
+) -> Iterator[EvaluationBatch]:
+    """This process's batches of a whole split, as the settings size them; see `batches_of`."""
+    size = settings.per_device_eval_batch_size or 2 * settings.per_device_batch_size
+    return batches_of(accelerator, split, tokenizer, size, settings.max_tokens_per_batch)
+
+
+def batches_of(
+    accelerator: Accelerator, split: Split, tokenizer: Any, per_device: int, max_tokens: int | None = None
+) -> Iterator[EvaluationBatch]:
+    """Yields this process's batches of a whole split, the longest texts first.
+
+    Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
+    holds padding samples alone.
+    """
+    collate = collator_of(split, tokenizer, accelerator.device)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    for indices in batches.evaluation_batches(split, per_device, rank, world, max_tokens):
+        batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
+        launch.explain_failures(partial(memory.of_evaluation, batch))
+        yield batch
+
+
+class Outputs:
+    """Collects what `gather_for_metrics` returned for a split, on the main process, and checks it."""
+
+    def __init__(self, accelerator: Accelerator, split: Split) -> None:
+        self.accelerator, self.split = accelerator, split
+        self._kept: list[list[np.ndarray]] = []
+
+    def add(self, gathered: Sequence[torch.Tensor]) -> None:
+        """Keeps `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out."""
+        if self.accelerator.is_main_process:
+            real = gathered[0].cpu().numpy() >= 0
+            self._kept.append([part.cpu().numpy()[real] for part in gathered])
+
+    def in_order(self) -> list[np.ndarray]:
+        """The outputs, (N, ...) each, in the order of the source; nothing but on the main process. All call this.
+
+        Raises ExactlyOnceError where a sample is missing or there twice, and UserError where an output is not
+        finite; in every process, so that none waits for another.
+        """
+        columns = [np.concatenate(parts) for parts in zip(*self._kept, strict=True)]
+        main = self.accelerator.is_main_process
+        self._raise_everywhere(ids_fault(columns[0], self.split.rows) if main else "", ExactlyOnceError)
+        self._raise_everywhere(_finite_fault(columns) if main else "", UserError)
+        if not main:
+            return []
+        order = np.argsort(columns[0], kind="stable")
+        return [column[order] for column in columns[1:]]
+
+    def _raise_everywhere(self, fault: str, kind: type[Exception]) -> None:
+        found: list[str] = broadcast_object_list([fault])
+        if found[0]:
+            raise kind(f"{self.split.name}: {found[0]}")
+
+
+@torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
+def predict(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    split: Split,
+    tokenizer: Any,
+    per_device_batch_size: int,
+    max_tokens: int | None = None,
+) -> np.ndarray | None:
+    """(N, C) float32 logits of a whole split on the main process, None on the others; all must call it."""
+    model.eval()
+    outputs = Outputs(accelerator, split)
+    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens):
+        logits = model(**batch.inputs).logits.float()  # (B, C)
+        outputs.add(accelerator.gather_for_metrics(batch.padded(logits)))
+    return next(iter(outputs.in_order()), None)
+
+
+def _finite_fault(columns: Sequence[np.ndarray]) -> str:
+    """A model that diverged has no metric, only rows it fails on."""
+    finite = np.ones(len(columns[0]), bool)
+    for column in columns[1:]:
+        finite &= np.isfinite(column.reshape(len(column), -1)).all(axis=1)
+    bad = np.sort(columns[0][~finite])
+    if not len(bad):
+        return ""
+    rows = listing((bad + 1).tolist())
+    return f"the model's outputs are not finite for rows {rows}: it diverged; lower --learning_rate"
+
+
+def ids_fault(found: np.ndarray, expected: np.ndarray) -> str:
+    """What differs between the ids that came back and those of the data set, or nothing."""
+    unique, counts = np.unique(found, return_counts=True)
+    missing = np.setdiff1d(expected, unique)
+    foreign = np.setdiff1d(unique, expected)
+    twice = unique[counts > 1]
+    faults = [
+        f"{name} {listing(some.tolist())}"
+        for name, some in (
+            ("never predicted: rows", missing),
+            ("more than once: rows", twice),
+            ("unknown:", foreign),
+        )
+        if len(some)
+    ]
+    return "; ".join(faults)

@@ -1,0 +1,137 @@
+"""Files and folders that appear whole or not at all: written beside, flushed, renamed. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from toolkit.errors import UserError
+
+_LEFT_BEHIND = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
+
+
+def draft_of(path: Path, kind: str = "draft") -> Path:
+    """A hidden name beside `path` that no other process takes, on whatever machine or in whatever container."""
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
+
+
+@contextlib.contextmanager
+def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
+    """Gives a name to write a file (or a link) at; it becomes `path`, in one move, when the block has succeeded.
+
+    With `flush` the file and its name are on the disk then. Whatever ends the block early removes the draft and
+    leaves `path` as it was. Makes the folder of `path`. Raises OSError.
+    """
+    draft = draft_of(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield draft
+        if flush:
+            _flush(draft)
+        draft.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+    if flush:
+        flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def replace_folder(path: Path, overwrite: bool = False, flush: bool = True) -> Iterator[Path]:
+    """Gives an empty folder beside `path`, which becomes `path` when the block has succeeded.
+
+    With `flush` everything in it is on the disk before. With `overwrite` it takes the place of what is there, which
+    is removed afterwards; without, what was there or appeared meanwhile (but an empty folder) is left alone.
+    Whatever ends the block early, Ctrl-C included, removes the draft and the parent folders made for it. Raises
+    OSError.
+    """
+    draft = draft_of(path)
+    made = [parent for parent in draft.parents if not parent.exists()]
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        if flush:
+            flush_tree(draft)
+        _move(draft, path, overwrite)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        for parent in made:  # the innermost first, and only when empty
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise
+    if flush:
+        flush_folder(path.parent)
+
+
+def _move(draft: Path, path: Path, overwrite: bool) -> None:
+    if not overwrite or not os.path.lexists(path):
+        draft.rename(path)  # OSError where something is there, but for an empty folder
+        return
+    old = draft_of(path, "old")
+    path.rename(old)
+    try:
+        draft.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Removes what killed writers left beside their targets, and gives a folder back its name that was being replaced.
+
+    Only for a folder in which nobody else is writing.
+    """
+    for path in sorted(folder.glob(".*")):
+        match = _LEFT_BEHIND.fullmatch(path.name)
+        if match is None:
+            continue
+        target = folder / match["name"]
+        if match["kind"] == "old" and not os.path.lexists(target):
+            path.rename(target)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises UserError in place of an OSError of the block, which writes `path` and leaves nothing behind."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; nothing was left behind") from error
+
+
+def flush_tree(folder: Path) -> None:
+    """Everything in the folder, and the names of its files, are on the disk."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _flush(path)
+    flush_folders(folder)
+
+
+def flush_folders(folder: Path) -> None:
+    """The names of the files in the folder and in those within are on the disk."""
+    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        flush_folder(path)
+
+
+def flush_folder(folder: Path) -> None:
+    """What was made, renamed or removed in the folder is on the disk."""
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""What a pretrained model's name stands for: its config, its tokenizer, and errors that name it in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from toolkit.config import PretrainedSettings
+from toolkit.demo import PREFIX, model_path
+from toolkit.errors import UserError, did_you_mean
+
+
+def load_config(settings: PretrainedSettings) -> Any:
+    name = str(settings.model_name_or_path)
+    with explained(name):
+        return AutoConfig.from_pretrained(model_path(name))
+
+
+def encoder_config(config: Any) -> Any:
+    """The config of what reads the texts: an encoder-decoder has two."""
+    return getattr(config, "encoder", config)
+
+
+def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
+    """Tokens up to which a BigBird runs full attention: two blocks that read all, three neighbours, 2 x random."""
+    return (5 + 2 * num_random_blocks) * block_size
+
+
+def load_plain_tokenizer(name: str) -> Any:
+    """The tokenizer of a folder, a hub name or a `demo:` name. Raises UserError as `refuse_unusable` does."""
+    with explained(name):
+        tokenizer = AutoTokenizer.from_pretrained(model_path(name))
+    refuse_unusable(tokenizer, name)
+    return tokenizer
+
+
+def refuse_unusable(tokenizer: Any, name: str) -> None:
+    """Raises UserError for a tokenizer made of nothing, and one that cannot pad."""
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars for a moment's work, and no page about a new head, which is what was asked for."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def whole_weights() -> Iterator[None]:
+    """Loads whole weights also under a config that would shard them on the way: a head made shard by shard
+    would depend on the number of processes."""
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    transformers_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
+
+
+def _refuse_wrong_folder(name: str) -> None:
+    """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
+    hub is asked for a model of that name."""
+    path = Path(name)
+    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = did_you_mean(path.name, siblings)
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
+    if (path / "manifest.json").is_file():
+        raise UserError(
+            f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "
+            f"`toolkit convert {name} OUT`"
+        )
+    if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
+        raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
+    in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
+    if len(path.parts) > 1 and not path.exists() and in_a_run and not name.startswith(PREFIX):
+        near = did_you_mean(path.name, [other.name for other in path.parent.iterdir()])
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
+
+
+@contextlib.contextmanager
+def explained(name: str, attention: str | None = None) -> Iterator[None]:
+    """Whatever a library says of a model that was named is the fault of the name, in one line."""
+    _refuse_wrong_folder(name)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if attention and ("attn" in str(error) or "attention" in str(error).lower() or "kernel" in str(error).lower()):
+            raise UserError(f"--attn_implementation {attention} cannot be used: {first}") from error
+        path = Path(name)
+        near = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() and path.is_absolute() else []
+        nearest = did_you_mean(path.name, [other for other in near if other != path.name])
+        hint = nearest or ": give a folder with config.json and weights, or a hub name (needs a network)"
+        raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error

@@ -1,0 +1,166 @@
+"""The folder of a run: made, locked, gone on with or moved aside."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+from toolkit import launch
+from toolkit.checkpoint.folder import complete
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError
+from toolkit.launch import restarts
+from toolkit.training.resume import Origin, choose_origin
+
+_MARKS = (
+    "config.json",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "predictions.jsonl",
+    "model",
+    "checkpoints",
+    "report.html",
+)
+
+
+class RunFolder:
+    """The opened folder of a run."""
+
+    def __init__(
+        self, accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
+    ) -> None:
+        """Opens `--output_dir`; all processes call this. `facts` are what a checkpoint must have in common with this
+        run.
+
+        Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
+        """
+        path, origin, fault = Path(), Origin(), ""
+        if accelerator.is_main_process:
+            try:
+                path, origin, self._lock = _open_folder(settings, recipe, facts)
+                # the lock is held as long as this process lives: two runs in one folder would undo each other
+            except UserError as error:
+                fault = str(error)
+        path, origin, fault = broadcast_object_list([(path, origin, fault)])[0]
+        if fault:
+            raise UserError(fault)
+        self.path = path
+        self.model = path / "model"
+        self.origin = origin
+        """The checkpoints from which the run may go on."""
+
+
+def _open_folder(
+    settings: TrainingSettings, recipe: str, facts: dict[str, Any]
+) -> tuple[Path, Origin, FileLock | None]:
+    """The run's folder, made or found, where the run starts, and the lock on it. Raises UserError."""
+    if restarts.most_restarts() and not settings.checkpoint_every:
+        raise UserError(
+            "--max_restarts goes on from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
+        )
+    output_dir, stamp = settings.output_dir or restarts.remembered("output_dir"), time.strftime("%Y%m%d-%H%M%S")
+    path = Path(output_dir) if output_dir else _unused(Path("runs") / f"{recipe}-{stamp}")
+    if restarts.attempt() and complete(path / "checkpoints"):  # of the attempt before, which goes before what was asked
+        settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
+    restarts.remember("output_dir", str(path))
+    if path.exists() and not path.is_dir():
+        raise UserError(f"--output_dir {path} is a file")
+    lock = _locked(path)
+    held = [mark for mark in _MARKS if (path / mark).exists()]
+    moved = bool(held) and settings.overwrite_output_dir
+    # a checkpoint inside a folder that is moved aside is found where it was
+    resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
+    origin = choose_origin(resume, path / "checkpoints", facts, elsewhere=bool(launch.named_machines()))
+    if held and not moved and not _goes_on(path, settings, origin, facts):
+        raise UserError(_why_held(path, held, settings.resume, origin))
+    try:
+        if moved:
+            aside = _unused(path.with_name(f"{path.name}.old-{stamp}"))
+            path.rename(aside)
+            origin = origin.within(path, aside)
+        path.mkdir(parents=True, exist_ok=True)
+        if lock is None or moved:
+            lock = _locked(path)
+        (path / ".writable").touch()
+        (path / ".writable").unlink()
+        if held and not moved:
+            _tidy(path)
+    except OSError as error:
+        raise UserError(f"--output_dir {path} cannot be written: {error.strerror}") from error
+    return path, origin, lock
+
+
+def _locked(path: Path) -> FileLock | None:
+    """A lock on a folder that is there, or None. Raises UserError where a running process holds it."""
+    if not path.is_dir():
+        return None
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        world = _config_of(path).get("world", {})
+        who = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
+        raise UserError(
+            f"--output_dir {path}: another run is writing to it{who}: choose another folder, or end that run first"
+        ) from None
+    except (OSError, NotImplementedError):
+        return None  # a file system without locks; one that cannot be written is told of below
+    return lock
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """config.json of the run that is in the folder; empty where there is none to be read."""
+    try:
+        return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
+    start = f"--output_dir {path} already holds a run ({', '.join(held)})"
+    aside = "choose another, or pass --overwrite_output_dir to move that run aside"
+    if resume == "no" and complete(path / "checkpoints"):
+        return f"{start} with checkpoints: leave --resume no out to go on from them, {aside}"
+    if origin.skipped:
+        return f"{start} of which no checkpoint is whole: {'; '.join(origin.skipped)}. Mend one, {aside}"
+    if origin.candidates:
+        return f"{start} and --resume does not name one of its checkpoints: {aside}"
+    return f"{start} without a checkpoint: {aside}"
+
+
+def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
+    """Whether the run in this folder is the one to go on with: from a checkpoint of its own, or from the
+    beginning where it was ended before its first one was complete."""
+    if origin.candidates:
+        return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
+    if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
+        return False
+    if complete(path / "checkpoints"):
+        return False  # there is one, which is damaged: whoever mends it would find it gone
+    before = _config_of(path)
+    return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
+
+
+def _tidy(path: Path) -> None:
+    """A killed process leaves drafts behind, and perhaps the model's folder under its old name."""
+    for name in ("model", "adapter"):
+        if not (path / name).exists() and (path / f".{name}.old").is_dir():
+            (path / f".{name}.old").rename(path / name)
+    for draft in path.glob(".*"):
+        if draft.suffix[1:].isdigit() or draft.suffix == ".old":
+            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+
+
+def _unused(path: Path) -> Path:
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
