@@ -6,11 +6,14 @@ INSTALLED := $(VENV)/.installed
 # Two processes on a CPU or on several GPUs; one where there is one GPU.
 CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c GPU)),single,ddp).yaml
 
-.PHONY: install demo test test-all lint benchmark clean
+# For test-latest; TORCH=torch for the newest, which is gigabytes.
+TORCH ?= torch==2.13.0
+
+.PHONY: install demo test test-all test-latest lint benchmark clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Python >= 3.11 is needed: make PYTHON=python3.11')"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -28,6 +31,10 @@ test: install lint
 test-all: install lint
 	$(BIN)/python -m pytest -m ""
 
+# The fast tests on the newest versions of everything else, in an environment of its own; prints what broke.
+test-latest:
+	$(PYTHON) tests/latest.py --torch '$(TORCH)'
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -37,4 +44,4 @@ benchmark: install
 	$(BIN)/python benchmarks/trainer.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-latest build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -181,7 +181,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     steps = Steps(accelerator, data.train, job.tokenizer, training)
     groups = parameter_groups(job.model, training.weight_decay)
     optimizer: Any = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
-    align_strategy(accelerator, job.model, training, steps.schedule)
+    align_strategy(accelerator, job.model, optimizer, training, steps.schedule)
     model, optimizer = accelerator.prepare(job.model, optimizer)
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
     run = Run(accelerator, job.settings, data, job.tokenizer, steps, lambda *_: {"f1_macro": 0.0}, recipe="benchmark")

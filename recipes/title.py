@@ -49,7 +49,7 @@ def main() -> None:
     model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
     groups = parameter_groups(model, training.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
-    align_strategy(accelerator, model, training, steps.schedule)
+    align_strategy(accelerator, model, optimizer, training, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
 

@@ -42,7 +42,7 @@ def main() -> None:
     model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=2)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
     schedule = make_schedule(settings, fake_split(2 * global_batch + 1, even=True), accelerator.num_processes)
-    align_strategy(accelerator, model, settings, schedule)
+    align_strategy(accelerator, model, optimizer, settings, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = make_scheduler(optimizer, settings, 1000)
     for size in range(1, 2 * global_batch + 2):

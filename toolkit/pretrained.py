@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoTokenizer
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean
@@ -68,7 +69,7 @@ def quiet_transformers() -> Iterator[None]:
 def whole_weights() -> Iterator[None]:
     """Loads whole weights also under a config that would shard them on the way: a head made shard by shard
     would depend on the number of processes."""
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    reference = require(transformers_deepspeed, "_hf_deepspeed_config_weak_ref", "transformers")
     transformers_deepspeed.unset_hf_deepspeed_config()
     try:
         yield

@@ -65,6 +65,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...
     "lion": (Lion, ("exp_avg",)),
     "amsgrad": (functools.partial(torch.optim.AdamW, amsgrad=True), (*ADAM, "max_exp_avg_sq")),
     "adafactor": (torch.optim.Adafactor, ("row_var", "col_var", "variance")),
+    "vectors": (torch.optim.Adafactor, ("variance",)),  # what ZeRO shows it
 }
 
 

@@ -29,6 +29,7 @@ WAYS = {
     "lion": ["single x1", "zero2 x2", "fsdp x2", "zero3 x2", "ddp x2"],
     "amsgrad": ["single x1", "zero3 x2", "ddp x2", "zero2 x2"],
     "adagrad": ["single x1", "fsdp x2", "ddp x2"],
+    "vectors": ["zero2 x2"],
     "adafactor": ["single x1", "ddp x2"],
     "rows": ["fsdp x2", "single x1", "fsdp x3", "zero3 x2", "fsdp x1", "zero2 x3"],
 }  # fmt: skip
@@ -38,7 +39,7 @@ Triple = tuple[str, str, str]
 def some_pairs() -> list[Triple]:
     """Into every way from the one before it; `!`: it is refused (see elastic_worker.uneven)."""
     rings = [(model, ways[place - 1], way) for model, ways in WAYS.items() for place, way in enumerate(ways)]
-    return [*rings, ("odd", "single x1", "!zero2 x2"), ("odd", "single x1", "!zero3-subgroups x2")]
+    return [*rings, ("odd", "single x1", "!zero2 x2"), ("odd", "single x1", "!zero3 x2")]
 
 
 def all_pairs() -> list[Triple]:

@@ -103,10 +103,10 @@ AUTO = {
 SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
 
 
-def align(accelerator: Any, settings: TrainingSettings = SETTINGS) -> None:
+def align(accelerator: Any, settings: TrainingSettings = SETTINGS, optimizer: Any = None) -> None:
     schedule = make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
     model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
-    align_strategy(accelerator, model, settings, schedule)
+    align_strategy(accelerator, model, optimizer, settings, schedule)
 
 
 def test_without_a_config_only_the_accumulation_is_told() -> None:
@@ -174,3 +174,10 @@ def test_contradictions_come_all_at_once_and_change_nothing() -> None:
     with pytest.raises(UserError, match=r"^3 faults:"):
         align(accelerator_with(config))
     assert config == before
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_refused_where_it_would_get_pieces() -> None:
+    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))])
+    align(accelerator_with(None), optimizer=optimizer)
+    with pytest.raises(UserError, match=r"Adafactor computes with whole parameters.*ddp\.yaml"):
+        align(accelerator_with({"zero_optimization": {}}), optimizer=optimizer)

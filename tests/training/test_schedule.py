@@ -168,7 +168,7 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
     tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
     steps = Steps(accelerator, split, tokenizer, settings)
     schedule = steps.schedule
-    align_strategy(accelerator, model, settings, schedule)
+    align_strategy(accelerator, model, optimizer, settings, schedule)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = make_scheduler(optimizer, settings, schedule.total_steps)

@@ -23,6 +23,7 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
+from toolkit.files import flush_folder, flush_folders, replace_file
 
 MANIFEST = "manifest.json"
 
@@ -204,39 +205,17 @@ def remove(folder: Path) -> None:
 def publish(folder: Path, manifest: dict[str, Any]) -> None:
     """From here on the checkpoint counts."""
     flush_folders(folder)
-    draft = folder / f".{MANIFEST}.{os.getpid()}"
     manifest = json.loads(json.dumps(manifest))  # as it will be read
     manifest["crc32"] = _digits(manifest)
-    with draft.open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, ensure_ascii=False, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / MANIFEST)
-    flush_folder(folder)
+    with replace_file(folder / MANIFEST) as draft:
+        draft.write_text(json.dumps(manifest, ensure_ascii=False, indent=1), encoding="utf-8")
     flush_folder(folder.parent)
-
-
-def flush_folders(folder: Path) -> None:
-    """The names of the files, too, are on the disk."""
-    for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        flush_folder(path)
-
-
-def flush_folder(folder: Path) -> None:
-    """What was made, renamed or removed in the folder is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def point(checkpoints: Path, name: str, folder: Path) -> None:
     """`best` or `last` -> a checkpoint, in one move."""
-    draft = checkpoints / f".{name}.{os.getpid()}"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(folder.name)
-    draft.replace(checkpoints / name)
+    with replace_file(checkpoints / name, flush=False) as draft:
+        draft.symlink_to(folder.name)
 
 
 def pointed(checkpoints: Path, name: str) -> Path | None:

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
+from toolkit.compat import require
 from toolkit.errors import UserError
 
 
@@ -156,10 +157,11 @@ class FlatState(ZeroState):
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
         super().__init__(module, zero, engine)
-        masters = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-        self.masters = next(getattr(zero, name) for name in masters if hasattr(zero, name))
-        groups = ("round_robin_bit16_groups", "bf16_groups")
-        self.groups = next(getattr(zero, name) for name in groups if hasattr(zero, name))
+        # the second names are BF16_Optimizer's
+        second = hasattr(zero, "bf16_groups")
+        masters = "fp32_groups_flat_partition" if second else "single_partition_of_fp32_groups"
+        self.masters = require(zero, masters, "deepspeed")
+        self.groups = require(zero, "bf16_groups" if second else "round_robin_bit16_groups", "deepspeed")
         self.places = self._places()
 
     def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
@@ -214,6 +216,8 @@ class Stage3State(ZeroState):
                 "an optimizer offloaded to NVMe is not in DeepSpeed's checkpoints, and cannot be resumed: set "
                 "offload_optimizer.device to cpu in the DeepSpeed config"
             )
+        for name in ("fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_groups", "grad_position"):
+            require(zero, name, "deepspeed")
         super().__init__(module, zero, engine)
 
     def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from toolkit.checkpoint import adapter
+from toolkit.checkpoint.live import tied_names
+from toolkit.files import replace_folder
 from toolkit.pretrained import quiet_transformers
 
 _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
@@ -25,27 +27,42 @@ _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer
 def save_model(
     accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, step: int | None = None
 ) -> None:
-    """Writes config, weights and tokenizer; all processes must call it, the main one writes.
+    """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    Each folder is made beside its name and put in place whole: a reader finds the old one or the new
-    one, never a half. With LoRA the model is the merged one, which needs no peft, and the adapter alone
-    stands beside it in adapter/. `step`, the optimizer steps taken, is kept in it: see `step_of`.
+    Each folder appears whole: a reader finds the old one or the new one, never a half. With LoRA the model is the
+    merged one, which needs no peft, and the adapter alone stands beside it in adapter/. A model that is not from
+    `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
+    the optimizer steps taken, is kept in the folder: see `step_of`.
     """
-    state = accelerator.get_state_dict(model)  # a collective where the parameters are divided
+    state = accelerator.get_state_dict(model)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
         unwrapped = accelerator.unwrap_model(model)
         lora = adapter.config_of(unwrapped)
         plain = unwrapped.get_base_model() if lora else unwrapped
         merged = adapter.merge(state, lora.lora_alpha / lora.r) if lora else state
-        with _in_place_of(folder) as draft, quiet_transformers():
-            plain.save_pretrained(draft, state_dict={name: tensor.contiguous() for name, tensor in merged.items()})
-            tokenizer.save_pretrained(draft)
+        with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
+            _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(draft)
             if step is not None:
                 (draft / _STATE).write_text(json.dumps({"global_step": step}), encoding="utf-8")
+            _make_readable(draft)
         if lora:  # after the model, whose step tells a resumed run whether both are of one step
-            with _in_place_of(folder.with_name(adapter.FOLDER)) as draft:
+            with replace_folder(folder.with_name(adapter.FOLDER), overwrite=True) as draft:
                 adapter.write(unwrapped, state, draft)
+                _make_readable(draft)
     accelerator.wait_for_everyone()
+
+
+def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
+    if hasattr(module, "save_pretrained"):
+        module.save_pretrained(folder, state_dict=state)
+        return
+    tied = tied_names(module)
+    once = {name: tensor for name, tensor in state.items() if name not in tied}
+    save_file(once, folder / "model.safetensors", metadata={"format": "pt"})
+    if hasattr(module, "save"):
+        module.save(folder, state)
 
 
 def step_of(folder: Path) -> int | None:
@@ -54,20 +71,6 @@ def step_of(folder: Path) -> int | None:
         return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-@contextlib.contextmanager
-def _in_place_of(folder: Path) -> Iterator[Path]:
-    """A path to make a folder at; afterwards it has the folder's name, and the folder of before is gone."""
-    draft, old = folder.with_name(f".{folder.name}.{os.getpid()}"), folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(draft, ignore_errors=True)
-    yield draft
-    _sync(draft)
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.replace(old)
-    draft.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
@@ -88,13 +91,13 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
             with _gathered(accelerator, parameters[name]) as target, torch.no_grad():
                 if accelerator.is_main_process:
                     target.copy_(read[name]())
-                if accelerator.num_processes > 1 and not _divided(accelerator):
+                if accelerator.num_processes > 1 and not _is_sharded(accelerator):
                     torch.distributed.broadcast(target, src=0)
     accelerator.wait_for_everyone()
 
 
 def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
-    """Copies a saved folder's weights into parameters that PyTorch divides; one process reads them."""
+    """Copies a saved folder's weights into parameters that FSDP2 shards; one process reads them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state: dict[str, Any] = {}
@@ -122,7 +125,7 @@ def _agree(accelerator: Accelerator, names: list[str]) -> list[str]:
     return list(broadcast_object_list([names], from_process=0)[0])
 
 
-def _divided(accelerator: Accelerator) -> bool:
+def _is_sharded(accelerator: Accelerator) -> bool:
     plugin = accelerator.state.deepspeed_plugin
     return accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
 
@@ -130,7 +133,7 @@ def _divided(accelerator: Accelerator) -> bool:
 @contextlib.contextmanager
 def _gathered(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """The whole parameter; what the main process writes into it reaches the others on leaving."""
-    if _divided(accelerator) and hasattr(parameter, "ds_id"):
+    if _is_sharded(accelerator) and hasattr(parameter, "ds_id"):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
@@ -139,12 +142,10 @@ def _gathered(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[tor
         yield parameter.data
 
 
-def _sync(folder: Path) -> None:
-    """Readable as any other file, and on the disk."""
+def _make_readable(folder: Path) -> None:
+    """As any other file: safetensors leaves its files to their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~mask)  # safetensors leaves its files to their owner alone
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            path.chmod(0o666 & ~mask)

@@ -54,15 +54,18 @@ _BEGAN_WITH: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def remember_groups(optimizer: Any) -> None:
-    """Keeps the hyperparameters an optimizer begins with, by which `changed_groups` knows what it changes itself."""
-    if optimizer not in _BEGAN_WITH:
-        stepped = optimizer.defaults if optimizer.state else {}
-        _BEGAN_WITH[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
+    """Keeps the hyperparameters that an optimizer, and what it wraps, begin with: `changed_groups` knows by them what
+    an optimizer has changed itself."""
+    while optimizer is not None:
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _BEGAN_WITH:
+            stepped = optimizer.defaults if optimizer.state else {}
+            _BEGAN_WITH[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
+        optimizer = getattr(optimizer, "optimizer", None)
 
 
 def changed_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter group the hyperparameters that are not those it began with."""
-    pairs: Any = itertools.zip_longest(optimizer.param_groups, _BEGAN_WITH[optimizer], fillvalue={})
+    pairs: Any = itertools.zip_longest(optimizer.param_groups, _BEGAN_WITH.get(optimizer, []), fillvalue={})
     return [
         {key: value for key, value in _hyperparameters(group).items() if key not in first or value != first[key]}
         for group, first in pairs

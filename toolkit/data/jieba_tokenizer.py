@@ -29,6 +29,7 @@ from tokenizers.models import WordLevel, WordPiece
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import BatchEncoding, TruncationStrategy
 
+from toolkit.compat import require
 from toolkit.errors import UserError
 
 MARK = "words_first"
@@ -86,6 +87,7 @@ def words_first(tokenizer: Any) -> JiebaTokenizer:
             f"this tokenizer was saved with {saved} and here is {here}, which cuts words differently: "
             f"pip install jieba=={str(saved).split()[1]}"
         )
+    require(PreTrainedTokenizerFast, "_encode_plus", "transformers")  # overridden below
     made = copy.deepcopy(tokenizer)
     made.__class__ = JiebaTokenizer
     made._ordinary_class = type(tokenizer)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+from toolkit.compat import require
 from toolkit.launch.node_rendezvous import port_taken
 from toolkit.launch.restarts import ENDED_FILE, FINAL, STOPPED
 
@@ -35,6 +36,7 @@ def main() -> None:
     arguments = launch_command_parser().parse_args()
     # The processes have waited for each other. The agents would do so once more, for five minutes, deaf to signals,
     # where one of them was told to stop and never comes.
+    require(SimpleElasticAgent, "_exit_barrier", "torch")
     SimpleElasticAgent._exit_barrier = lambda self: None  # type: ignore[method-assign]
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning

@@ -15,6 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from toolkit.compat import require
+
 # Names the file by which a run tells our launcher how it ended: in good order, or for a reason that will not go away.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
 STOPPED, FINAL = "stopped", "final"
@@ -61,7 +63,8 @@ def separate_attempts() -> None:
     from torch.distributed import PrefixStore
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the attribute is a function
-    make_store, prefix = rendezvous._create_c10d_store, f"toolkit/attempt/{attempt()}"
+    make_store = require(rendezvous, "_create_c10d_store", "torch")
+    prefix = f"toolkit/attempt/{attempt()}"
     rendezvous._create_c10d_store = lambda *given, **named: PrefixStore(prefix, make_store(*given, **named))
 
 

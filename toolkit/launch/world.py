@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from toolkit.compat import require
 from toolkit.errors import UserError
 from toolkit.launch.environment import Place, ddp_seconds, rendezvous_seconds, settle
 from toolkit.launch.failure_detector import named_machines
@@ -227,6 +228,7 @@ def _skip_shared_memory_kernel() -> None:
     on which every later run hangs). Only its inference all-reduce uses it; training does not."""
     # by import_module: the attribute deepspeed.comm.torch is torch itself
     backend = importlib.import_module("deepspeed.comm.torch")
+    require(backend, "build_shm_op", "deepspeed")
     backend.build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
@@ -245,7 +247,7 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
         return
     import torch
 
-    store = torch.distributed.distributed_c10d._get_default_store()
+    store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
     keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
     store.set(keys[accelerator.process_index], "here")
     started, said = time.monotonic(), time.monotonic()

@@ -21,6 +21,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.disks import Disks, find_disks
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.model_folder import save_model
+from toolkit.checkpoint.optimizer_state import remember_groups
 from toolkit.checkpoint.publish import (
     Background,
     Completion,
@@ -91,6 +92,7 @@ class Checkpoints:
         self.evaluations = run_folder / "eval.jsonl"
         self._writer: Background | None = None
         self._disks: dict[Path, Disks] = {}
+        remember_groups(state.optimizer)
 
     def disks(self, checkpoints: Path) -> Disks:
         """Which processes find the same folder of checkpoints there. Found out once; all processes ask alike."""
@@ -199,7 +201,7 @@ class Checkpoints:
             "saved_at": folders.later_than_all(self.path),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
             "state": state.strategy_files,
-            "strategy": strategy_of(accelerator, state),
+            "strategy": state.strategy,
             "world": accelerator.num_processes,
             "mixed_precision": accelerator.mixed_precision,
             "tied": tied_names(state.module),
@@ -228,7 +230,7 @@ class Checkpoints:
         if self.settings.checkpoint_in_background and not self._in_background(state):
             why = "needs a disk that all machines share"
             if state.strategy_files != "whole":
-                why = f"is for one process or data parallel, and this is {strategy_of(self.accelerator, state)}"
+                why = f"is for one process or data parallel, and this is {state.strategy}"
             lines = [f"--checkpoint_in_background {why}: training waits for saves"]
         if self.settings.checkpoint_every and not self.disks(self.path).shared:
             lines.append(self._note_of_disks(whole=state.strategy_files == "whole"))
@@ -251,16 +253,6 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.finish()
             self._writer = None
-
-
-def strategy_of(accelerator: Accelerator, state: LiveState) -> str:
-    """As `CheckpointReader.strategy` names it."""
-    if state.strategy_files == "slices":
-        return "fsdp2"
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage:
-        return f"zero{plugin.zero_stage}"
-    return "ddp" if accelerator.num_processes > 1 else "single"
 
 
 def _count_lines(path: Path) -> int:

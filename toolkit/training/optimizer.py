@@ -20,6 +20,9 @@ from toolkit.training.steps import Schedule
 # transformers.Trainer's: biases and every kind of norm are not decayed
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
+# They look at a parameter's rows and columns, or at its norm
+_NEEDS_WHOLE_PARAMETERS = ("adafactor", "came", "lamb", "lars", "muon", "shampoo", "soap")
+
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The trained parameters as an optimizer takes them: decayed ones, and those without decay (biases, norms).
@@ -54,12 +57,13 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
 
 
 def align_strategy(
-    accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings, schedule: Schedule
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, settings: TrainingSettings, schedule: Schedule
 ) -> None:
     """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto`
     would mean something else (clipping at 1.0, whatever was asked) or nothing (a `model` without a config).
 
-    Raises UserError with every number of that file that contradicts the settings.
+    Raises UserError with every number of that file that contradicts the settings, and for an optimizer that ZeRO
+    would turn into another one.
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
@@ -85,6 +89,13 @@ def align_strategy(
     for key in ("optimizer", "scheduler"):
         if key in config:
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
+    name = type(optimizer).__name__
+    if name.lower().endswith(_NEEDS_WHOLE_PARAMETERS):
+        faults.add(
+            f"{name} computes with whole parameters, and ZeRO hands an optimizer flat pieces of many: its updates "
+            "would be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight "
+            "(AdamW, SGD)"
+        )
     faults.raise_if_any()
     config.update(meant)
     config["zero_allow_untested_optimizer"] = True  # any optimizer of a recipe, not only DeepSpeed's list

@@ -17,11 +17,11 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.gather_files import gather_files
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.checkpoint.together import bring_together
 from toolkit.config import DataSettings
 from toolkit.errors import UserError
 from toolkit.training.checkpoints import Checkpoints
@@ -181,12 +181,12 @@ class Resume:
 
         Raises UserError, which ends with `otherwise`, where it is half a checkpoint.
         """
-        together = bring_together(
+        gathered = gather_files(
             self.accelerator, self.disks(folder.parent), folder, lambda line: launch.say(self.accelerator, line)
         )
-        if together.lacks:
-            raise UserError(together.lacks + otherwise)
-        return together.fault or self._damage(folder)
+        if gathered.lacks:
+            raise UserError(gathered.lacks + otherwise)
+        return gathered.fault or self._damage(folder)
 
     def _damage(self, folder: Path) -> str:
         """Each process of a disk reads a part of the files through, and so brings them into memory for the loading."""

@@ -158,8 +158,9 @@ def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Chec
         places = _places(file, header)
         numbers |= _numbers(file, header)
         for key, stored in header.tensors.items():
-            if places[key][1] or key.startswith(("weight.", "buffer.")):
-                parts[key].append((*places[key], stored))
+            start, shape = places.get(key, (0, ()))
+            if shape or key.startswith(("weight.", "buffer.")):
+                parts[key].append((start, shape, stored))
             else:
                 _check_scalar(key, scalars.setdefault(key, stored), stored)
     whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
@@ -198,7 +199,7 @@ def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]
         places = {key: (int(place["start"]), tuple(map(int, place["shape"]))) for key, place in said.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{file}: the table of slices in its header cannot be read: damaged") from None
-    missing = next((key for key in header.tensors if key not in places), None)
+    missing = next((key for key in header.tensors if key not in places and not key.startswith("step.")), None)
     if missing:
         raise UserError(f"{file}: its header does not say which slice of {missing} it holds: damaged")
     return places

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from toolkit.compat import require
 from toolkit.models.bigbird import plan
 from toolkit.models.bigbird.plan import Pattern
 
 _PIECE = 64  # query blocks at a time: their keys and values take 17 MB at b = hs = 64 in float32, the gradients as much
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash = require(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", "torch")
+_flash_backward = require(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", "torch")
 
 
 def attend(

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import torch
 from transformers.models.big_bird import modeling_big_bird as theirs
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+from transformers.utils import output_capturing
 
+from toolkit.compat import require
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.bigbird.modules import ATTENTIONS, BigBirdModel, SparseAttention
 
@@ -51,7 +52,7 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
     encoder.__class__ = BigBirdModel
     encoder.fast_attention = attention
     # hidden states are recorded by the name of the class, which transformers enters when it builds one
-    _CAN_RECORD_REGISTRY[encoder] = encoder._can_record_outputs
+    require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")[encoder] = encoder._can_record_outputs
 
 
 def uninstall(model: Model) -> Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from toolkit.checkpoint.disks import Disks
 from toolkit.checkpoint.reader import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
 from toolkit.errors import UserError
+from toolkit.files import flush_folders, replace_file
 from toolkit.units import size_text
 
 _CHUNK = 16 << 20
@@ -26,7 +26,7 @@ _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
-class Together:
+class Gathered:
     """Why a checkpoint is not whole on every disk; both empty when it is."""
 
     lacks: str = ""
@@ -60,7 +60,7 @@ class Move:
     """Ranks that write it, one of each disk."""
 
 
-def bring_together(accelerator: Accelerator, disks: Disks, folder: Path, say: Callable[[str], None]) -> Together:
+def gather_files(accelerator: Accelerator, disks: Disks, folder: Path, say: Callable[[str], None]) -> Gathered:
     """Makes a checkpoint that rank 0's disk has begun whole on every disk; all processes call this, and are told
     alike. `say` is given a line before much is sent.
 
@@ -68,7 +68,7 @@ def bring_together(accelerator: Accelerator, disks: Disks, folder: Path, say: Ca
     """
     manifest = broadcast_object_list([_manifest(folder) if accelerator.is_main_process else None])[0]
     if isinstance(manifest, str):
-        return Together(fault=manifest)
+        return Gathered(fault=manifest)
     if disks.shared:
         return broadcast_object_list([_on_one_disk(folder) if accelerator.is_main_process else None])[0]
     mine = held(folder, manifest) if disks.mine.owner == disks.rank else None
@@ -79,7 +79,7 @@ def bring_together(accelerator: Accelerator, disks: Disks, folder: Path, say: Ca
     if moves:
         say(f"bringing {folder.name} together: {_summary(moves, disks)}")
         _carry_out(accelerator, folder, manifest, moves, on.get(disks.rank))
-    return Together()
+    return Gathered()
 
 
 def _manifest(folder: Path) -> dict[str, Any] | str:
@@ -89,10 +89,10 @@ def _manifest(folder: Path) -> dict[str, Any] | str:
         return str(error)
 
 
-def _on_one_disk(folder: Path) -> Together:
+def _on_one_disk(folder: Path) -> Gathered:
     if half := folders.half_of(folder):
-        return Together(lacks=half)
-    return Together(fault=folders.fault_of(folder))
+        return Gathered(lacks=half)
+    return Gathered(fault=folders.fault_of(folder))
 
 
 def held(folder: Path, manifest: Mapping[str, Any]) -> Held:
@@ -125,7 +125,7 @@ def plan(files: Mapping[str, Mapping[str, Any]], on: Mapping[int, Held]) -> tupl
 
 def _not_whole(
     folder: Path, manifest: Mapping[str, Any], disks: Disks, on: Mapping[int, Held], missing: Sequence[str]
-) -> Together:
+) -> Gathered:
     """Files of machines that are not in this run can be fetched; those of its own are gone."""
     faults = [there.faults[name] for there in on.values() for name in missing if name in there.faults]
     places = {disk.host: f"{disk.host}:{disk.folder}/{folder.name}" for disk in disks.all}
@@ -135,7 +135,7 @@ def _not_whole(
             faults.append(f"{folder / name} is missing")
         elif entry["host"] in places:
             faults.append(f"{name}, which rank {entry['rank']} wrote, is gone from {places[entry['host']]}")
-    return Together(fault=faults[0]) if faults else Together(lacks=folders.lacking(folder, manifest, missing))
+    return Gathered(fault=faults[0]) if faults else Gathered(lacks=folders.lacking(folder, manifest, missing))
 
 
 def _summary(moves: Sequence[Move], disks: Disks) -> str:
@@ -155,14 +155,14 @@ def _carry_out(
 ) -> None:
     receives = any(accelerator.process_index in move.targets for move in moves)
     if receives and mine is not None:
-        with _told(folder):
+        with _named(folder):
             _make_way(folder, mine)
     buffer = torch.empty(min(_CHUNK, max(move.size for move in moves)), dtype=torch.uint8)
     for move in moves:
         _send(accelerator, folder, move, buffer)
     if receives and mine is not None:
-        with _told(folder):
-            folders.publish(folder, dict(manifest)) if not mine.begun else folders.flush_folders(folder)
+        with _named(folder):
+            folders.publish(folder, dict(manifest)) if not mine.begun else flush_folders(folder)
     accelerator.wait_for_everyone()
 
 
@@ -201,21 +201,12 @@ def _read(path: Path, start: int, view: memoryview) -> None:
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
     """A file beside its name, which it gets when it is whole and on the disk."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with _told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with draft.open("wb", buffering=0) as file:
-                yield file
-                os.fsync(file.fileno())
-            draft.replace(path)
-        except BaseException:
-            draft.unlink(missing_ok=True)
-            raise
+    with _named(path), replace_file(path) as draft, draft.open("wb", buffering=0) as file:
+        yield file
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""toolkit/checkpoint/together.py and publish.py: what is sent to whom, and what no disk has."""
+"""toolkit/checkpoint/gather_files.py and publish.py: what is sent to whom, and what no disk has."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.disks import Disks, View, disks_of
-from toolkit.checkpoint.publish import Completion, begin_on_all, publish_on_all, settle_on_all
-from toolkit.checkpoint.together import (
+from toolkit.checkpoint.gather_files import (
+    Gathered,
     Held,
-    Together,
     _make_way,
     _not_whole,
     _summary,
     _written,
-    bring_together,
+    gather_files,
     held,
     plan,
 )
+from toolkit.checkpoint.publish import Completion, begin_on_all, publish_on_all, settle_on_all
 from toolkit.errors import UserError
 
 FILES = {"a": {"bytes": 3, "host": "hostA", "rank": 0}, "b": {"bytes": 2_000_000, "host": "hostB", "rank": 1},
@@ -58,7 +58,7 @@ def test_nothing_is_sent_that_is_there() -> None:
     assert moves({0: has("a"), 1: everything, 2: everything}) == [("b", 1, (0,)), ("c", 1, (0,))]
 
 
-def lost(on: dict[int, Held], files: dict[str, Any] = FILES, among: Disks | None = None) -> Together:
+def lost(on: dict[int, Held], files: dict[str, Any] = FILES, among: Disks | None = None) -> Gathered:
     folder = Path("/run/checkpoints/step-00000004")
     missing = plan(files, on)[1]
     return _not_whole(folder, {"files": files}, among or disks(), on, missing)
@@ -73,10 +73,10 @@ def test_a_machine_that_is_not_in_the_run_has_a_part() -> None:
 
 
 def test_what_is_gone_or_cut_short_cannot_be_brought() -> None:
-    together = lost({0: has("a"), 1: Held(), 2: has("c")})
-    assert together == Together(fault="b, which rank 1 wrote, is gone from hostB:/run/checkpoints/step-00000004")
-    together = lost({0: has("a"), 1: has(b="/x/b has 1 bytes and should have 2"), 2: has("c")})
-    assert together == Together(fault="/x/b has 1 bytes and should have 2")
+    gathered = lost({0: has("a"), 1: Held(), 2: has("c")})
+    assert gathered == Gathered(fault="b, which rank 1 wrote, is gone from hostB:/run/checkpoints/step-00000004")
+    gathered = lost({0: has("a"), 1: has(b="/x/b has 1 bytes and should have 2"), 2: has("c")})
+    assert gathered == Gathered(fault="/x/b has 1 bytes and should have 2")
     files = {**FILES, "d": {"bytes": 1}}
     assert "step-00000004/d is missing" in lost({0: has("a", "b", "c"), 1: has(), 2: has()}, files).fault
 
@@ -151,12 +151,12 @@ def one_disk(folder: Path) -> Disks:
 
 def test_on_one_disk_nothing_is_sent(tmp_path: Path) -> None:
     folder, said = save(tmp_path), list[str]()
-    assert bring_together(alone(), one_disk(tmp_path), folder, said.append) == Together()
+    assert gather_files(alone(), one_disk(tmp_path), folder, said.append) == Gathered()
     (folder / "weights").unlink()
-    together = bring_together(alone(), one_disk(tmp_path), folder, said.append)
-    assert together == Together(fault=f"{folder / 'weights'} is missing")
+    gathered = gather_files(alone(), one_disk(tmp_path), folder, said.append)
+    assert gathered == Gathered(fault=f"{folder / 'weights'} is missing")
     (folder / "manifest.json").unlink()
-    assert "has no manifest.json" in bring_together(alone(), one_disk(tmp_path), folder, said.append).fault
+    assert "has no manifest.json" in gather_files(alone(), one_disk(tmp_path), folder, said.append).fault
     assert said == []
 
 
@@ -166,9 +166,9 @@ def test_half_a_checkpoint_on_one_disk(tmp_path: Path) -> None:
     manifest["files"]["weights"] |= {"host": "hostB", "rank": 1}
     folders.publish(folder, manifest)
     (folder / "weights").unlink()
-    together = bring_together(alone(), one_disk(tmp_path), folder, str)
-    assert together.fault == ""
-    assert f"{folder} lacks the files of rank 1, which lie on hostB" in together.lacks
+    gathered = gather_files(alone(), one_disk(tmp_path), folder, str)
+    assert gathered.fault == ""
+    assert f"{folder} lacks the files of rank 1, which lie on hostB" in gathered.lacks
 
 
 # several disks, one process after the other

@@ -1,0 +1,48 @@
+"""toolkit/checkpoint/model_folder.py with a model that is not from `transformers`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from tests.checkpoint.own_model_worker import Bare, Own
+from tests.runs import start
+from toolkit.checkpoint.model_folder import load_weights, save_model
+
+
+@pytest.mark.parametrize("make", [lambda seed: Own(seed), lambda seed: Bare(2 + seed, 3)])
+def test_there_and_back(tmp_path: Path, make: Any) -> None:
+    accelerator, model = Accelerator(cpu=True), make(1)
+    for _ in range(2):  # the second takes the first one's place
+        save_model(accelerator, model, None, tmp_path / "model")
+    other = make(1)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.zero_()
+    load_weights(accelerator, other, tmp_path / "model")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_its_own_save_is_given_the_whole_state(tmp_path: Path) -> None:
+    save_model(Accelerator(cpu=True), Own(1), None, tmp_path / "model")
+    assert "embed.weight=91 head.weight=91" in (tmp_path / "model" / "own.txt").read_text()
+    assert "head.weight" not in load_file(tmp_path / "model" / "model.safetensors")  # tied: once
+
+
+@pytest.mark.multiprocess
+def test_under_zero_3(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+               "tests.checkpoint.own_model_worker", tmp_path]  # fmt: skip
+    finished = start(command, seconds=120, env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    assert finished.code == 0, finished.err[-3000:]
+    assert "the weights came back" in finished.out
+    text = (tmp_path / "model" / "own.txt").read_text()
+    assert "embed.weight=91" in text
