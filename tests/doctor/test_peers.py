@@ -116,7 +116,7 @@ def test_why_no_all_reduce_is_tried(other: list[Node], links: dict[tuple[int, in
 
 
 @pytest.mark.parametrize(("rate", "level", "words"), [
-    (1000.0, "ok", "at 8 Gbit/s"), (12.5, "warn", "each step of a model with 110M parameters in fp32 takes 35.2 s"),
+    (1000.0, "ok", "at 8.0 Gbit/s"), (12.5, "warn", "each step of a model with 110M parameters in fp32 takes 35.2 s"),
 ])  # fmt: skip
 def test_bandwidth_and_what_it_means(rate: float, level: str, words: str) -> None:
     said = {"gloo": {**GOOD, "mbytes_per_second": rate}, "nccl": {"ok": False, "error": "unhandled system error"}}

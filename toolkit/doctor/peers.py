@@ -309,7 +309,7 @@ def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[s
         return Finding("all-reduce", backend, "fail", text, _mend_all_reduce(backend, nodes))
     latency = max(one["latency_ms"] for one in said)
     slowest = min(one["mbytes_per_second"] for one in said)
-    text = f"16 MB summed over {len(nodes)} machines at {slowest / 125:.2g} Gbit/s, a single number in {latency:.2f} ms"
+    text = f"16 MB summed over {len(nodes)} machines at {slowest / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
     if slowest >= _SLOW:
         return Finding("all-reduce", backend, "ok", text)
     seconds = 2 * (len(nodes) - 1) / len(nodes) * _EXAMPLE_BYTES / (slowest * 1e6)
