@@ -177,18 +177,20 @@ class Run:
     # --- what is said
 
     def _write_config(self, resumed: Resumed | None) -> None:
-        data = self.data
+        data, best = self.data, self.best
         self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
-        self.files.write_config(
-            self.settings,
-            self.accelerator,
-            {"samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
-             "digest": data.digest, "notes": data.notes, **asdict(self.schedule)},
-            {"identity": self.facts["identity"],
-             "model_class": type(self.accelerator.unwrap_model(self.state.model)).__name__, "optimizer": _optimizer_name(self.state.optimizer),
-             "metric_for_best_model": {"name": self.best.metric, "greater_is_better": self.best.sign > 0},
-             "resumed_from": str(resumed.folder) if resumed else None},
-        )  # fmt: skip
+        learned = {
+            "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
+            "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
+        }  # fmt: skip
+        more = {
+            "identity": self.facts["identity"],
+            "model_class": type(self.accelerator.unwrap_model(self.state.model)).__name__,
+            "optimizer": _optimizer_name(self.state.optimizer),
+            "metric_for_best_model": {"name": best.metric, "greater_is_better": best.sign > 0},
+            "resumed_from": str(resumed.folder) if resumed else None,
+        }
+        self.files.write_config(self.settings, self.accelerator, learned, more)
 
     def _introduction(self) -> list[str]:
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
