@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,8 +23,13 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
 LITERAL = ["accelerate", "launch", "recipes/cls.py", "--config_file"]
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
-# A run with both hosts up takes about 20 s on two busy cores.
+# A run with both hosts up takes about 20 s on two free cores.
 SECONDS = 150
+
+
+def default_of(cases: Iterable[str], *kept: str) -> list[Any]:
+    """All but `kept` are slow: they show, by another way, what those show."""
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +69,7 @@ def assert_run(done: Mapping[str, Finished], folder: Path, reference: Sequence[f
 # --- the literal command
 
 
-@pytest.mark.parametrize("name", ["2node", "2node_zero2", "2node_zero3"])
+@pytest.mark.parametrize("name", default_of(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
 def test_the_literal_command_with_the_address_in_the_file(
     name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
 ) -> None:
@@ -100,9 +106,7 @@ RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow) if "by name" in way else way for way in RANKS]
-)
+@pytest.mark.parametrize("way", default_of(RANKS, "--machines", "NODE_RANK"))
 def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
     words, env = RANKS[way]
     started = {host: hosts.start(host, [*WORKER, *words[host]], env=env.get(host)) for host in ("a", "b")}
@@ -142,7 +146,7 @@ def _srun(host: str, folder: Path) -> list[str]:
 LAUNCHERS = {"deepspeed --hostfile --no_ssh": _deepspeed, "torchrun c10d": _torchrun, "srun": _srun}
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", default_of(LAUNCHERS, "srun"))
 def test_another_launcher(
     name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
 ) -> None:
@@ -153,6 +157,7 @@ def test_another_launcher(
     assert strategy == ("DEEPSPEED" if "deepspeed" in name else "MULTI_CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpirun(hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path) -> None:
     """Open MPI itself, which starts its part on the other host through a program like ssh."""
@@ -194,6 +199,7 @@ def test_the_second_machine_alone_says_what_it_tried(hosts: TwoHosts) -> None:
     assert "toolkit doctor --peers 10.77.0.1,10.77.0.2" in words
 
 
+@pytest.mark.slow
 def test_an_address_that_nobody_has(hosts: TwoHosts) -> None:
     done = hosts.run_both(on_both(*WORKER, "--main_process_ip", NOBODY, *SHORT), SECONDS)
     for host in ("a", "b"):
@@ -202,6 +208,7 @@ def test_an_address_that_nobody_has(hosts: TwoHosts) -> None:
         assert "hostname -I" in words
 
 
+@pytest.mark.slow
 def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> None:
     hosts.block("a", 29600)
     try:
@@ -214,6 +221,7 @@ def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> N
     assert "sudo ufw allow from" in error_of(done["a"])
 
 
+@pytest.mark.slow
 def test_an_interface_that_does_not_lead_to_the_other(hosts: TwoHosts) -> None:
     hosts.add_interface("a", "other0", "10.99.0.1/24")
     done = hosts.run_both(on_both(*WORKER, "--main_process_ip", "10.99.0.1", *SHORT), SECONDS)
@@ -221,6 +229,7 @@ def test_an_interface_that_does_not_lead_to_the_other(hosts: TwoHosts) -> None:
     assert "ip route get 10.99.0.1" in error_of(done["b"])
 
 
+@pytest.mark.slow
 def test_a_placeholder_names_the_line_and_the_setting(hosts: TwoHosts) -> None:
     words = error_of(hosts.run("a", WORKER, SECONDS))
     shipped = (ROOT / "accelerate_configs" / "2node.yaml").read_text(encoding="utf-8").splitlines()
@@ -239,7 +248,7 @@ DISAGREE = {
 }
 
 
-@pytest.mark.parametrize("what", DISAGREE)
+@pytest.mark.parametrize("what", default_of(DISAGREE, "numbers of processes"))
 def test_machines_that_ask_for_different_things(what: str, hosts: TwoHosts) -> None:
     first, second, expected = DISAGREE[what]
     started = time.monotonic()
@@ -269,6 +278,7 @@ def test_another_version_of_a_library_is_refused_on_both(hosts: TwoHosts, tmp_pa
         assert "`pip install peft==" in words
 
 
+@pytest.mark.slow
 def test_other_code_is_refused_on_both(hosts: TwoHosts, tmp_path: Path) -> None:
     changed = tmp_path / "hosts_worker.py"
     changed.write_text((ROOT / "tests/hosts_worker.py").read_text() + "\n# edited on one machine\n", encoding="utf-8")
@@ -283,6 +293,7 @@ def test_other_code_is_refused_on_both(hosts: TwoHosts, tmp_path: Path) -> None:
         assert "bring the same code to all" in words
 
 
+@pytest.mark.slow
 def test_other_data_and_other_settings_are_refused_on_both(
     hosts: TwoHosts, settings: list[str], reviews: Path, tmp_path: Path
 ) -> None:
@@ -300,6 +311,7 @@ def test_other_data_and_other_settings_are_refused_on_both(
     assert not (tmp_path / "run").exists()  # before anything was written
 
 
+@pytest.mark.slow
 def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -315,7 +327,7 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
     assert "reviews.csv" in error_of(done["a"])
 
 
-@pytest.mark.parametrize("wrong", ["a", "b"])
+@pytest.mark.parametrize("wrong", default_of("ab", "b"))
 def test_a_mistyped_setting_on_one_machine_is_told_on_both(
     wrong: str, hosts: TwoHosts, settings: list[str], tmp_path: Path
 ) -> None:
@@ -373,9 +385,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.slow) if "silent" in what else what for what in BREAKS]
-)
+@pytest.mark.parametrize("what", default_of(BREAKS, "its rank is killed", "the cable is pulled"))
 def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:
@@ -434,6 +444,7 @@ def test_max_restarts_goes_on_by_itself(
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
                "--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]  # fmt: skip

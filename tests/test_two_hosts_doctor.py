@@ -108,6 +108,7 @@ def test_two_good_hosts(hosts: TwoHosts) -> None:
     assert set(a.said["allreduce"]["machines"]) == {"hostA", "hostB"}
 
 
+@pytest.mark.slow
 def test_the_text_is_the_same_report(hosts: TwoHosts) -> None:
     command = [word for word in [*DOCTOR, *PEERS] if word != "--json"]
     done = hosts.run_both({"a": command, "b": command}, seconds=90)
@@ -147,6 +148,7 @@ def test_hosts_that_differ_in_everything_that_is_compared(hosts: TwoHosts, tmp_p
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_file_that_one_host_does_not_have(hosts: TwoHosts, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "x.csv").write_text("text,label\n")
@@ -194,6 +196,7 @@ def test_a_rule_against_calling_out(hosts: TwoHosts) -> None:
     assert fault["remedy"].startswith("on hostA: `sudo iptables -S OUTPUT`")
 
 
+@pytest.mark.slow
 def test_an_address_nobody_has(hosts: TwoHosts) -> None:
     line = ["--peers", f"{ADDRESSES['a']},{NOBODY}"]
     a, b = doctors(hosts, line, timeout=5)
@@ -206,6 +209,7 @@ def test_an_address_nobody_has(hosts: TwoHosts) -> None:
     assert f"none of {ADDRESSES['a']}, {NOBODY} is an address of this machine (10.77.0.2)" in b.err
 
 
+@pytest.mark.slow
 def test_an_interface_that_does_not_route(hosts: TwoHosts) -> None:
     hosts.add_interface("a", "lan9", "10.99.0.1/24")
     line = ["--peers", f"10.99.0.1,{ADDRESSES['b']}"]
@@ -268,6 +272,7 @@ def _talking(hosts: TwoHosts) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_two_tokens(hosts: TwoHosts) -> None:
     a, b = doctors(hosts, [*PEERS, "--token", "one"], [*PEERS, "--token", "two"], timeout=4)
     assert (a.code, b.code) == (1, 1)
@@ -332,6 +337,7 @@ def test_the_first_address_alone_and_its_port_blocked(hosts: TwoHosts) -> None:
     assert "on 10.77.0.1, `sudo ufw allow from 10.77.0.2`" in b.finding("links", "machine 0")["remedy"]
 
 
+@pytest.mark.slow
 def test_names_instead_of_addresses(hosts: TwoHosts) -> None:
     """Each host's own name means 127.0.1.1 there, as Debian has it."""
     a, b = doctors(hosts, ["--peers", "hostA,hostB"])

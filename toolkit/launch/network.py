@@ -83,11 +83,6 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface that holds the way to `address` (the one that has it, for an address of this machine)."""
-    return own_addresses().get(address_towards(address) or "")
-
-
 def node_id() -> str:
     """The same for all processes of one node (a machine, a container or a network namespace), and for them only."""
     parts = [socket.gethostname()]
