@@ -106,7 +106,7 @@ RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", default_of(RANKS, "--machines", "NODE_RANK"))
+@pytest.mark.parametrize("way", default_of(RANKS, "--machines"))
 def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
     words, env = RANKS[way]
     started = {host: hosts.start(host, [*WORKER, *words[host]], env=env.get(host)) for host in ("a", "b")}
