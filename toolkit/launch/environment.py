@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from toolkit.errors import UserError
+from toolkit.files import replace_file
 
 # launcher -> (rank, world size, local rank, local world size), as each documents them
 _NAMES = {
@@ -142,9 +143,8 @@ def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) 
     path = _port_file()
     if rank == 0:
         port = free_port(_number({"MASTER_PORT": wanted}, "MASTER_PORT") if wanted else None)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(str(port), encoding="ascii")
-        draft.replace(path)
+        with replace_file(path, flush=False) as draft:
+            draft.write_text(str(port), encoding="ascii")
         return port
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
