@@ -107,11 +107,8 @@ class _Module:
         for name, shape in shapes.items():
             if held[0] is None:
                 self.excluded[name] = shape
-                continue
-            missing = next((m for m, part in zip(self.files.models, held, strict=True) if name not in part), None)
-            if missing:
-                raise UserError(f"{missing.file}: it lacks its part of {name}: of another save, or damaged")
-            found[name] = self._fragment(name, shape, [part[name] for part in held])
+            else:
+                found[name] = self._fragment(name, shape, [part.get(name) for part in held])
         return found
 
     def _fragment(self, name: str, shape: tuple[int, ...], parts: list[Any]) -> TensorIndex:
