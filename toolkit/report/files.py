@@ -18,7 +18,7 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
 from toolkit.files import replace_file
-from toolkit.launch.facts import versions
+from toolkit.versions import versions
 
 
 class RunFiles:
