@@ -31,7 +31,7 @@ def test_64_bit_offsets(tmp_path: Path) -> None:
         opened.seek(found.offset)
         assert (found.offset > 5 << 30, opened.read(found.size)) == (True, b"1234567")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=re.escape(f"{file}: the end of the file is missing")):
+    with pytest.raises(UserError, match=re.escape(str(file))):
         zip_members(file)
 
 
