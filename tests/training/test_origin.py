@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +129,6 @@ def test_settings_that_do_not_matter_are_no_difference(run: Path) -> None:
     assert steps(choose_origin("auto", run / "checkpoints", {**FACTS, "identity": {**IDENTITY, "new": 1}})) == [6, 4, 2]
 
 
-def test_a_folder_that_was_moved_aside(run: Path, tmp_path: Path) -> None:
-    origin = dataclasses.replace(choose_origin(str(run), run / "checkpoints", FACTS), skipped=["why"])
-    elsewhere = save(tmp_path / "other", 9)
-    origin = dataclasses.replace(origin, candidates=[*origin.candidates, elsewhere])
-    moved = origin.within(run, run.rename(tmp_path / "run.old"))
-    assert steps(moved) == [6, 4, 2, 9]
-    assert moved.candidates[-1] == elsewhere
-    assert all((path / "manifest.json").is_file() for path in moved.candidates)
-    assert moved.skipped == ["why"]
-    assert moved.aside == tmp_path / "run.old"
-
-
 def halve(folder: Path) -> Path:
     """As if rank 1 had written the weights, on another machine."""
     manifest = folders.read_manifest(folder)
@@ -168,13 +155,6 @@ def test_half_a_checkpoint_is_not_passed_over(run: Path) -> None:
         assert str(caught.value).endswith("/`")
     assert steps(choose_origin("auto", run / "checkpoints", FACTS, elsewhere=True)) == [6, 4, 2]
     assert steps(choose_origin("last", run / "checkpoints", FACTS, elsewhere=True)) == [6]
-
-
-def test_an_older_half_does_not_matter(run: Path) -> None:
-    halve(run / "checkpoints" / "step-00000004")
-    origin = choose_origin("auto", run / "checkpoints", FACTS)
-    assert steps(origin) == [6, 2]
-    assert "step-00000004" in origin.skipped[0]
 
 
 def test_a_link_in_the_same_folder_names_the_checkpoint_beside_it(run: Path, tmp_path: Path) -> None:
