@@ -89,21 +89,6 @@ def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None
     assert found.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_padding_of_titles_has_no_loss_and_no_gradient(smoothing: float) -> None:
-    logits = token_logits().requires_grad_()
-    losses = token_losses(logits, TITLES, smoothing)
-    (gradient,) = torch.autograd.grad(losses.sum(), logits)
-    assert not gradient[TITLES < 0].any()
-    assert gradient[TITLES >= 0].abs().sum(-1).min() > 0
-    with torch.no_grad():
-        other = logits.clone()
-        other[TITLES < 0] = 3.0
-        assert torch.equal(token_losses(other, TITLES, smoothing), losses)
-        wider = F.pad(TITLES, (0, 5), value=-100)  # beside a longer title
-        assert torch.allclose(token_losses(F.pad(logits, (0, 0, 0, 5), value=9.0), wider, smoothing), losses)
-
-
 @pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
 def test_the_mean_over_tokens_is_transformers_own_loss(tiny_model: Path) -> None:
     torch.manual_seed(0)

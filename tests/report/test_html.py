@@ -153,24 +153,26 @@ def three(tmp_path: Path) -> Run:
     return tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), texts
 
 
-def test_one_file_and_nothing_loaded(three: Run) -> None:
-    folder, last, texts = three
+def written(run: Run) -> Page:
+    folder, last, texts = run
     write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    return Page(folder / "report.html")
+
+
+def test_one_file_and_nothing_loaded(three: Run) -> None:
+    page = written(three)
     assert page.open == []
     assert page.loads() == []
     assert "http://" not in page.source
     assert "https://" not in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in three[0].iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
 
 
 def test_summary(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    text = Page(folder / "report.html").text
+    text = written(three).text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
@@ -178,9 +180,7 @@ def test_summary(three: Run) -> None:
 
 
 def test_text_is_shown_and_not_run(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    page = written(three)
     assert "<script" not in page.source
     shown = [row[1] for row in page.rows["mistakes"][1:]]
     assert NASTY in shown
@@ -188,10 +188,8 @@ def test_text_is_shown_and_not_run(three: Run) -> None:
 
 
 def test_worst_mistakes_are_the_surest(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    rows = Page(folder / "report.html").rows["mistakes"]
-    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    rows = written(three).rows["mistakes"]
+    predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
     surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
     assert rows[0] == ["row", "text", "true", "predicted"]
@@ -202,11 +200,9 @@ def test_worst_mistakes_are_the_surest(three: Run) -> None:
 
 
 def test_confusion_matrix(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    head, *rows = Page(folder / "report.html").rows["confusion"]
+    head, *rows = written(three).rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
-    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     for name, row in zip(CHINESE, rows, strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         assert row[0] == name
@@ -341,9 +337,7 @@ def titles(tmp_path: Path) -> Run:
 
 
 def test_titles_summary(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    page = written(titles)
     for shown in ("ROUGE-1 0.4000", "ROUGE-2 0.2000", "ROUGE-L 0.3500", "Loss (of a title's token) 2.5000",
                   "ROUGE was counted in Chinese words (jieba:", "at most 32 tokens, column 标题",
                   "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):  # fmt: skip
@@ -357,9 +351,7 @@ def test_titles_summary(titles: Run) -> None:
 
 
 def test_titles_examples(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    page = written(titles)
     rows = page.rows["examples"]
     head = ["row", "text", "generated", "reference", "ROUGE-L"]
     assert [place for place, row in enumerate(rows) if row == head] == [0, 9, 18]
@@ -376,9 +368,7 @@ def test_titles_examples(titles: Run) -> None:
 
 
 def test_titles_are_counted(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    text = Page(folder / "report.html").text
+    text = written(titles).text
     told = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
     assert f"Of the 60 titles of validation {'; '.join(told)}" in text
 
