@@ -33,8 +33,7 @@ from toolkit.launch import restarts
 from toolkit.launch.facts import versions
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog
-from toolkit.report.trackers import start_trackers, tracker_names
+from toolkit.report.log import RunLog, start_trackers, tracker_names
 from toolkit.training.checkpoints import Checkpoints, TrainingState
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -88,7 +87,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.say(line)
+        self._log.progress.say(line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better

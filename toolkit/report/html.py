@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from toolkit import demo
@@ -30,8 +29,9 @@ from toolkit.report.card import (
     explain_rouge,
     is_comparison,
     metric_title,
-    number,
     readings,
+    render,
+    results,
 )
 from toolkit.report.files import by_step, read_lines, write_whole
 
@@ -94,11 +94,11 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "last": last,
         "last_step": last_step,
         "saved_step": saved_step,
-        "results": _results(last, problem_type),
+        "results": _loss_last(results(last, problem_type)),
         "rouge_explained": explain_rouge(last),
         "readings_explained": READINGS_EXPLAINED,
         "readings": [
-            (length, _results(read, problem_type))
+            (length, _loss_last(results(read, problem_type)))
             for length, read in readings(lines, last_step, config["data"]["max_length"], last)
         ],
         "facts": _facts(config, steps),
@@ -112,7 +112,7 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "smoothed": curves.series_of(steps, "loss").window > 1,
         **samples(folder / "predictions.jsonl", config["data"], texts),
     }
-    write_whole(folder / "report.html", [_environment().get_template("report.html").render(context)])
+    write_whole(folder / "report.html", [render("report.html", context, autoescape=True, **_FILTERS)])
 
 
 def write_report_of_folder(folder: str | Path) -> Path:
@@ -141,25 +141,17 @@ def _texts_of(digest: str, split: str) -> list[str]:
     return load_split(prepared.parent, split).texts() if prepared.is_dir() else []
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": number,
-        "metric": lambda name, problem_type: {"num_samples": "samples"}.get(name) or metric_title(name, problem_type),
-        "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
-        "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
-        # names in Chinese, Japanese or Korean are set one character below the other
-        "stacks": lambda name: (
-            re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
-        ),
-    }
-    return environment
+def _is_stacked(name: str) -> bool:
+    """Names in Chinese, Japanese or Korean are set one character below the other."""
+    return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
+
+
+_FILTERS: dict[str, Any] = {
+    "metric": lambda name, problem_type: {"num_samples": "samples"}.get(name) or metric_title(name, problem_type),
+    "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
+    "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
+    "stacks": _is_stacked,
+}
 
 
 # What the files hold
@@ -181,13 +173,9 @@ def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], p
     return best.step or None
 
 
-def _results(last: Evaluation, problem_type: Task) -> dict[str, float]:
-    """The evaluation's single numbers by title, the loss at the end."""
-    names = [name for name, value in last.numbers.items() if isinstance(value, float) and name != "loss"]
-    if problem_type == "single_label_classification" and "f1_micro" in names:
-        names.remove("f1_micro")  # the accuracy once more
-    names += ["loss"] if "loss" in last.numbers else []
-    return {metric_title(name, problem_type): last.numbers[name] for name in names}
+def _loss_last(numbers: dict[str, float]) -> dict[str, float]:
+    losses = [name for name in numbers if name.startswith("Loss")]
+    return {name: numbers[name] for name in [*(name for name in numbers if name not in losses), *losses]}
 
 
 def _title(config: dict[str, Any]) -> str:
