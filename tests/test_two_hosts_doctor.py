@@ -100,9 +100,11 @@ def test_two_good_hosts(hosts: TwoHosts) -> None:
     for link in a.said["links"]:
         assert link["ok"]
         assert 0 < link["latency_ms"] < 1000
-        assert link["mbytes_per_second"] > 1
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
-    assert all(said["gloo"]["ok"] for said in b.said["allreduce"]["machines"].values())
+    for said in b.said["allreduce"]["machines"].values():
+        assert said["gloo"]["ok"]
+        assert said["gloo"]["mbytes_per_second"] > 1
+        assert 0 < said["gloo"]["latency_ms"] < 1000
     assert set(a.said["allreduce"]["machines"]) == {"hostA", "hostB"}
 
 
@@ -141,10 +143,7 @@ def test_hosts_that_differ_in_everything_that_is_compared(hosts: TwoHosts, tmp_p
     assert a.finding("machines", "settings")["text"] == "--seed is 3 on hostA and 4 on hostB"
     assert a.finding("machines", "train_file")["text"].startswith("--train_file has not the same content: ")
     # what is wrong on the other machine alone is seen here too
-    told = [one["text"] for one in a.said["findings"] if (one["name"], one["host"]) == ("peft", "hostB")]
-    assert len(told) == 2, told
-    assert told[0].startswith("peft 99.0 is installed, and this package needs peft>=")
-    assert told[1].startswith("peft is installed 2 times")
+    assert a.finding("versions", "peft", "hostB")["text"].startswith("peft 99.0 is installed, and this package needs")
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
 
 
@@ -174,7 +173,6 @@ def test_a_blocked_port_is_named_with_the_line_that_opens_it(hosts: TwoHosts) ->
         ("hostA", "hostB"): False, ("hostB", "hostA"): True
     }  # fmt: skip
     # what works is measured all the same
-    assert a.finding("links", "0 <-> 1")["level"] == "ok"
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
 
 
@@ -202,7 +200,7 @@ def test_an_address_nobody_has(hosts: TwoHosts) -> None:
     fault = a.finding("links", "machine 1")
     assert a.code == 1
     assert f"machine 1 ({NOBODY}) did not come within 5 s" in fault["text"]
-    assert f"no machine on the network of eth0 answers to {NOBODY}" in fault["text"]
+    assert f"no machine answers to {NOBODY}" in fault["text"]
     # and the host that was meant says which it is
     assert (b.code, b.said["findings"]) == (1, [])
     assert f"none of {ADDRESSES['a']}, {NOBODY} is an address of this machine (10.77.0.2)" in b.err
@@ -214,7 +212,7 @@ def test_an_interface_that_does_not_route(hosts: TwoHosts) -> None:
     a, b = doctors(hosts, line, timeout=5)
     assert (a.code, b.code) == (1, 1)
     assert b.finding("network", "chosen")["text"] == "no interface leads to 10.99.0.1"
-    assert "did not come within 5 s" in b.finding("links", "machine 0")["text"]
+    assert "hostB says: there is no way to it from here" in b.finding("links", "1 -> 0")["text"]
     wrong = a.finding("machines", "10.99.0.1")
     assert (wrong["level"], wrong["remedy"]) == ("warn", "name 10.77.0.1 instead of 10.99.0.1, on all machines")
 
@@ -341,11 +339,18 @@ def test_names_instead_of_addresses(hosts: TwoHosts) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_count_each_other_in_another_order(hosts: TwoHosts) -> None:
-    a, b = doctors(hosts, PEERS, ["--peers", f"{ADDRESSES['b']},{ADDRESSES['a']}"], timeout=30)
+@pytest.mark.parametrize(
+    ("of_b", "fault"),
+    [
+        (f"{ADDRESSES['b']},{ADDRESSES['a']}", "says that it is machine 0, as another one does"),
+        (f"{ADDRESSES['a']},{ADDRESSES['b']},{NOBODY}", "was given the machines 10.77.0.1, 10.77.0.2, and "),
+    ],
+)
+def test_hosts_that_are_told_of_other_machines(hosts: TwoHosts, of_b: str, fault: str) -> None:
+    a, b = doctors(hosts, PEERS, ["--peers", of_b], timeout=30)
     assert (a.code, b.code) == (1, 1)
-    assert "was given the machines 10.77.0.2, 10.77.0.1" in a.finding("links", "machine 1")["text"]
-    assert "in the same order" in a.finding("links", "machine 1")["remedy"]
+    assert fault in a.finding("machines", "rendezvous")["text"]
+    assert "in the same order" in a.finding("machines", "rendezvous")["remedy"]
 
 
 @pytest.mark.slow

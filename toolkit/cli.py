@@ -10,7 +10,6 @@ from typing import Any
 
 from toolkit import __version__, init, launch
 from toolkit.checkpoint.convert import command as convert
-from toolkit.doctor.job import add_options as add_doctor_options
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models import to_bigbird_command
 
@@ -42,8 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         usage="toolkit prepare [cls|bigbird|title] [SETTINGS.yaml] [--name value ...]",
         add_help=False,
     )
-    doctor = commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
-    add_doctor_options(doctor)
+    commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
     convert.add_parser(commands)
     to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html again")

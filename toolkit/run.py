@@ -30,7 +30,6 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation import ComputeMetrics, Evaluation
 from toolkit.evaluation.best import make_best
 from toolkit.launch import restarts
-from toolkit.launch.facts import versions
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, start_trackers, tracker_names
@@ -38,6 +37,7 @@ from toolkit.training.checkpoints import Checkpoints, TrainingState
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
+from toolkit.versions import versions
 
 
 class Run:

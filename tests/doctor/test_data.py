@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from toolkit.doctor import data
 
 
@@ -33,23 +31,6 @@ def test_a_models_folder_by_what_a_model_is_loaded_from(tmp_path: Path) -> None:
     files = (before["files"], after["files"])
     assert all(isinstance(part, dict) for part in files)
     assert [name for name in files[0] if files[0][name] != files[1][name]] == ["model.safetensors"]  # type: ignore[index,attr-defined]
-
-
-def test_a_large_file_is_told_by_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_WHOLE_BYTES", 100)
-    monkeypatch.setattr(data, "_PART_BYTES", 10)
-    monkeypatch.setattr(data, "_PARTS", 5)
-    file = tmp_path / "large"
-    content = bytearray(b"x" * 1000)
-    file.write_bytes(content)
-    before = data.digest_of(file)
-    for place in (3, 250, 999):  # in the first, the second and the last part
-        changed = bytearray(content)
-        changed[place] = 0
-        file.write_bytes(changed)
-        assert data.digest_of(file) != before
-    file.write_bytes(content + b"x")
-    assert data.digest_of(file) != before
 
 
 def test_there_is_no_time_to_read_it(tmp_path: Path) -> None:

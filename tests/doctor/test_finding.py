@@ -1,10 +1,15 @@
-"""What other machines send is fit for a terminal, and of the types it should have."""
+"""What peers send is fit for a terminal; what is printed."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from toolkit.doctor.finding import Finding, number, plain, read_finding, size_of, whole_number, worst
+from toolkit.doctor.finding import Finding, clean, last_line, plain, report, size_of, table
+
+FOUND = [Finding("network", "port", "fail", "29600 is taken", "kill 7"), Finding("host", "disk", "ok", "64 GB"),
+         Finding("host", "shared", "warn", "little", "rm", "hostB")]  # fmt: skip
 
 
 def test_text_from_elsewhere_carries_no_control_characters() -> None:
@@ -14,31 +19,41 @@ def test_text_from_elsewhere_carries_no_control_characters() -> None:
     assert plain("half a pair \ud800").encode() == b"half a pair ?"
 
 
-def test_a_finding_survives_the_way_and_other_things_do_not() -> None:
-    finding = Finding("host", "memory", "warn", "little", "free some", "B")
-    assert read_finding(finding.as_dict()) == finding
-    assert read_finding({**finding.as_dict(), "level": "catastrophe"}) is None
-    assert read_finding(["warn"]) is None
-    odd = read_finding({"level": "fail", "text": {"a": 1}, "area": None})
-    assert odd is not None
-    assert odd.text == "{'a': 1}"
-
-
-@pytest.mark.parametrize(("value", "whole", "real"), [
-    (3, 3, 3.0), (True, 0, None), ("3", 0, None), (2.5, 0, 2.5), (None, 0, None), (1e301, 0, None),
-    (float("nan"), 0, None),
-])  # fmt: skip
-def test_numbers_are_numbers(value: object, whole: int, real: float | None) -> None:
-    assert whole_number(value) == whole
-    assert number(value) == real
-
-
-def test_the_worst_of_several() -> None:
-    levels = [Finding("a", "b", level, "") for level in ("ok", "warn", "note")]
-    assert worst(levels) == "warn"
-    assert worst([]) == "ok"
+def test_whatever_is_sent_is_bounded_and_printable() -> None:
+    sent = {"\x1b[31m": ["\x1b[31m" * 9999] * 9999, "nan": float("nan"), "huge": 10**400, "kept": [1, 2.5, None, True]}
+    got = clean(json.loads(json.dumps(sent)))
+    assert list(got) == ["[31m", "nan", "huge", "kept"]
+    assert (len(got["[31m"]), len(got["[31m"][0])) == (300, 1000 - 1)
+    assert "\x1b" not in json.dumps(got)
+    assert (got["nan"], got["huge"], got["kept"]) == (0, 0, [1, 2.5, None, True])
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1500, "1.5 kB"), (64 << 20, "67.1 MB"), (2.5e12, "2.5 TB")])
 def test_sizes_for_people(size: float, text: str) -> None:
     assert size_of(size) == text
+
+
+def test_the_text_is_grouped_and_aligned() -> None:
+    assert report(FOUND) == (
+        "host\n"
+        "  ok    disk    64 GB\n"
+        "  !!    shared  [hostB] little\n"
+        "                -> rm\n"
+        "network\n"
+        "  FAIL  port    29600 is taken\n"
+        "                -> kill 7"
+    )
+
+
+def test_the_last_line() -> None:
+    assert last_line(FOUND, "accelerate launch x.py") == "1 failure, 1 warning; first: 29600 is taken"
+    assert last_line(FOUND[1:2], "accelerate launch x.py") == "all well: start with `accelerate launch x.py`"
+    assert last_line(FOUND[1:2], "") == "all well"
+    assert last_line(FOUND[1:], "go") == "1 warning; first: on hostB: little\nno failure: start with `go`"
+    assert last_line(FOUND[:1] * 2, "") == "2 failures; first: 29600 is taken"
+
+
+def test_a_table() -> None:
+    assert table([["", "", "A", "B"], ["!!", "torch", "2.13.0", "2.12.1"]]) == (
+        "             A       B\n  !!  torch  2.13.0  2.12.1"
+    )

@@ -1,85 +1,110 @@
-"""Memory, disks, limits and the clock."""
+"""Disks, shared memory, locks of builds, and variables of the shell."""
 
 from __future__ import annotations
 
-import resource
+import os
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from toolkit.doctor import host
-from toolkit.doctor.finding import worst
-from toolkit.doctor.host import Disk
 
 GB = 10**9
+Usage = namedtuple("Usage", "total used free percent")
+HOLD = "import os, sys, time; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print('held', flush=True); time.sleep(60)"
 
 
-def test_memory_of_the_machine_and_of_its_container() -> None:
-    assert host.memory(30 * GB, 64 * GB, None, 8).level == "ok"
-    inside = host.memory(30 * GB, 64 * GB, 4 * GB, 1)
-    assert inside.text.startswith("1 core; 4.0 GB of 4.0 GB memory free (the container's limit)")
-    assert host.memory(GB, 64 * GB, None, 8).level == "warn"
+@pytest.mark.parametrize(("free", "level"), [(50 * GB, "ok"), (5 * GB, "warn"), (GB // 2, "fail")])
+def test_room_where_a_run_writes(free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the nearest folder that exists."""
+    monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(99 * GB, 0, free, 0))
+    found = host.check_disk("output", tmp_path / "runs" / "today")
+    assert (found.level, f"{tmp_path} (output)" in found.text) == (level, True)
+    monkeypatch.setattr(host.os, "access", lambda *_: False)
+    assert "cannot be written" in host.check_disk("output", tmp_path).text
 
 
-def test_disks_of_one_file_system_are_one_line() -> None:
-    (one,) = host.disks([Disk("output", "/a", 50 * GB, 7), Disk("tokens", "/b", 50 * GB, 7)])
-    assert one.level == "ok"
-    assert one.text == "50.0 GB free for output, tokens (/a, /b)"
-
-
-@pytest.mark.parametrize(("disk", "level", "words"), [
-    (Disk("output", "/a", 5 * GB, 7), "warn", "5.0 GB free"),
-    (Disk("output", "/a", GB // 2, 7), "fail", "500 MB free"),
-    (Disk("output", "/a", 50 * GB, 7, writable=False), "fail", "cannot be written"),
-    (Disk("output", "/a", 50 * GB, 7, file_slots_left=False), "fail", "no inode"),
+@pytest.mark.parametrize(("total", "free", "level"), [
+    (64 << 20, 64 << 20, "warn"), (8 << 30, 8 << 30, "ok"), (8 << 30, 1 << 20, "warn"),
 ])  # fmt: skip
-def test_disks_without_room(disk: Disk, level: str, words: str) -> None:
-    found = host.disks([disk, Disk("tokens", "/b", 50 * GB, 8)])
-    assert [finding.level for finding in found] == ["ok", level]
-    assert words in found[1].text
-    assert "/a" in found[1].remedy
+def test_shared_memory(total: int, free: int, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(total, 0, free, 0))
+    (found,) = host.check_shared_memory(str(tmp_path))
+    assert (found.level, "--shm-size=8g" in found.remedy) == (level, level == "warn")
+    assert host.check_shared_memory("/no/such") == []
 
 
-def test_a_folder_that_is_still_to_be_made(tmp_path: Path) -> None:
-    found = host._disk("output", tmp_path / "runs" / "today")
-    assert found is not None
-    assert found.folder == str(tmp_path)
+# --- locks of builds
 
 
-def test_dockers_shared_memory_is_too_small() -> None:
-    (small,) = host.shared_memory((64 << 20, 64 << 20))
-    assert small.level == "warn"
-    assert "--shm-size=8g" in small.remedy
-    assert worst(host.shared_memory((8 << 30, 8 << 30))) == "ok"
-    (full,) = host.shared_memory((8 << 30, 1 << 20))
-    assert (full.level, "/dev/shm" in full.remedy) == ("warn", True)
-    assert host.shared_memory(None) == []
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """A lock as torch's FileBaton takes it, and who has it."""
+    (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield lock, process.pid
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
-def test_the_limit_of_open_files() -> None:
-    (raised,) = host.open_files(1024, 1 << 20)
-    assert (raised.level, raised.remedy) == ("warn", "ulimit -n 65536")
-    assert host.open_files(1024, 8000)[0].remedy == "ulimit -n 8000"
-    assert "limits.conf" in host.open_files(1024, 1024)[0].remedy
-    assert host.open_files(1024, resource.RLIM_INFINITY)[0].remedy == "ulimit -n 65536"
-    assert host.open_files(4096, 4096)[0].level == "ok"
-    assert host.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY)[0].level == "ok"
+def test_a_lock_that_is_held_is_no_fault_and_one_that_is_left_is(tmp_path: Path, held: tuple[Path, int]) -> None:
+    lock, pid = held
+    (alive,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert (alive.level, f"is being built by process {pid}" in alive.text) == ("note", True)
+    os.kill(pid, 9)
+    deadline = time.monotonic() + 5
+    while host._holders({str(lock)}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (stale,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert (stale.level, stale.remedy) == ("fail", f"rm {lock}")
+    assert "deepspeed_shm_comm" in stale.text
 
 
-def test_infiniband_pins_memory() -> None:
-    assert host.locked_memory(64 << 10, []) == []
-    (short,) = host.locked_memory(64 << 10, ["mlx5_0"])
-    assert short.level == "warn"
-    assert "NCCL_IB_DISABLE=1" in short.remedy
-    assert host.locked_memory(resource.RLIM_INFINITY, ["mlx5_0"])[0].level == "ok"
+def test_a_cache_without_locks(tmp_path: Path) -> None:
+    (only,) = host.check_builds({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert (only.level, only.text) == ("ok", f"{tmp_path}: no lock is left")
+    (none,) = host.check_builds({"XDG_CACHE_HOME": str(tmp_path)})
+    assert none.text == f"{tmp_path}/torch_extensions: nothing has been built yet"
 
 
-def test_the_clock() -> None:
-    assert host.clock(None) == []
-    assert host.clock(True)[0].level == "ok"
-    assert host.clock(False)[0].remedy == "sudo timedatectl set-ntp true"
+def test_torch_looks_in_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.cpp_extension import get_default_build_root
+
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (none,) = host.check_builds(dict(os.environ))
+    assert none.text.startswith(get_default_build_root())
 
 
-def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
-    names = {finding.name for finding in host.check(tmp_path / "runs", tmp_path / "cache")}
-    assert {"memory", "open files"} <= names
+# --- the shell
+
+
+def test_a_clean_shell() -> None:
+    assert host.check_shell({"PATH": "/bin", "HF_HOME": "/nowhere"}, config_given=False) == []
+
+
+def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
+    env = {"WORLD_SIZE": "8", "RANK": "3", "ACCELERATE_USE_DEEPSPEED": "true", "TORCHELASTIC_RUN_ID": "x",
+           "ACCELERATE_LOG_LEVEL": "info", "PATH": "/bin", "NCCL_IB_DISABLE": "1", "HF_HOME": "/nowhere"}  # fmt: skip
+    left, told = host.check_shell(env, config_given=False)
+    assert (left.level, left.remedy) == ("warn", "unset ACCELERATE_USE_DEEPSPEED RANK TORCHELASTIC_RUN_ID WORLD_SIZE")
+    assert "RANK=3" in left.text
+    assert (told.level, told.text) == ("note", "NCCL_IB_DISABLE=1")
+
+
+def test_accelerates_silent_default(tmp_path: Path) -> None:
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text("num_processes: 4")
+    env = {"HF_HOME": str(tmp_path)}
+    (note,) = host.check_shell(env, config_given=False)
+    assert (note.level, str(tmp_path) in note.text) == ("note", True)
+    assert host.check_shell(env, config_given=True) == []

@@ -1,115 +1,63 @@
-"""The port, the interfaces and firewalls."""
+"""The port, the interfaces, and the machines' addresses."""
 
 from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 
 from toolkit.doctor import network
-from toolkit.doctor.network import Interface, PortUse
+from toolkit.doctor.network import Interface
+from toolkit.launch.nodes import Nodes
 
-FOUND = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1", megabits=10000, mtu=1500),
+FOUND = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1", mtu=1500),
          Interface("docker0", "172.17.0.1", carrier=False)]  # fmt: skip
+TWO = Nodes(2, 0, "--machine_rank", ("10.0.0.1", "10.0.0.2"), 29600)
 
 
-def test_a_port_that_is_taken_names_who_has_it() -> None:
+@pytest.fixture(autouse=True)
+def _route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way out, as FOUND has it; other networks are not reached."""
+    monkeypatch.setattr(network, "address_towards", lambda to: "10.0.0.1" if to.startswith("10.0.") else None)
+
+
+def test_a_port_that_is_taken_names_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        (one,) = network.check_port(port, several_machines=False)
-        (several,) = network.check_port(port, several_machines=True)
+        one, several = (network.check_port(port, several_machines=several) for several in (False, True))
+        monkeypatch.setattr(network.net, "holder_of", lambda port: None)
+        unseen = network.check_port(port, several_machines=True)
     assert (one.level, several.level) == ("warn", "fail")
     assert f"{port} is taken by process {os.getpid()} (" in several.text
-    assert (
-        several.remedy
-        == f"kill {os.getpid()}  (if it is left over), or --main_process_port {port + 1} on every machine"
-    )
-    (free,) = network.check_port(port, several_machines=True)
-    assert free.level == "ok"
-
-
-def test_a_port_somebody_else_has() -> None:
-    theirs = network.port_taken(29500, PortUse(7, "python", "ann"), several_machines=True)
-    assert theirs.remedy.startswith("sudo kill 7")
-    unseen = network.port_taken(29500, PortUse(None), several_machines=True)
-    assert "sudo ss -ltnp 'sport = :29500'" in unseen.remedy
-
-
-def test_interfaces_on_one_line() -> None:
-    line = network.all_interfaces(FOUND)
-    assert line.text == "eth0 10.0.0.1 (10 Gbit/s, MTU 1500), docker0 172.17.0.1 (no cable, MTU 0)"
-    assert network.all_interfaces(FOUND[:1]).level == "note"
+    every = f"--main_process_port {port + 1} on every machine"
+    assert several.remedy == f"kill {os.getpid()}  (if it is left over), or {every}"
+    assert f"sudo ss -ltnp 'sport = :{port}'" in unseen.remedy
+    assert network.check_port(port, several_machines=True).level == "ok"
 
 
 def test_the_interface_that_is_chosen_and_why() -> None:
-    (good,) = network.chosen(FOUND, ("10.0.0.2", "10.0.0.1"), {})
-    assert (good.level, good.text) == ("ok", "eth0 (10.0.0.1), by the route to 10.0.0.2")
-    (nowhere,) = network.chosen(FOUND, ("10.9.9.9", None), {})
+    listed, chosen = network.check_interfaces(TWO, FOUND)
+    assert listed.text == "eth0 10.0.0.1 (MTU 1500), docker0 172.17.0.1 (no cable, MTU 0)"
+    assert (chosen.level, chosen.text) == ("ok", "eth0 (10.0.0.1), by the route to 10.0.0.2")
+    nowhere = network.check_interfaces(replace(TWO, addresses=("10.0.0.1", "10.9.9.9")), FOUND[:1])[1]
     assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
+    first = network.check_interfaces(replace(TWO, addresses=("10.0.0.1",)), FOUND)[1]
+    assert first.text == "eth0 (10.0.0.1), by the address that was named for this machine"
+    assert network.check_interfaces(None, FOUND)[1].text == "there is no way out of this machine: one machine only"
 
 
-def test_where_the_others_are_not_known_the_own_address_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "interfaces", lambda: FOUND)
-    found = network.check_interfaces([], "10.0.0.1", {})
-    assert found[1].text == "eth0 (10.0.0.1), by the address that was named for this machine"
-
-
-def test_a_variable_that_chooses_another_interface_than_the_route() -> None:
-    env = {"NCCL_SOCKET_IFNAME": "docker", "GLOO_SOCKET_IFNAME": "eth0"}
-    _, warned = network.chosen(FOUND, ("10.0.0.2", "10.0.0.1"), env)
-    assert (warned.level, warned.name) == ("warn", "NCCL_SOCKET_IFNAME")
-    assert "export NCCL_SOCKET_IFNAME=eth0" in warned.remedy
-
-
-def test_a_host_name_that_means_loopback() -> None:
-    assert network.own_name("gpu1", ["10.0.0.1"]) == []
-    assert "gpu1 means 127.0.1.1 here" in network.own_name("gpu1", ["127.0.1.1"])[0].text
-    assert "/etc/hosts" in network.own_name("gpu1", [])[0].remedy
-
-
-NFT_DROPS = """table inet filter {
-	chain input {
-		type filter hook input priority filter; policy drop;
-		ct state established accept
-		ip saddr 10.0.0.9 accept
-	}
-	chain output { type filter hook output priority filter; policy accept; }
-}"""
-
-
-@pytest.mark.parametrize(("answers", "line"), [
-    ({"ufw": "Status: active\n\nTo   Action  From\n22   ALLOW  Anywhere\n"}, "sudo ufw allow from 10.0.0.2"),
-    ({"firewalld": "running\n"}, "sudo firewall-cmd --zone=trusted --add-source=10.0.0.2"),
-    ({"nftables": NFT_DROPS}, "sudo nft insert rule inet filter input ip saddr 10.0.0.2 accept"),
-    ({"iptables": "-P INPUT DROP\n-A INPUT -p tcp --dport 22 -j ACCEPT\n"}, "sudo iptables -I INPUT -s 10.0.0.2 -j"),
-    ({"iptables": "-P INPUT ACCEPT\n-A INPUT -j REJECT --reject-with icmp-host-prohibited\n"}, "sudo iptables"),
+@pytest.mark.parametrize(("addresses", "found", "level", "words"), [
+    (("10.0.0.1", "10.0.0.2"), FOUND[1], "", ""),
+    (("10.0.0.1", "10.0.0.2"), replace(FOUND[1], up=False), "fail", "sudo ip link set eth0 up"),
+    (("10.0.0.1", "10.0.0.2"), replace(FOUND[1], carrier=False), "fail", "is the cable in"),
+    (("10.0.9.9", "10.0.0.2"), FOUND[1], "fail", "give its own address"),
+    (("10.0.0.1", "127.0.0.1"), FOUND[1], "fail", "by which the others reach it"),
+    (("10.99.0.1", "10.0.0.2"), replace(FOUND[1], address="10.99.0.1"), "warn", "name 10.0.0.1 instead of 10.99.0.1"),
 ])  # fmt: skip
-def test_firewalls_that_drop(answers: dict[str, str], line: str) -> None:
-    (found,) = network.firewalls(answers, 29600, ["10.0.0.2"])
-    assert found.level == "warn"
-    assert found.remedy.startswith(line)
-    assert network.firewalls(answers, 29600, [])[0].level == "note"  # one machine alone needs nothing opened
-
-
-@pytest.mark.parametrize("answers", [
-    {},
-    {"ufw": "Status: inactive\n"},
-    {"ufw": "Status: active\n\nAnywhere  ALLOW  10.0.0.2\n"},
-    {"nftables": NFT_DROPS.replace("10.0.0.9", "10.0.0.2")},
-    {"nftables": NFT_DROPS.replace("policy drop", "policy accept")},
-    {"iptables": "-P INPUT ACCEPT\n-A INPUT -i docker0 -j DROP\n"},
-])  # fmt: skip
-def test_firewalls_that_do_not_stand_in_the_way(answers: dict[str, str]) -> None:
-    (found,) = network.firewalls(answers, 29600, ["10.0.0.2"])
-    assert found.level == "ok"
-
-
-def test_addresses_nobody_answered_to() -> None:
-    table = (
-        "IP address       HW type     Flags       HW address            Mask     Device\n"
-        "10.0.0.1         0x1         0x2         02:fc:00:00:00:05     *        eth0\n"
-        "10.0.0.77        0x1         0x0         00:00:00:00:00:00     *        eth0\n"
-    )
-    assert network.unanswered(table) == {"10.0.0.77": "eth0"}
-    assert network.unanswered("") == {}
+def test_addresses_as_they_were_given(addresses: tuple[str, ...], found: Interface, level: str, words: str) -> None:
+    this_one, *wrong = network.check_addresses(replace(TWO, addresses=addresses), [FOUND[0], found])
+    assert this_one.text == "this is machine 0 of 2 (--machine_rank)"
+    assert [finding.level for finding in wrong] == ([level] if level else [])
+    assert all(words in finding.remedy for finding in wrong)

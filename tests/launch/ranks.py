@@ -24,8 +24,9 @@ from typing import Any
 
 from tests.conftest import REPOSITORY
 from tests.runs import Finished
-from toolkit.launch.environment import free_port
-from toolkit.launch.relaunch import PATIENCE, clean_environment
+from toolkit.launch.environment import TIMEOUTS
+from toolkit.launch.network import free_port
+from toolkit.launch.relaunch import clean_environment
 
 HERE = "127.0.0.1"
 # Of what ends by itself; a test that comes near it has failed.
@@ -37,7 +38,8 @@ _NURSERY = """
 import gc, json, os, signal, socket, sys, threading
 import torch.distributed
 from toolkit import launch
-from toolkit.launch import facts, rollcall, watch
+from toolkit import versions
+from toolkit.launch import failure_detector, rank_rendezvous
 from toolkit.launch.environment import settle
 
 def wait_for_line():
@@ -78,13 +80,13 @@ while True:
 """
 
 _RANK = """
-facts.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
+versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
 if "PRETENDED_HOST" in os.environ:  # a machine of its own
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]
-    facts.machine = lambda: os.environ["PRETENDED_HOST"]
+    rank_rendezvous.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
 def main():
-    rollcall.call_roll(settle(os.environ), "", float(os.environ["SECONDS"]))
+    rank_rendezvous.find_ranks(settle(os.environ), "", float(os.environ["SECONDS"]))
     print("here", flush=True)
     {body}
 launch.run(main)
@@ -177,7 +179,7 @@ class Group:
 
     def _environment(self, rank: int) -> dict[str, str]:
         clean = clean_environment(os.environ)
-        for name in PATIENCE.values():
+        for name, _ in TIMEOUTS.values():
             clean.pop(name, None)
         return {
             **clean,

@@ -13,7 +13,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from toolkit.launch.facts import machine
+from toolkit.launch.network import node_id
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def find_disks(accelerator: Accelerator, folder: Path) -> Disks:
 
     One process of each machine makes a file there, and each looks which of them it sees.
     """
-    rank, here = accelerator.process_index, View(socket.gethostname(), machine(), str(folder.absolute()))
+    rank, here = accelerator.process_index, View(socket.gethostname(), node_id(), str(folder.absolute()))
     views: list[View] = gather_object([here])
     probing = sorted(_firsts(views).values())
     if len(probing) == 1:

@@ -2,258 +2,186 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NoReturn, TextIO
 
-from toolkit.doctor import compare, data, job, links, local, network, report, together
-from toolkit.doctor.account import own_account, own_host
-from toolkit.doctor.exchange import Deadline
-from toolkit.doctor.finding import Finding
+from toolkit.cache import cache_folder
+from toolkit.doctor import compare, data, devices, host, job, network, peers, torch_checks, versions
+from toolkit.doctor.compare import Node
+from toolkit.doctor.finding import Finding, last_line, report, table
 from toolkit.doctor.job import Job
-from toolkit.doctor.meet import Me, Meeting
-from toolkit.doctor.together import Together
-from toolkit.doctor.torch_process import TorchProcess
+from toolkit.doctor.network import own_host
+from toolkit.doctor.peers import Cluster
 from toolkit.errors import UserError
-from toolkit.launch import wire
 from toolkit.launch.failure import INTERRUPTED
-from toolkit.launch.machines import Machines, is_own
+from toolkit.launch.nodes import Nodes
+from toolkit.versions import comparable
 
-_AFTER_MEETING_SECONDS = 30.0
-_SAY_AFTER_SECONDS = 2.0
+_TORCH_SECONDS, _CHECKS_SECONDS = 30.0, 35.0
+"""To import torch: from a busy network file system it can take that long."""
+_MOST_FINDINGS = 50
 _TOGETHER = ("machines", "links", "all-reduce")
 
 
-def run(argv: Sequence[str]) -> int:
-    """The exit code: 0 nothing failed, 1 something did or the command line cannot be meant, 130 interrupted.
+def run(argv: Sequence[str]) -> NoReturn:
+    """Ends the process with 0 where nothing failed, 1 where something did or the line cannot be meant, 130 interrupted.
 
     It says so itself: with a launcher's variables left in the shell `launch.run` may take it for rank 3, and be silent.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # what is found may not be writable in this terminal's encoding
     try:
         asked = job.read(argv, os.environ)
-        with TorchProcess() as torch:
-            return _Doctor(asked, torch).run()
+        out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+        os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
+        code = _Doctor(asked, out).run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        code = 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
+    sys.stderr.flush()
+    os._exit(code)  # threads may hang in a driver, and a process group that is broken when it is taken down
 
 
 class _Doctor:
-    def __init__(self, asked: Job, torch: TorchProcess) -> None:
-        self.job, self.torch = asked, torch
+    def __init__(self, asked: Job, out: TextIO) -> None:
+        self.job, self.out = asked, out
         self.findings: list[Finding] = []
         self.files: dict[str, dict[str, Any]] = {}
-        self.together: Together | None = None
-        self.said = 0
+        self.torch: dict[str, Any] = {"broken": "it was not imported"}
+        self.cluster = Cluster()
 
     def run(self) -> int:
         machines = self.job.machines
-        self.findings = [*self.job.faults, *network.check_port(self.job.port, machines is not None)]
-        if machines is None:
-            self._look_here([])
-            self._say_new()
-        else:
+        self.findings = run_checks(self._checks(machines))
+        self._say(own_host(), self.findings)
+        if machines is not None and not any(map(network.is_this_machine, network.other_addresses(machines))):
+            said = len(self.findings)
             self._look_around(machines)
-        self._end()
-        return 0 if report.all_well(self.findings) else 1
+            self._say("the machines together", self.findings[said:])
+        failed = any(finding.level == "fail" for finding in self.findings)
+        if self.job.as_json:
+            print(json.dumps(self._as_dict(not failed), ensure_ascii=False), file=self.out, flush=True)
+        else:
+            print(last_line(self.findings, job.line_to_start(self.job)), file=self.out, flush=True)
+        return 1 if failed else 0
 
-    def _look_here(self, others: Sequence[str]) -> None:
-        """Everything about this machine; about as long as importing torch takes."""
-        seconds = self.job.timeout if others else data_seconds(self.job)
-        reading = threading.Thread(target=self._read_files, args=(seconds,), daemon=True)
-        reading.start()
-        self.findings += local.run_checks(local.checks(self.job, self.torch, others))
-        reading.join(seconds + 1.0)
-        self.findings += data.check(self.files)
-        gpus = len(self.torch.sees(0.0).get("devices") or ()) if self.job.uses_gpus else 0
-        self.findings += check_processes(self.job, gpus)
+    # --- this machine
 
-    def _read_files(self, seconds: float) -> None:
-        self.files = data.checksums(self.job.files, seconds)
+    def _checks(self, machines: Nodes | None) -> dict[str, Callable[[], list[Finding]]]:
+        """Area -> what looks at it; all together they take about as long as importing torch."""
+        asked, env, found = self.job, dict(os.environ), network.interfaces()
+        return {
+            "files": self._check_files,
+            "versions": versions.check,
+            "devices": self._check_devices,
+            "host": lambda: host.check(asked.output, cache_folder()),
+            "builds": lambda: host.check_builds(env),
+            "shell": lambda: host.check_shell(env, asked.config_file is not None),
+            "network": lambda: [
+                network.check_port(asked.port, machines is not None),
+                *network.check_interfaces(machines, found),
+            ],
+            "machines": lambda: network.check_addresses(machines, found) if machines else [],
+        }
+
+    def _check_files(self) -> list[Finding]:
+        self.files = data.checksums(self.job.files, min(self.job.timeout, job.DEFAULT_TIMEOUT))
+        return data.check(self.files)
+
+    def _check_devices(self) -> list[Finding]:
+        driver = devices.ask_driver()
+        self.torch = torch_checks.see(_TORCH_SECONDS)
+        needed = next((line[5:] for line in versions.requirements()[versions.OURS] if line.startswith("torch")), "")
+        return devices.check(driver, self.torch, os.environ, needed.split(";")[0])
 
     # --- several machines
 
-    def _look_around(self, machines: Machines) -> None:
-        others = [name for rank, name in enumerate(machines.addresses) if rank != machines.rank]
-        self.findings += check_names(machines, network.interfaces())
-        if any(means_this_machine(machines.addresses[rank]) for rank in range(len(machines.addresses))
-               if rank != machines.rank):  # fmt: skip
-            self._look_here(others)
-            self._say_new()
-            return
-        deadline = Deadline(self.job.timeout + _AFTER_MEETING_SECONDS)
-        try:
-            server = wire.listen(machines.port)
-        except OSError:
-            server = None  # it is among the findings
-        with Meeting(_me(self.job, machines), server) as meeting:
-            waiting = threading.Thread(target=meeting.run, args=(self.job.timeout,), daemon=True)
-            waiting.start()
-            self._look_here(others)
-            self._say_new()
-            self._wait(meeting, waiting, machines)
-            self._talk(meeting, machines, server is not None, deadline)
-        self._say_new()
+    def _look_around(self, machines: Nodes) -> None:
+        lines = {rank: job.line_elsewhere(self.job, rank) for rank in range(machines.count)}
+        token = self.job.token or f"doctor at port {machines.port}"
+        found = self.cluster = peers.meet(
+            machines,
+            token,
+            self.job.timeout,
+            lambda own: self._describe(machines, own),
+            lines[0 if machines.rank else 1],
+        )
+        self.findings += found.told
+        self.findings += peers.check(found, machines, lines, self.job.timeout)
+        self.findings += compare.check(found.nodes) if len(found.nodes) > 1 else []
 
-    def _wait(self, meeting: Meeting, waiting: threading.Thread, machines: Machines) -> None:
-        waiting.join(_SAY_AFTER_SECONDS)
-        if waiting.is_alive():
-            absent = [rank for rank, way in meeting.ways.items() if way.out is None and way.back is None]
-            names = ", ".join(machines.name_of(rank) for rank in absent)
-            if absent:
-                there = job.line_elsewhere(self.job, absent[0])
-                print(f"waiting up to {meeting.left:.0f} s for {names}; there: {there}", file=sys.stderr, flush=True)
-        while waiting.is_alive():
-            waiting.join(0.5)  # in pieces: Ctrl-C is to end it at once
-
-    def _talk(self, meeting: Meeting, machines: Machines, listens: bool, deadline: Deadline) -> None:
-        asked, torch = self.job, self.torch.sees(local.TORCH_SECONDS)
-        driver = next((f.text.split(",")[0] for f in self.findings if f.name == "driver" and f.level == "ok"), "")
-        mine = own_account(asked, meeting, torch, driver, self.files, self.findings, listens)
-        found = together.talk(meeting, mine, machines, self.torch, asked.uses_gpus, deadline)
-        lines = {rank: job.line_elsewhere(asked, rank) for rank in meeting.ways}
-        self.together = found
-        for account in found.accounts:
-            if account.rank != mine.rank:
-                self.findings += [finding.on(account.host) for finding in account.findings]
-        if not any(call.kind == "conflict" for call in mine.calls.values()):  # told from both sides otherwise
-            remedy = "type the same on all machines, with the machines in the same order"
-            self.findings += [Finding("machines", "meeting", "fail", text, remedy) for text in meeting.conflicts]
-        self.findings += together.findings_of(found, machines, lines, asked.timeout)
+    def _describe(self, machines: Nodes, address: str) -> Node:
+        """This machine; `address` is its own on the way to the others."""
+        way = next((found for found in network.interfaces() if found.address == address), None)
+        gpus = self.torch.get("devices") or ()
+        nccl = self.torch.get("nccl") if self.job.uses_gpus else None
+        bad = [finding for finding in self.findings if finding.level in ("warn", "fail")]
+        return Node(
+            rank=machines.rank,
+            host=own_host(),
+            address=address or (machines.addresses[machines.rank] if machines.rank < len(machines.addresses) else ""),
+            interface=way.name if way else "",
+            mtu=way.mtu if way else 0,
+            facts={name: str(value or "not installed") for name, value in comparable(self.job.script).items()},
+            settings=self.job.settings,
+            files=self.files,
+            devices=[f"{gpu['name']} {gpu['memory'] >> 30} GiB" for gpu in gpus],
+            driver=next((found.text for found in self.findings if (found.name, found.level) == ("driver", "ok")), ""),
+            backend="" if self.torch.get("broken") else f"NCCL {nccl}" if nccl else "gloo",
+            environment=host.variables(os.environ),
+            processes=(self.job.processes or 0) // machines.count,
+            listens=not any(finding.name == "port" for finding in bad),
+            findings=[finding.as_dict() for finding in bad[:_MOST_FINDINGS]],
+        )
 
     # --- saying
 
-    def _say_new(self) -> None:
-        if self.job.as_json:
-            return
-        new, self.said = self.findings[self.said :], len(self.findings)
-        heading = f"{own_host()}" if self.together is None else "the machines together"
-        print(f"{heading}\n\n{report.text_of(new)}\n", flush=True)
-        if self.together is not None and len(self.together.accounts) > 1:
-            print(report.table(compare.rows(self.together.accounts, self.together.offsets)) + "\n", flush=True)
+    def _say(self, heading: str, findings: Sequence[Finding]) -> None:
+        text = f"{heading}\n\n{report(findings)}\n"
+        if len(self.cluster.nodes) > 1:
+            text += f"\n{table(compare.rows(self.cluster.nodes))}\n"
+        if not self.job.as_json:
+            print(text, file=self.out, flush=True)
 
-    def _end(self) -> None:
-        if self.job.as_json:
-            print(json.dumps(self._as_dict(), ensure_ascii=False), flush=True)
-        else:
-            print(report.last_line(self.findings, job.line_to_start(self.job)), flush=True)
-
-    @staticmethod
-    def _named(finding: Finding) -> Finding:
-        """A program that reads it has no headings: this machine's own findings carry its name."""
-        return finding if finding.host or finding.area in _TOGETHER else finding.on(own_host())
-
-    def _as_dict(self) -> dict[str, Any]:
-        found = self.together or Together()
-        names = compare.names_of(found.accounts)
-        offsets = found.offsets
+    def _as_dict(self, well: bool) -> dict[str, Any]:
+        found, hosts = self.cluster, {node.rank: node.host for node in self.cluster.nodes}
+        named = [finding if finding.host or finding.area in _TOGETHER else replace(finding, host=own_host())
+                 for finding in self.findings]  # fmt: skip
         return {
             "host": own_host(),
-            "ok": report.all_well(self.findings),
-            "findings": [self._named(finding).as_dict() for finding in self.findings],
-            "machines": [
-                {**account.as_dict(), "clock_offset_seconds": 0.0 if account.rank == 0 else offsets.get(account.rank)}
-                for account in found.accounts
+            "ok": well,
+            "findings": [finding.as_dict() for finding in named],
+            "machines": [node.as_dict() for node in found.nodes],
+            "links": [
+                {"from": hosts[one], "to": hosts.get(other, f"machine {other}"), **asdict(link)}
+                for (one, other), link in sorted(found.links.items())
             ],
-            "links": [link.as_dict(names) for link in links.links_of(found.accounts, found.pairs)],
-            "allreduce": {"not_tried": found.not_reduced or None, "machines": {
-                names.get(rank, str(rank)): said for rank, said in found.reduced.items()}},
-        }  # fmt: skip
+            "allreduce": {
+                "not_tried": found.not_reduced or None,
+                "machines": {hosts[rank]: said for rank, said in found.reduced.items()},
+            },
+        }
 
 
-def data_seconds(asked: Job) -> float:
-    """How long reading the files of a lone machine may take."""
-    return min(asked.timeout, job.DEFAULT_TIMEOUT)
+def run_checks(checks: dict[str, Callable[[], list[Finding]]], seconds: float = _CHECKS_SECONDS) -> list[Finding]:
+    """Runs all side by side; one that breaks or does not end is a note, and stops nothing."""
+    found: dict[str, list[Finding]] = {}
 
+    def look(area: str) -> None:
+        def broken(why: str) -> list[Finding]:
+            return [Finding(area, area, "note", f"could not be looked at: {why}")]
 
-def check_processes(asked: Job, gpus: int) -> list[Finding]:
-    """Whether so many processes can be started, as far as this machine tells; `gpus` are those that it sees."""
-    machines = asked.machines.count if asked.machines else 1
-    if asked.processes is None or asked.processes < 1:
-        return []
-    if asked.processes % machines:
-        text = f"{asked.processes} processes cannot be shared equally by {machines} machines"
-        fitting = machines * max(1, asked.processes // machines)
-        return [Finding("devices", "processes", "fail", text, f"--num_processes {fitting}")]
-    if machines == 1 and 0 < gpus < asked.processes:
-        text = f"{asked.processes} processes are asked for, and there {'are' if gpus > 1 else 'is'} {gpus}"
-        text += f" GPU{'s' * (gpus > 1)} for them"
-        return [Finding("devices", "processes", "fail", text, f"--num_processes {gpus}")]
-    return []
+        found[area] = torch_checks.in_time(seconds, checks[area], broken)
 
-
-def check_names(machines: Machines, interfaces: Sequence[network.Interface]) -> list[Finding]:
-    """The machines' addresses as they were given, from here."""
-    found = []
-    up = {interface.address: interface for interface in interfaces}
-    for rank, name in enumerate(machines.addresses):
-        addresses = wire.addresses_of(name)
-        if rank == machines.rank:
-            found += _own_address(name, addresses, up) or _other_way_out(name, addresses, machines)
-        elif means_this_machine(name):
-            text = f"{machines.name_of(rank)} means this machine itself ({addresses[0]}): no other one can be there"
-            remedy = "give the address by which the others reach it (`hostname -I` there)"
-            found.append(Finding("machines", name, "fail", text, remedy))
-    text = f"this is machine {machines.rank} of {machines.count} ({machines.how})"
-    return [Finding("machines", "this one", "ok", text), *found]
-
-
-def means_this_machine(name: str) -> bool:
-    """Whether only this machine itself can be there."""
-    addresses = wire.addresses_of(name)
-    return bool(addresses) and all(wire.is_loopback(address) for address in addresses)
-
-
-def _own_address(name: str, addresses: Sequence[str], up: dict[str, network.Interface]) -> list[Finding]:
-    here = [up[address] for address in addresses if address in up]
-    if here and not any(interface.up for interface in here):
-        text = f"{name} is an address of this machine, and its interface {here[0].name} is down"
-        return [Finding("machines", name, "fail", text, f"sudo ip link set {here[0].name} up")]
-    if here and not any(interface.carrier for interface in here):
-        text = f"{name} is an address of this machine, and its interface {here[0].name} has no cable"
-        return [Finding("machines", name, "fail", text, f"`ethtool {here[0].name}`; is the cable in, the switch on?")]
-    if addresses and not here and not is_own(name):
-        own = ", ".join(address for address in up if not wire.is_loopback(address)) or "none"
-        text = f"{name} is not an address of this machine ({own}), which is said to be the one"
-        return [
-            Finding("machines", name, "fail", text, "give its own address (`hostname -I`), or another --machine_rank")
-        ]
-    return []
-
-
-def _me(asked: Job, machines: Machines) -> Me:
-    derived = f"doctor {','.join(sorted(machines.addresses))} of {machines.count} at {machines.port}"
-    return Me(
-        rank=machines.rank,
-        host=own_host(),
-        names=machines.addresses,
-        count=machines.count,
-        port=machines.port,
-        token=asked.token or derived,
-        only_named=not asked.token,
-    )
-
-
-def _other_way_out(name: str, addresses: Sequence[str], machines: Machines) -> list[Finding]:
-    """A machine with several addresses calls the others from one that they may not know."""
-    for rank, other in enumerate(machines.addresses):
-        source = wire.address_towards(other) if rank != machines.rank else None
-        if source and not wire.is_loopback(source) and addresses and source not in addresses and not is_own_name(name):
-            text = f"{name} was named for this machine, and what it sends to {other} comes from {source}"
-            return [Finding("machines", name, "warn", text, f"name {source} instead of {name}, on all machines")]
-    return []
-
-
-def is_own_name(name: str) -> bool:
-    """A host name that means 127.0.1.1 at home, as Debian has it."""
-    return wire.addresses_of(name) == ["127.0.1.1"]
+    threads = [threading.Thread(target=look, args=(area,), daemon=True) for area in checks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [finding for area in checks for finding in found[area]]

@@ -1,224 +1,202 @@
-"""The accounts of several machines side by side: a table, and what must not differ."""
+"""The machines side by side: what each says of itself, a table, and what must not differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from toolkit.doctor.account import Account
 from toolkit.doctor.finding import Finding, plain, size_of
 from toolkit.errors import listing
-from toolkit.launch import facts
+from toolkit.versions import differences, remedy
 
-AREA = "machines"
 _CLOCK_SECONDS = 2.0
 # each machine has its own, and may
-_OWN_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_OWN_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 
 
-def names_of(accounts: Sequence[Account]) -> dict[int, str]:
-    """Rank -> host name, with the address or number where two are called the same."""
-    hosts = [account.host for account in accounts]
+@dataclass(frozen=True)
+class Node:
+    """One machine, as it describes itself."""
+
+    rank: int
+    host: str = ""
+    address: str = ""
+    """By which the others reach it."""
+    interface: str = ""
+    mtu: int = 0
+    facts: dict[str, str] = field(default_factory=dict)
+    """Library -> version, and the digest of the code."""
+    settings: dict[str, str] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """See `data.checksums`."""
+    devices: list[str] = field(default_factory=list)
+    """The names of the GPUs torch sees, with their memory."""
+    driver: str = ""
+    backend: str = ""
+    """`NCCL 2.27.3` or `gloo`; empty where torch does not work."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """NCCL's and gloo's variables."""
+    processes: int = 0
+    """Asked for on each machine; 0 where nothing was asked for."""
+    listens: bool = True
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """Its own warnings and failures."""
+    clock_offset_seconds: float | None = None
+    """What its clock shows more than machine 0's."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# --- the table
+
+
+def _shown(node: Node) -> dict[str, str]:
+    """Name -> what the table shows of a machine."""
     return {
-        account.rank: account.host
-        if hosts.count(account.host) == 1
-        else f"{account.host} ({account.address or account.rank})"
-        for account in accounts
+        "machine": str(node.rank),
+        "address": node.address + f" ({node.interface})" * bool(node.interface),
+        **node.facts,
+        "GPUs": _gpus(node),
+        "driver": node.driver,
+        "backend": node.backend,
+        "MTU": str(node.mtu or ""),
+        **node.environment,
+        **{f"--{name}": value for name, value in node.settings.items()},
+        **{f"content of {name}": _content(entry) for name, entry in node.files.items()},
+        "clock": "" if node.clock_offset_seconds is None else f"{node.clock_offset_seconds:+.3f} s",
     }
 
 
-def rows(accounts: Sequence[Account], offsets: Mapping[int, float]) -> list[list[str]]:
+def rows(nodes: Sequence[Node]) -> list[list[str]]:
     """A heading, then a row per fact; the first column marks those that differ and should not."""
-    names = names_of(accounts)
-    made = [["", "", *(names[account.rank] for account in accounts)]]
-
-    def add(name: str, values: Sequence[str], compared: bool = True) -> None:
+    shown = [_shown(node) for node in nodes]
+    made = [["", "", *(node.host for node in nodes)]]
+    by_content = {f"--{name}" for name in _all_names(node.files for node in nodes)}
+    for name in sorted(_all_names(shown), key=lambda name: name == "clock"):
+        values = [one.get(name, "-")[:60] for one in shown]
+        may_differ = name in ("machine", "address", "clock", *_OWN_VARIABLES) or name in by_content
         if any(values):
-            made.append(["!!" if compared and len(set(values)) > 1 else "", name, *(value[:60] for value in values)])
-
-    add("machine", [str(account.rank) for account in accounts], compared=False)
-    add("address", [f"{a.address} ({a.interface})" if a.interface else a.address for a in accounts], compared=False)
-    for name in _all_names(account.facts for account in accounts):
-        add(name, [account.facts.get(name, "-") for account in accounts])
-    add("GPUs", [_short(account.devices) for account in accounts])
-    add("driver", [account.driver for account in accounts])
-    add("backend", [account.backend for account in accounts])
-    add("MTU", [str(account.mtu or "") for account in accounts])
-    for name in _all_names(account.environment for account in accounts):
-        add(name, [account.environment.get(name, "-") for account in accounts], name not in _OWN_VARIABLES)
-    by_content = _all_names(account.files for account in accounts)
-    for name in _all_names(account.settings for account in accounts):
-        add(f"--{name}", [account.settings.get(name, "-") for account in accounts], name not in by_content)
-    for name in by_content:
-        add(f"content of {name}", [_content(account.files.get(name)) for account in accounts])
-    add("clock", [_clock(account.rank, offsets) for account in accounts], compared=False)
+            made.append(["!!" if len(set(values)) > 1 and not may_differ else "", name, *values])
     return made
 
 
-def _all_names(tables: object) -> list[str]:
-    return list(dict.fromkeys(name for table in tables for name in table))  # type: ignore[attr-defined]
+def _all_names(tables: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _short(devices: Sequence[str]) -> str:
-    if not devices:
-        return "none"
-    kinds = dict.fromkeys(devices)
-    return ", ".join(f"{devices.count(kind)} x {kind}" for kind in kinds)
+def _gpus(node: Node) -> str:
+    kinds = dict.fromkeys(node.devices)
+    return ", ".join(f"{node.devices.count(kind)} x {kind}" for kind in kinds) or "none"
 
 
-def _content(entry: Mapping[str, object] | None) -> str:
-    if entry is None:
-        return "-"
-    if entry.get("missing"):
-        return "MISSING"
-    return str(entry.get("digest") or "not read")
-
-
-def _clock(rank: int, offsets: Mapping[int, float]) -> str:
-    if rank == 0:
-        return "0 s"
-    return f"{offsets[rank]:+.3f} s" if rank in offsets else ""
+def _content(entry: Mapping[str, Any]) -> str:
+    return "MISSING" if entry.get("missing") else str(entry.get("digest") or "not read")
 
 
 # --- what must not differ
 
 
-def check(accounts: Sequence[Account], offsets: Mapping[int, float]) -> list[Finding]:
-    """Of the machines that came."""
-    return [
-        *versions(accounts),
-        *settings(accounts),
-        *files(accounts),
-        *devices(accounts),
-        *variables(accounts),
-        *mtu(accounts),
-        *clocks(accounts, offsets),
-    ]
+def check(nodes: Sequence[Node]) -> list[Finding]:
+    """Compares the machines that came."""
+    checks = (_check_versions, _check_settings, _check_files, check_devices, _check_variables, _check_clocks)
+    return [finding for check in checks for finding in check(nodes)]
 
 
-def _unlike(accounts: Sequence[Account], value: Callable[[Account], str]) -> str:
-    """`A on hostA, B on hostB, hostC`, the values that there are; empty where all have the same."""
-    names = names_of(accounts)
-    holders: dict[str, list[str]] = {}
-    for account in accounts:
-        holders.setdefault(value(account), []).append(names[account.rank])
-    return " and ".join(f"{held} on {', '.join(who)}" for held, who in holders.items()) if len(holders) > 1 else ""
+def _unlike(nodes: Sequence[Node], name: str, absent: str = "not given") -> str:
+    """`3 on hostA and 4 on hostB, hostC` for a row of the table; empty where all have the same."""
+    found = [(node.host, {name: _shown(node).get(name, absent)}) for node in nodes]
+    return differences(found).removeprefix(f"{name} is ")
 
 
-def versions(accounts: Sequence[Account]) -> list[Finding]:
-    """Python, libraries and code."""
-    names = names_of(accounts)
-    found = [(names[account.rank], account.facts) for account in accounts]
-    unlike = facts.unlike(found)
-    if not unlike:
-        text = f"the same Python, libraries and code ({accounts[0].facts.get('code', '?')}) on all {len(accounts)}"
-        return [Finding(AREA, "versions", "ok", text)]
-    return [Finding(AREA, "versions", "fail", plain(unlike), plain(facts.mend_versions(found)))]
+def _check_versions(nodes: Sequence[Node]) -> list[Finding]:
+    found = [(node.host, node.facts) for node in nodes]
+    if unlike := differences(found):
+        return [Finding("machines", "versions", "fail", plain(unlike), plain(remedy(found)))]
+    text = f"the same Python, libraries and code ({nodes[0].facts.get('code', '?')}) on all {len(nodes)}"
+    return [Finding("machines", "versions", "ok", text)]
 
 
-def settings(accounts: Sequence[Account]) -> list[Finding]:
+def _check_settings(nodes: Sequence[Node]) -> list[Finding]:
     """What was typed, or is in the YAML file that was named; of files the content counts, not where they lie."""
-    wrong, by_content = [], _all_names(account.files for account in accounts)
-    for name in _all_names(account.settings for account in accounts):
-        if name in by_content:
-            continue
-        if unlike := _unlike(accounts, lambda account, name=name: account.settings.get(name, "not given")):  # type: ignore[misc]
-            wrong.append(f"--{name} is {unlike}")
-    if wrong:
-        remedy = "type the same line on all machines, with the same files of settings"
-        return [Finding(AREA, "settings", "fail", plain("; ".join(wrong)), remedy)]
-    count = len(accounts[0].settings)
-    return [Finding(AREA, "settings", "ok", f"the same on all ({count} compared)")] if count else []
+    names = [
+        name for name in _all_names(node.settings for node in nodes) if not any(name in node.files for node in nodes)
+    ]
+    found = [(node.host, {f"--{name}": node.settings.get(name, "not given") for name in names}) for node in nodes]
+    if unlike := differences(found):
+        mend = "type the same line on all machines, with the same files of settings"
+        return [Finding("machines", "settings", "fail", plain(unlike), mend)]
+    return [Finding("machines", "settings", "ok", f"the same on all ({len(names)} compared)")] if names else []
 
 
-def files(accounts: Sequence[Account]) -> list[Finding]:
+def _check_files(nodes: Sequence[Node]) -> list[Finding]:
     """The content of what settings name; what is missing is the machine's own finding too."""
     found = []
-    for name in _all_names(account.files for account in accounts):
-        entries = {account.rank: account.files.get(name, {}) for account in accounts}
+    for name in _all_names(node.files for node in nodes):
+        entries = {node.host: node.files.get(name) or {} for node in nodes}
         if any(entry.get("unread") for entry in entries.values()):
             text = "could not be compared: it was not read to the end everywhere"
-            found.append(Finding(AREA, name, "note", text))
-        elif unlike := _unlike(accounts, lambda account, e=entries: _content(e[account.rank])):  # type: ignore[misc]
-            found.append(_other_content(name, entries, unlike, names_of(accounts)))
-        else:
-            entry = entries[accounts[0].rank]
-            if not entry.get("missing"):
-                text = f"the same content on all ({size_of(entry.get('bytes', 0))})"
-                found.append(Finding(AREA, name, "ok", text))
+            found.append(Finding("machines", name, "note", text))
+        elif unlike := _unlike(nodes, f"content of {name}"):
+            found.append(_other_content(name, entries, unlike))
+        elif not (entry := entries[nodes[0].host]).get("missing"):
+            text = f"the same content on all ({size_of(entry.get('bytes') or 0)})"
+            found.append(Finding("machines", name, "ok", text))
     return found
 
 
-def _other_content(
-    name: str, entries: Mapping[int, Mapping[str, object]], unlike: str, names: Mapping[int, str]
-) -> Finding:
-    there = {rank: entry for rank, entry in entries.items() if entry.get("digest")}
-    parts = {rank: dict(entry.get("files") or {}) for rank, entry in there.items()}  # type: ignore[call-overload]
-    inner = sorted({file for held in parts.values() for file in held})
-    differ = [file for file in inner if len({held.get(file) for held in parts.values()}) > 1]
-    which = f" (in {listing(differ, 3)})" if len(inner) > 1 and differ else ""
-    source = min(there, default=None)
-    if source is None:
-        return Finding(AREA, name, "fail", plain(f"--{name}: {unlike}{which}"), "bring it to all machines")
-    path = there[source].get("path")
-    remedy = f"on the others, if {names[source]}'s is the right one: rsync -a {names[source]}:{path} {path}"
-    return Finding(AREA, name, "fail", plain(f"--{name} has not the same content: {unlike}{which}"), plain(remedy))
+def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: str) -> Finding:
+    there = {host: entry for host, entry in entries.items() if entry.get("digest")}
+    parts = [dict(entry.get("files") or {}) for entry in there.values()]
+    differ = [file for file in _all_names(parts) if len({str(held.get(file)) for held in parts}) > 1]
+    which = f" (in {listing(differ, 3)})" if len(_all_names(parts)) > 1 and differ else ""
+    text = plain(f"--{name} has not the same content: {unlike}{which}")
+    host = next(iter(there), "")
+    path = there[host].get("path") if there else ""
+    remedy = f"on the others, if {host}'s is the right one: rsync -a {host}:{path} {path}"
+    return Finding("machines", name, "fail", text, plain(remedy) if there else "bring it to all machines")
 
 
-def devices(accounts: Sequence[Account]) -> list[Finding]:
+def check_devices(nodes: Sequence[Node]) -> list[Finding]:
     """Every machine runs the same number of processes, one per GPU."""
-    names, counts = names_of(accounts), {account.rank: len(account.devices) for account in accounts}
-    machines, least = len(accounts), min(counts.values())
-    asked = accounts[0].per_machine
-    shown = _unlike(accounts, lambda account: f"{_short(account.devices)}")
-    if len(set(counts.values())) > 1 and (asked is None or asked > least):
-        text = f"not the same number of GPUs: {shown}"
-        remedy = f"--num_processes {machines * max(least, 1)} on all machines ({max(least, 1)} on each)"
-        if least == 0:
-            remedy += "; a machine without GPUs cannot join those that have some: leave it out"
-        elif least < max(counts.values()):
-            larger = next(rank for rank in counts if counts[rank] > least)
-            remedy += f"; {names[larger]} then uses CUDA_VISIBLE_DEVICES={','.join(map(str, range(least)))}"
-        return [Finding(AREA, "devices", "fail", text, remedy)]
-    if asked and least and asked > least:
+    counts, asked, unlike = [len(node.devices) for node in nodes], nodes[0].processes, _unlike(nodes, "GPUs")
+    least, most = min(counts), max(counts)
+    mend = f"--num_processes {len(nodes) * max(least, 1)} on all machines ({max(least, 1)} on each)"
+    if least == most == 0 or (least == most and asked <= least and not unlike):
+        return [Finding("machines", "devices", "ok", f"{_gpus(nodes[0])} on each")] if least else []
+    if least < most and (not asked or asked > least):
+        text = f"not the same number of GPUs: {unlike}"
+        larger = nodes[counts.index(most)].host
+        more = f"{larger} then uses CUDA_VISIBLE_DEVICES={','.join(map(str, range(least)))}"
+        mend += f"; {more if least else 'a machine without GPUs cannot join those that have some: leave it out'}"
+    elif asked > least:
         text = f"{asked} processes on each machine, and {least} GPU{'s' * (least > 1)} there"
-        return [Finding(AREA, "devices", "fail", text, f"--num_processes {machines * least} on all machines")]
-    if shown:
-        text = f"not the same GPUs: {shown}; every step waits for the slowest"
-        return [Finding(AREA, "devices", "note", text)]
-    return [Finding(AREA, "devices", "ok", f"{_short(accounts[0].devices)} on each")] if least else []
+    else:
+        text = f"not the same GPUs: {unlike}; every step waits for the slowest"
+        return [Finding("machines", "devices", "note", text)]
+    return [Finding("machines", "devices", "fail", text, mend)]
 
 
-def variables(accounts: Sequence[Account]) -> list[Finding]:
-    """NCCL's and gloo's variables should agree; one side that uses InfiniBand waits for the other."""
+def _check_variables(nodes: Sequence[Node]) -> list[Finding]:
+    """One side that uses InfiniBand waits for the other."""
     found = []
-    for name in _all_names(account.environment for account in accounts):
-        unlike = _unlike(accounts, lambda account, name=name: account.environment.get(name, "not set"))  # type: ignore[misc]
-        if unlike and name not in _OWN_VARIABLES:
+    for name in _all_names(node.environment for node in nodes):
+        if name not in _OWN_VARIABLES and (unlike := _unlike(nodes, name, "not set")):
             remedy = f"`export {name}=...` on all machines, or `unset {name}` on all"
-            found.append(Finding(AREA, name, "warn", plain(f"{name} is {unlike}"), remedy))
+            found.append(Finding("machines", name, "warn", f"{name} is {unlike}", remedy))
     return found
 
 
-def mtu(accounts: Sequence[Account]) -> list[Finding]:
-    """Large packets that one side sends and the other does not take are lost without a word."""
-    unlike = _unlike(accounts, lambda account: f"{account.mtu} ({account.interface})" if account.mtu else "unknown")
-    if len({account.mtu for account in accounts if account.mtu}) < 2:
-        return []
-    least = min(account.mtu for account in accounts if account.mtu)
-    larger = next(account for account in accounts if account.mtu > least)
-    remedy = f"on {larger.host}: sudo ip link set dev {larger.interface} mtu {least}"
-    return [Finding(AREA, "MTU", "warn", f"the largest packet is {unlike} bytes: larger ones may be lost", remedy)]
-
-
-def clocks(accounts: Sequence[Account], offsets: Mapping[int, float]) -> list[Finding]:
-    """Against machine 0's."""
-    names = names_of(accounts)
-    wrong = {rank: offset for rank, offset in offsets.items() if abs(offset) > _CLOCK_SECONDS}
+def _check_clocks(nodes: Sequence[Node]) -> list[Finding]:
+    offsets = {node.host: node.clock_offset_seconds for node in nodes if node.clock_offset_seconds is not None}
+    wrong = [f"{host} by {offset:+.1f} s" for host, offset in offsets.items() if abs(offset) > _CLOCK_SECONDS]
     if wrong:
-        said = ", ".join(f"{names.get(rank, rank)} by {offset:+.1f} s" for rank, offset in wrong.items())
-        text = f"clocks are apart: {said}, against {names.get(0, 'machine 0')}"
-        return [Finding(AREA, "clocks", "warn", text, "sudo timedatectl set-ntp true  (or sudo chronyc makestep)")]
-    if not offsets:
+        text = f"clocks are apart: {', '.join(wrong)}, against {nodes[0].host}"
+        return [
+            Finding("machines", "clocks", "warn", text, "sudo timedatectl set-ntp true  (or sudo chronyc makestep)")
+        ]
+    if len(offsets) < 2:
         return []
-    most = max(abs(offset) for offset in offsets.values())
-    return [Finding(AREA, "clocks", "ok", f"at most {max(most * 1000, 1):.0f} ms apart")]
+    most = max(max(abs(offset) for offset in offsets.values()) * 1000, 1)
+    return [Finding("machines", "clocks", "ok", f"at most {most:.0f} ms apart")]

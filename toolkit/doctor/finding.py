@@ -1,16 +1,20 @@
-"""What a check has found, and what to type for it."""
+"""What a check finds, the line to type for it, and the report that people read."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 Level = Literal["ok", "note", "warn", "fail"]
-LEVELS: tuple[Level, ...] = get_args(Level)
-_MOST_CHARACTERS = 1000
-# What another machine sends is shown on this one's terminal: no escape sequences, no lines of its own.
+_MARKS: dict[Level, str] = {"ok": "ok", "note": "--", "warn": "!!", "fail": "FAIL"}
+_ORDER = ("files", "versions", "devices", "host", "builds", "shell", "network", "machines", "links", "all-reduce")
+_MOST_CHARACTERS, _MOST_ENTRIES = 1000, 300
+# What a peer sends is shown on this machine's terminal: no escape sequences, no lines of its own.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
@@ -31,42 +35,24 @@ class Finding:
     def as_dict(self) -> dict[str, str]:
         return asdict(self)
 
-    def on(self, host: str) -> Finding:
-        return replace(self, host=host)
-
 
 def plain(text: object, most: int = _MOST_CHARACTERS) -> str:
-    """Text that may have come from another machine or program, fit for a terminal."""
+    """Text that may have come from a peer or a program, fit for a terminal."""
     printable = str(text).encode(errors="replace").decode()  # half a surrogate pair cannot be written anywhere
     return _UNPRINTABLE.sub(" ", printable)[:most].strip()
 
 
-def read_finding(sent: object) -> Finding | None:
-    """A finding another machine sent, or None for anything else."""
-    if not isinstance(sent, Mapping) or sent.get("level") not in LEVELS:
-        return None
-    words = {name: plain(sent.get(name, "")) for name in ("area", "name", "text", "remedy", "host")}
-    return Finding(level=sent["level"], **words)
-
-
-def worst(findings: Sequence[Finding]) -> Level:
-    return max((finding.level for finding in findings), key=LEVELS.index, default="ok")
-
-
-def whole_number(value: object, default: int = 0) -> int:
-    """Of something that was sent: a whole number, or `default`."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else default
-
-
-def number(value: object) -> float | None:
-    """Of something that was sent: a finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < 1e300 else None
-
-
-def mapping(value: object) -> dict[str, Any]:
-    return {str(name): held for name, held in value.items()} if isinstance(value, Mapping) else {}
+def clean(value: object) -> Any:
+    """JSON that a peer sent, its texts printable, its texts, lists and numbers bounded."""
+    if isinstance(value, str):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {plain(name, 200): clean(held) for name, held in itertools.islice(value.items(), _MOST_ENTRIES)}
+    if isinstance(value, list):
+        return [clean(held) for held in value[:_MOST_ENTRIES]]
+    if isinstance(value, int | float):
+        return value if abs(value) < 1 << 60 else 0  # NaN is not less
+    return None
 
 
 def size_of(count: float) -> str:
@@ -76,3 +62,45 @@ def size_of(count: float) -> str:
             value = count / scale
             return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def read_text(path: str | Path) -> str:
+    """The content of a small file, stripped; empty where it cannot be read."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return Path(path).read_text(encoding="utf-8").strip()
+    return ""
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Findings grouped by area; a mark, a name and a text per line, what to type below it."""
+    ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.area) if finding.area in _ORDER else 99)
+    width = max((len(finding.name) for finding in ordered), default=0)
+    lines = []
+    for area, group in itertools.groupby(ordered, key=lambda finding: finding.area):
+        lines.append(area)
+        for finding in group:
+            where = f"[{finding.host}] " if finding.host else ""
+            lines.append(f"  {_MARKS[finding.level]:<4}  {finding.name:<{width}}  {where}{finding.text}")
+            if finding.remedy:
+                lines.append(f"  {'':<4}  {'':<{width}}  -> {finding.remedy}")
+    return "\n".join(lines)
+
+
+def last_line(findings: Sequence[Finding], start: str) -> str:
+    """`2 failures, 1 warning; first: ...`; where nothing failed, `start` is what to type next."""
+    failures = [finding for finding in findings if finding.level == "fail"]
+    warnings = [finding for finding in findings if finding.level == "warn"]
+    if not failures and not warnings:
+        return f"all well: start with `{start}`" if start else "all well"
+    counts = [f"{len(found)} {word}{'s' * (len(found) != 1)}"
+              for found, word in ((failures, "failure"), (warnings, "warning")) if found]  # fmt: skip
+    first = (failures or warnings)[0]
+    line = f"{', '.join(counts)}; first: {f'on {first.host}: ' if first.host else ''}{first.text}"
+    return line if failures or not start else f"{line}\nno failure: start with `{start}`"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns side by side; the first row is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(f"  {line}".rstrip() for line in lines)

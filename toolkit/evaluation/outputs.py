@@ -16,13 +16,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit import launch
+from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data import batches
 from toolkit.data.batches import Batch, collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.launch import memory
 
 
 class ExactlyOnceError(RuntimeError):

@@ -1,7 +1,7 @@
 """However a script was started: one verified process group, and one clear line when it fails."""
 
 from toolkit.launch.failure import explain_failures, run
-from toolkit.launch.watch import named_machines
+from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
 __all__ = [

@@ -25,8 +25,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
-from toolkit.launch.meeting import port_taken
-from toolkit.launch.restarts import ENDED_FILE, HOPELESS, STOPPED
+from toolkit.launch.node_rendezvous import port_taken
+from toolkit.launch.restarts import ENDED_FILE, FINAL, STOPPED
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = "600"
@@ -76,7 +76,7 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> None:
     except SignalException as error:
         how = ended.read_text(encoding="ascii") if ended.exists() else ""
         if how:  # they saved a checkpoint, or failed in a way that will not go away, and said so
-            sys.exit({STOPPED: 0, HOPELESS: 1}.get(how, 1))
+            sys.exit({STOPPED: 0, FINAL: 1}.get(how, 1))
         if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
             print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)

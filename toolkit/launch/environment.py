@@ -2,18 +2,14 @@
 
 `torchrun`, `accelerate launch` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT (deepspeed names LOCAL_WORLD_SIZE differently). `mpirun` and `srun` set names of their
-own and no address to meet at.
+own and no address for the rendezvous.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
-import socket
-import tempfile
-import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +20,14 @@ from toolkit.errors import UserError
 
 # launcher -> (rank, world size, local rank, local world size), as each documents them
 _NAMES = {
-    "mpirun": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # SLURM_STEP_NUM_TASKS is set inside `srun` only; SLURM_NTASKS also in a plain batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-FIRST_PORT, PORTS = 20000, 20000
+FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
+# settings of how long is waited, whatever launched the script -> the variable that carries them, and their default
+TIMEOUTS = {"rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60), "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800)}
 
 
 @dataclass(frozen=True)
@@ -112,61 +105,16 @@ def settle(env: MutableMapping[str, str]) -> Place:
     if place.launcher == "environment":
         return place  # whoever set RANK by hand sets MASTER_ADDR and MASTER_PORT too
     if place.local_world_size == place.world_size:
-        given = "MASTER_ADDR" in env and "MASTER_PORT" in env and place.launcher != "deepspeed"
+        given = "MASTER_ADDR" in env and "MASTER_PORT" in env
+        if not given or (place.launcher == "deepspeed" and env["MASTER_PORT"] == "29500"):  # its default, taken or not
+            parent = psutil.Process(os.getppid())
+            env["MASTER_PORT"] = str(_port_of(f"{parent.pid} {parent.create_time():.2f}"))
         env.setdefault("MASTER_ADDR", "127.0.0.1")
-        if not given:  # DeepSpeed always names one, taken or not
-            env["MASTER_PORT"] = str(_agreed_port(place.rank, env.get("MASTER_PORT")))
     elif "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_machine(place, env)
-    env.setdefault("MASTER_PORT", str(_port_of_job(env)))
+    job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
+    env.setdefault("MASTER_PORT", str(_port_of(f"{job}.{env.get('SLURM_STEP_ID', '')}")))
     return place
-
-
-def free_port(wanted: int | None = None) -> int:
-    """`wanted` if it can be listened on, else one the system gives. Raises UserError for no port at all."""
-    if wanted is not None and not 0 <= wanted <= 65535:
-        raise UserError(f"{wanted} is no TCP port: choose one from 1024 to 65535")
-    for port in (wanted or 0, 0):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port))
-            return int(probe.getsockname()[1])
-    raise UserError("no free TCP port on this machine: close what holds them (`ss -ltnp` lists it)")
-
-
-def _agreed_port(rank: int, wanted: str | None, patience_seconds: float = 60.0) -> int:
-    """A free port that the processes of one launcher on one machine agree on through a file.
-
-    The file is named after their common parent, so that two jobs never share one.
-    """
-    path = _port_file()
-    if rank == 0:
-        port = free_port(_number({"MASTER_PORT": wanted}, "MASTER_PORT") if wanted else None)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(str(port), encoding="ascii")
-        draft.replace(path)
-        return port
-    deadline = time.monotonic() + patience_seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            return int(path.read_text(encoding="ascii"))
-        time.sleep(0.05)
-    raise UserError(
-        f"rank {rank} waited {patience_seconds:.0f} s for rank 0 to choose a port: rank 0 did not start, "
-        "or does not share /tmp with it; set MASTER_ADDR and MASTER_PORT for all of them"
-    )
-
-
-def _port_file() -> Path:
-    parent = psutil.Process(os.getppid())
-    name = f"toolkit-port-{os.getuid()}-{parent.pid}-{parent.create_time():.2f}"
-    return Path(tempfile.gettempdir()) / name
-
-
-def forget_port() -> None:
-    """Removes the file once every process has met: the next job of the same parent chooses anew."""
-    with contextlib.suppress(OSError, psutil.Error):
-        _port_file().unlink(missing_ok=True)
 
 
 def _first_machine(place: Place, env: Mapping[str, str]) -> str:
@@ -187,11 +135,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
-def _port_of_job(env: Mapping[str, str]) -> int:
-    """The same port on every machine of a job, different between jobs with high probability."""
-    job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
-    step = env.get("SLURM_STEP_ID", "")
-    digest = hashlib.sha256(f"{job}.{step}".encode()).digest()
+def _port_of(job: str) -> int:
+    """The same port for all processes of a job, different between jobs with high probability."""
+    digest = hashlib.sha256(job.encode()).digest()
     return FIRST_PORT + int.from_bytes(digest[:4], "big") % PORTS
 
 
@@ -200,3 +146,29 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except (KeyError, ValueError) as error:
         raise UserError(f"the launcher's variable {name} is {env.get(name)!r}, not a number") from error
+
+
+def whole(name: str, value: object, path: Path | None = None) -> int:
+    """Raises UserError for what is no whole number."""
+    try:
+        return int(str(value))
+    except ValueError as error:
+        where = f"{path}: " if path else ""
+        raise UserError(f"{where}{name} must be a whole number, not {value!r}") from error
+
+
+def rendezvous_seconds() -> int:
+    """How long nodes and ranks wait for each other at the start."""
+    return _seconds(*TIMEOUTS["rendezvous_timeout"])
+
+
+def ddp_seconds() -> int:
+    """How long a collective may take; `transformers`' default."""
+    return _seconds(*TIMEOUTS["ddp_timeout"])
+
+
+def _seconds(variable: str, default: int) -> int:
+    seconds = whole(variable, os.environ.get(variable) or default)
+    if seconds < 1:
+        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
+    return seconds

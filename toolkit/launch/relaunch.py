@@ -20,9 +20,10 @@ import yaml
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.init import templates
-from toolkit.launch import meeting
-from toolkit.launch.environment import free_port, place_of
-from toolkit.launch.machines import Machines, find_machines, whole
+from toolkit.launch.environment import TIMEOUTS, place_of, rendezvous_seconds, whole
+from toolkit.launch.network import check_port, free_port
+from toolkit.launch.node_rendezvous import find_peers
+from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.launch.restarts import stop_with_parent
 
 MARKER = "TOOLKIT_LAUNCH"
@@ -37,8 +38,6 @@ _OURS = (
     "max_restarts",
 )
 _DEEPSPEED = ("deepspeed_config", "local_rank")
-# settings of how long is waited, whatever launched the script -> the variable that carries them
-PATIENCE = {"rendezvous_timeout": "TOOLKIT_RENDEZVOUS_TIMEOUT", "ddp_timeout": "TOOLKIT_DDP_TIMEOUT"}
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*|MPI_LOCAL.*"
@@ -71,7 +70,7 @@ def split(argv: Sequence[str]) -> tuple[Options, list[str]]:
     for token in tokens:
         name, equals, value = token.removeprefix("--").partition("=")
         name = name.replace("-", "_")
-        if not token.startswith("--") or name not in (*_OURS, *_DEEPSPEED, *PATIENCE):
+        if not token.startswith("--") or name not in (*_OURS, *_DEEPSPEED, *TIMEOUTS):
             if token != "--deepspeed":  # a bare flag many DeepSpeed scripts take
                 rest.append(token)
             continue
@@ -83,13 +82,13 @@ def split(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return Options(**found), rest
 
 
-def relaunch_if_asked(argv: list[str], module: str | None = None) -> tuple[list[str], Options]:
+def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], Options]:
     """Replaces this process when a config file is given; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
     options, rest = split(argv[1:])
-    _hand_down_patience(options)
+    _hand_down_timeouts(options)
     given = [name for name in _OURS if getattr(options, name) is not None]
     if not given:
         return [argv[0], *rest], options
@@ -102,36 +101,19 @@ def relaunch_if_asked(argv: list[str], module: str | None = None) -> tuple[list[
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
     found = plan(options, [argv[0], *rest], os.environ, module)
-    if found.machines is not None:
-        meeting.meet(found.machines, found.asked["num_processes"], argv[0], rendezvous_seconds())
+    if found.nodes is not None:
+        find_peers(found.nodes, found.asked["num_processes"], argv[0], rendezvous_seconds())
     _replace_process(found.arguments, found.asked)
     return None
 
 
-def _hand_down_patience(options: Options) -> None:
-    for name, variable in PATIENCE.items():
+def _hand_down_timeouts(options: Options) -> None:
+    for name, (variable, _) in TIMEOUTS.items():
         value = getattr(options, name)
         if value is not None:
-            if whole(name, value, None) < 1:
+            if whole(name, value) < 1:
                 raise UserError(f"--{name} {value}: it is a number of seconds, at least 1")
             os.environ[variable] = value
-
-
-def rendezvous_seconds() -> int:
-    """How long processes and machines wait for each other at the start."""
-    return _seconds("TOOLKIT_RENDEZVOUS_TIMEOUT", 60)
-
-
-def ddp_seconds() -> int:
-    """How long a collective may take; `transformers`' default."""
-    return _seconds("TOOLKIT_DDP_TIMEOUT", 1800)
-
-
-def _seconds(variable: str, default: int) -> int:
-    seconds = whole(variable, os.environ.get(variable) or default, None)
-    if seconds < 1:
-        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
-    return seconds
 
 
 @dataclass(frozen=True)
@@ -142,7 +124,7 @@ class Plan:
     """For accelerate's launcher."""
     asked: dict[str, Any]
     """What was asked for, to be compared with what joins."""
-    machines: Machines | None
+    nodes: Nodes | None
     """Where there are several."""
 
 
@@ -151,17 +133,17 @@ def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module
 
     Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
     """
-    path = find_beside(str(options.config_file), script[0], "accelerate_configs")
+    path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
     count = whole("num_machines", config.get("num_machines") or 1, path)
     processes = _processes(options, config, path, count)
     if count == 1:
         _refuse_without_effect(options, config, path)
-    machines = find_machines(vars(options), config, path, env) if count > 1 else None
+    nodes = find_nodes(vars(options), config, path, env) if count > 1 else None
     arguments = ["--config_file", str(path), "--num_processes", str(processes)]
-    arguments += _meeting_point(options, config, path, machines)
+    arguments += _rendezvous_options(options, config, path, nodes)
     if options.max_restarts is not None:
-        if whole("max_restarts", options.max_restarts, None) < 0:
+        if whole("max_restarts", options.max_restarts) < 0:
             raise UserError(f"--max_restarts {options.max_restarts}: it is a number of new starts, 0 or more")
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
@@ -170,13 +152,13 @@ def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module
     deepspeed_file = section.get("deepspeed_config_file")
     if options.deepspeed_config or deepspeed_file:
         wanted = str(options.deepspeed_config or deepspeed_file)
-        arguments += ["--deepspeed_config_file", str(find_beside(wanted, script[0], "ds_configs"))]
+        arguments += ["--deepspeed_config_file", str(find_file(wanted, script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
     if module:
         arguments.append("--module")
     asked = {"config_file": str(path), "num_processes": processes, "num_machines": count}
-    return Plan([*arguments, module or script[0], *script[1:]], asked, machines)
+    return Plan([*arguments, module or script[0], *script[1:]], asked, nodes)
 
 
 def _refuse_without_effect(options: Options, config: Mapping[str, Any], path: Path) -> None:
@@ -216,20 +198,18 @@ def _devices() -> int:
     return torch.accelerator.device_count() or 1
 
 
-def _meeting_point(options: Options, config: Mapping[str, Any], path: Path, machines: Machines | None) -> list[str]:
-    if machines is None:
+def _rendezvous_options(options: Options, config: Mapping[str, Any], path: Path, nodes: Nodes | None) -> list[str]:
+    if nodes is None:
         wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
-        port = whole("main_process_port", wanted, path)
-        if not 0 <= port <= 65535:
-            raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
+        port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
         return ["--main_process_port", str(free_port(port))]
     # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
     standard = ["--deepspeed_multinode_launcher", "standard"] if config["distributed_type"] == "DEEPSPEED" else []
     return [
         *standard,
-        *("--main_process_ip", machines.first),
-        *("--main_process_port", str(machines.port)),
-        *("--machine_rank", str(machines.rank)),
+        *("--main_process_ip", nodes.first),
+        *("--main_process_port", str(nodes.port)),
+        *("--machine_rank", str(nodes.rank)),
     ]
 
 
@@ -247,7 +227,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def find_beside(name: str, script: str, folder: str) -> Path:
+def find_file(name: str, script: str, folder: str) -> Path:
     """A file as named from here, or from the repository the script lies in. Raises UserError."""
     # the folder the recipe lies in, or our own files where `python -m toolkit` was typed
     roots = [Path(script).resolve().parent.parent, templates()]

@@ -19,7 +19,7 @@ from toolkit.compat import require
 
 # Names the file by which a run tells our launcher how it ended: in good order, or for a reason that will not go away.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
-STOPPED, HOPELESS = "stopped", "hopeless"
+STOPPED, FINAL = "stopped", "final"
 _PREFIX = "toolkit/remembered"
 
 
@@ -71,7 +71,7 @@ def separate_attempts() -> None:
 def give_up() -> None:
     """Lets our launcher end instead of starting again what will fail again: a setting, a file, another version."""
     if ENDED_FILE in os.environ and attempt() < most_restarts() and os.getppid() != 1:
-        tell_launcher(HOPELESS)
+        tell_launcher(FINAL)
         os.kill(os.getppid(), signal.SIGTERM)
 
 

@@ -22,18 +22,19 @@ import psutil
 
 from toolkit.compat import require
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, forget_port, settle
-from toolkit.launch.facts import unlike
-from toolkit.launch.relaunch import MARKER, ddp_seconds, find_beside, read_config, rendezvous_seconds
+from toolkit.launch.environment import Place, ddp_seconds, rendezvous_seconds, settle
+from toolkit.launch.failure_detector import named_machines
+from toolkit.launch.network import free_port
+from toolkit.launch.rank_rendezvous import find_ranks
+from toolkit.launch.relaunch import MARKER, find_file, read_config
 from toolkit.launch.restarts import end_with_launcher, separate_attempts
-from toolkit.launch.rollcall import call_roll
-from toolkit.launch.watch import named_machines
+from toolkit.versions import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
-# After --ddp_timeout the watch names who did not arrive; torch, which cannot, comes second.
+# After --ddp_timeout the failure detector names who did not arrive; torch, which cannot, comes second.
 _GROUP_GRACE_SECONDS = 60
 
 
@@ -53,7 +54,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
     separate_attempts()
-    call_roll(place, sys.argv[0], rendezvous_seconds())
+    find_ranks(place, sys.argv[0], rendezvous_seconds())
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
         InitProcessGroupKwargs(
@@ -92,8 +93,6 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     ones = torch.ones(1, device=accelerator.device)
     found = int(accelerator.reduce(ones, reduction="sum").item())
     asked, source = asked_for(place)
-    if place.rank == 0:
-        forget_port()
     if asked == found == accelerator.num_processes:
         return
     raise UserError(
@@ -184,21 +183,15 @@ def _deepspeed_plugin(place: Place) -> Any:
         return None
     if place.launcher != "deepspeed" and not asked:
         return None
-    path = find_beside(asked or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+    path = find_file(asked or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
     # Accelerate opens the group through DeepSpeed only where this variable says so
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("LOCAL_RANK", "0"),
-        ("MASTER_ADDR", "127.0.0.1"),
-    ):
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in alone.items():
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
-        from toolkit.launch.environment import free_port
-
         os.environ["MASTER_PORT"] = str(free_port())
     return DeepSpeedPlugin(hf_ds_config=str(path))
 
@@ -279,7 +272,7 @@ def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, An
 
     host = socket.gethostname() if named_machines() else f"rank {accelerator.process_index}"
     found = gather_object([(host, dict(values))])
-    differing = unlike(found)
+    differing = differences(found)
     if differing:
         raise UserError(
             f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "

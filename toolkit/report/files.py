@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
-from toolkit.launch.facts import versions
+from toolkit.versions import versions
 
 
 class RunFiles:

@@ -23,12 +23,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 
-from toolkit import launch
+from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, collator_of, global_batches, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.launch import memory
 from toolkit.launch.signals import StopSignals
 
 
@@ -189,7 +188,7 @@ class Step:
         # MPS knows no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
         loss_sum = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        others = [peak_memory_bytes(accelerator.device), self.steps.signals.asked]
+        others = [peak_memory_bytes(accelerator.device), self.steps.signals.requested]
         local = torch.cat([loss_sum[None], torch.tensor(others, dtype=dtype, device=accelerator.device)])
         gathered = accelerator.gather(local[None])  # (processes, 3)
         return gathered[:, 0].sum().item(), int(gathered[:, 1].max().item()), int(gathered[:, 2].max().item())

@@ -1,4 +1,4 @@
-"""toolkit/launch/memory.py: memory that runs out is answered with the setting that mends it."""
+"""toolkit/memory.py: memory that runs out is answered with the setting that mends it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 
 from tests.runs import Finished, recipe
 from tests.splits import of_lengths
-from toolkit import launch
+from toolkit import launch, memory
 from toolkit.data.batches import micro_batches
-from toolkit.launch import failure, memory
+from toolkit.launch import failure
 
 ABSURD = 1 << 50
 

@@ -1,8 +1,9 @@
-"""toolkit/launch/watch.py: whatever befalls one process of a run, all of them end, and each machine says why once."""
+"""Whatever befalls one process of a run, all of them end, and each machine says why once."""
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -19,9 +20,10 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.launch.ranks import Group, codes, errors, group
 from tests.runs import Finished
-from toolkit.launch import watch
+from toolkit.launch import failure_detector
+from toolkit.launch.channel import Channel
+from toolkit.launch.failure_detector import Failure, FailureDetector, Peer
 from toolkit.launch.restarts import ENDED_FILE
-from toolkit.launch.watch import Cause, Hub, Member, Watch
 
 HOST = socket.gethostname()
 WAIT = "wait_for_line()"
@@ -55,7 +57,7 @@ def of_machine(ended: list[Finished], ranks: range | list[int]) -> list[str]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
     """Groups that wait for somebody in vain, or for nobody, while the other tests run."""
-    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "watch._HUB_GRACE_SECONDS = 1.0"}
+    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._COORDINATOR_GRACE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
         alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))
@@ -89,18 +91,6 @@ def test_one_killed_ends_those_that_wait_for_it_and_exactly_one_line_names_its_r
     assert f"rank 1 on {HOST} has ended without a word" in line
     assert "killed" in line
     assert "Traceback" not in "".join(one.err for one in ended)
-
-
-@several_processes
-def test_rank_0_killed_is_named_by_each_machine_once() -> None:
-    with group(WAIT, WAIT, WAIT, hosts=["A", "A", "B"]) as started:
-        started.await_line()
-        started.ranks[0].kill()
-        ended = started.end(SOON)
-    assert codes(ended) == [-signal.SIGKILL, 1, 1]
-    for machine in ([0, 1], [2]):
-        (line,) = of_machine(ended, machine)
-        assert "error: rank 0 on A has ended without a word" in line
 
 
 @several_processes
@@ -176,17 +166,6 @@ def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine
 
 
 @several_processes
-def test_one_that_leaves_with_a_message_has_said_it_and_it_is_said_once() -> None:
-    with group(WAIT, f"{WAIT}\nsys.exit('error: no such label')") as started:
-        started.await_line()
-        started.tell(1)
-        ended = started.end(SOON)
-    assert codes(ended) == [1, 1]
-    (line,) = of_machine(ended, range(2))
-    assert "no such label" in line
-
-
-@several_processes
 def test_all_interrupted_say_so_once_and_end_with_130() -> None:
     with group(WAIT, WAIT) as started:
         started.await_line()
@@ -204,13 +183,12 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
 
 @several_processes
 def test_an_orderly_end_says_nothing_and_long_work_without_a_collective_accuses_nobody(slow: dict[str, Group]) -> None:
-    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`, and rank 0 before the others."""
+    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`."""
     idle = slow["idle"]
     time.sleep(max(0.0, idle.started_at + 10 - time.monotonic()))
     assert [rank.poll() for rank in idle.ranks] == [None] * 3
     for rank in range(3):
         idle.tell(rank)
-        idle.await_end(rank)
     ended = idle.end()
     assert codes(ended) == [0, 0, 0]
     assert of_machine(ended, range(3)) == []
@@ -226,15 +204,6 @@ def test_a_collective_of_a_part_of_the_processes_makes_nobody_late(slow: dict[st
     ended = partly.end()
     assert codes(ended) == [0, 0, 0]
     assert errors(ended) == []
-
-
-@several_processes
-def test_an_orderly_end_of_a_process_group_says_nothing() -> None:
-    for _ in range(4):  # rank 0 keeps the store in which they tell each other that they are done: who leaves when?
-        with group(REDUCE, REDUCE, REDUCE) as started:
-            ended = started.end(SOON)
-        assert codes(ended) == [0, 0, 0]
-        assert of_machine(ended, range(3)) == []
 
 
 @several_processes
@@ -290,19 +259,16 @@ def test_rank_0_that_is_stopped_is_named_by_the_others(slow: dict[str, Group]) -
 # --- in this process: who says what
 
 
-def members(machines: str) -> list[Member]:
+def peers(machines: str) -> list[Peer]:
     """`AAB`: ranks 0 and 1 on A, rank 2 on B."""
     return [
-        Member(rank, machine, f"id of {machine}", machines[:rank].count(machine), 100 + rank)
+        Peer(rank, machine, f"id of {machine}", machines[:rank].count(machine), 100 + rank)
         for rank, machine in enumerate(machines)
     ]
 
 
-def watching(machines: str, rank: int) -> Watch:
-    observer = Watch()
-    observer.members = members(machines)
-    observer.me = observer.members[rank]
-    return observer
+def detector(nodes: str, rank: int) -> FailureDetector:
+    return FailureDetector(peers(nodes), rank, {})
 
 
 @pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
@@ -314,7 +280,7 @@ def watching(machines: str, rank: int) -> Watch:
         ("gone", 0, [1, 2], [2]),  # our launcher says on its machine by which signal
         ("gone", 1, [0, 2], [2]),
         ("gone", 2, [0, 3], [0]),
-        ("hangs", 0, [1, 2], [1, 2]),
+        ("late", 0, [1, 2], [1, 2]),
         ("lost", 2, [0, 3], [0, 3]),
         ("interrupted", 3, [0], [0]),
     ],
@@ -331,109 +297,107 @@ def test_one_of_each_machine_speaks(
     if not launcher:
         monkeypatch.delenv(ENDED_FILE)
     others = [rank for rank in range(4) if rank != culprit]
-    speak = [rank for rank in others if watching("AABB", rank).speaks_of(Cause(culprit, kind, ""))]
+    speak = [rank for rank in others if detector("AABB", rank).speaks_of(Failure(culprit, kind, ""))]
     assert speak == (our_launcher if launcher else any_launcher)
 
 
-@pytest.mark.parametrize("kind", ["hangs", "gone", "lost", "failed", "interrupted"])
-def test_who_hears_of_itself_is_not_lost_for_words(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
-    """A process that hangs is told to end like the others, and may be the only one of its machine."""
-    monkeypatch.delenv(ENDED_FILE, raising=False)
-    assert watching("AB", 1).speaks_of(Cause(1, kind, "")) in (True, False)
-
-
 @pytest.mark.parametrize(
-    ("cause", "parts"),
+    ("failure", "parts"),
     [
-        (Cause(2, "failed", "no file x"), ["rank 2 on B failed: no file x"]),
-        (Cause(2, "gone", ""), ["rank 2 on B has ended without a word", "killed", "--checkpoint_every"]),
-        (Cause(2, "lost", "timed out"), ["no contact with B (ranks 2, 3)", "timed out", "--checkpoint_every"]),
-        (Cause(4, "lost", ""), ["no contact with C (rank 4)"]),
-        (Cause(2, "hangs", "rank 2 on B (it is at x)"), ["a collective hangs", "wait for rank 2 on B (it is at x)"]),
-        (Cause(2, "interrupted", ""), ["interrupted"]),
+        (Failure(2, "failed", "no file x"), ["rank 2 on B failed: no file x"]),
+        (Failure(2, "gone", ""), ["rank 2 on B has ended without a word", "killed", "--checkpoint_every"]),
+        (Failure(2, "lost", "timed out"), ["no contact with B (ranks 2, 3)", "timed out", "--checkpoint_every"]),
+        (Failure(4, "lost", ""), ["no contact with C (rank 4)"]),
+        (Failure(2, "late", "rank 2 on B (it is at x)"), ["a collective hangs", "wait for rank 2 on B (it is at x)"]),
+        (Failure(2, "interrupted", ""), ["interrupted"]),
     ],
 )
-def test_a_cause_is_described_with_rank_host_and_what_to_do(cause: Cause, parts: list[str]) -> None:
-    said = watching("AABBC", 0).describe(cause)
+def test_a_cause_is_described_with_rank_host_and_what_to_do(failure: Failure, parts: list[str]) -> None:
+    said = detector("AABBC", 0).describe(failure)
     assert [part for part in parts if part not in said] == []
     assert "\n" not in said
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, *suspects: Cause) -> Cause:
+def decided(monkeypatch: pytest.MonkeyPatch, *reports: Failure) -> Failure:
     """What rank 0 makes of them when they come at once."""
-    ended = threading.Event()
-    monkeypatch.setattr(watch, "_SECOND_THOUGHT_SECONDS", 0.2)
-    monkeypatch.setattr(watch, "end", lambda _: ended.set())
-    monkeypatch.setattr(Hub, "speaks_of", lambda *_: False)
-    hub = Hub(4)
-    hub.members = members("AABB")
-    hub.me = hub.members[0]
-    try:
-        for suspect in suspects:
-            hub._suspect(suspect)
-        assert ended.wait(20)
-    finally:
-        hub._server.close()
-    assert hub.cause is not None
-    return hub.cause
+    ended: queue.Queue[Failure] = queue.Queue()
+    monkeypatch.setattr(failure_detector, "_SECOND_THOUGHT_SECONDS", 0.2)
+    monkeypatch.setattr(FailureDetector, "end", lambda _, failure: ended.put(failure))
+    coordinator = detector("AABB", 0)
+    for report in reports:
+        coordinator._suspect(report)
+    return ended.get(timeout=20)
 
 
-FAILED, GONE, LOST = Cause(1, "failed", "lost contact"), Cause(2, "gone", ""), Cause(3, "lost", "")
+FAILED, GONE, LOST = Failure(1, "failed", "lost contact"), Failure(2, "gone", ""), Failure(3, "lost", "")
 
 
 @pytest.mark.parametrize(
-    ("suspects", "cause"),
+    ("suspects", "failure"),
     [
         ([FAILED], FAILED),
-        ([FAILED, Cause(2, "failed", "x")], FAILED),  # the first
+        ([FAILED, Failure(2, "failed", "x")], FAILED),  # the first
         ([FAILED, GONE], GONE),  # a death is heard of later than what it does to others
         ([FAILED, LOST], LOST),
-        ([FAILED, Cause(1, "gone", "")], FAILED),  # who spoke may go
-        ([Cause(1, "interrupted", ""), Cause(1, "gone", "")], Cause(1, "interrupted", "")),
-        ([GONE, Cause(3, "gone", "")], GONE),
+        ([FAILED, Failure(1, "gone", "")], FAILED),  # who spoke may go
+        ([Failure(1, "interrupted", ""), Failure(1, "gone", "")], Failure(1, "interrupted", "")),
+        ([GONE, Failure(3, "gone", "")], GONE),
     ],
 )
 def test_the_first_death_goes_before_what_it_did_to_others(
-    monkeypatch: pytest.MonkeyPatch, suspects: list[Cause], cause: Cause
+    monkeypatch: pytest.MonkeyPatch, suspects: list[Failure], failure: Failure
 ) -> None:
-    assert decided(monkeypatch, *suspects) == cause
+    assert decided(monkeypatch, *suspects) == failure
 
 
-def test_after_a_good_end_nothing_is_a_cause_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "end", lambda _: pytest.fail("it ends the process"))
-    observer = watching("AB", 1)
-    observer.over = True
-    observer._learn(Cause(0, "gone", ""))
-    assert observer.cause is None
+def test_after_a_good_end_nothing_is_a_failure_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailureDetector, "end", lambda *_: pytest.fail("it ends the process"))
+    observer = detector("AB", 1)
+    observer.finished = True
+    observer._learn(Failure(0, "gone", ""))
+    assert observer.failure is None
 
 
-def test_who_is_about_to_leave_has_the_last_word(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_who_is_about_to_leave_has_the_last_word_and_the_first_failure_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FailureDetector, "end", lambda *_: pytest.fail("it ends the process"))
+    observer = detector("ABC", 1)
+    assert observer.failure_within(0.1) is None
+    observer._learn(Failure(0, "gone", ""))
+    observer._learn(Failure(2, "gone", ""))
+    assert observer.failure_within(0.1) == Failure(0, "gone", "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{"collectives": "many", "doing": ""}, {"collectives": 1}, {"failure": {"rank": 1}}, {"failure": 7}, {"what": 1}],
+)
+def test_a_message_that_is_not_understood_does_not_end_the_watch_over_its_sender(
+    monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(watch, "end", lambda _: pytest.fail("it ends the process"))
-    observer = watching("AB", 1)
-    observer.leaving = True
-    observer._learn(Cause(0, "gone", ""))
-    assert observer.cause_within(0.1) == Cause(0, "gone", "")
-    assert capfd.readouterr().err == ""
+    ended: queue.Queue[Failure] = queue.Queue()
+    monkeypatch.setattr(FailureDetector, "end", lambda _, failure: ended.put(failure))
+    ours, theirs = (Channel(end) for end in connected())
+    with ours, theirs:
+        observer = FailureDetector(peers("AB"), 0, {1: ours})
+        observer._start(observer._receive, 1, ours)
+        theirs.send(message)
+        theirs.close()
+        assert ended.get(timeout=20).kind == "gone"
 
 
-def test_of_two_causes_the_first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "end", lambda _: None)
-    observer = watching("ABC", 1)
-    observer.leaving = True
-    observer._learn(Cause(0, "gone", ""))
-    observer._learn(Cause(2, "gone", ""))
-    assert observer.cause == Cause(0, "gone", "")
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
 
 
 def test_machines_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "current", None)
-    assert watch.named_machines() == []
-    monkeypatch.setattr(watch, "current", watching("AABC", 0))
-    assert watch.named_machines() == ["A (ranks 0, 1)", "B (rank 2)", "C (rank 3)"]
-    monkeypatch.setattr(watch, "current", watching("AA", 0))
-    assert watch.named_machines() == []
+    monkeypatch.setattr(failure_detector, "current", None)
+    assert failure_detector.named_machines() == []
+    monkeypatch.setattr(failure_detector, "current", detector("AABC", 0))
+    assert failure_detector.named_machines() == ["A (ranks 0, 1)", "B (rank 2)", "C (rank 3)"]
+    monkeypatch.setattr(failure_detector, "current", detector("AA", 0))
+    assert failure_detector.named_machines() == []
 
 
 def test_where_names_what_the_main_thread_does_innermost_first() -> None:
@@ -442,7 +406,7 @@ def test_where_names_what_the_main_thread_does_innermost_first() -> None:
 
     def ask() -> None:
         asked.wait(20)
-        said.append(watch.where())
+        said.append(failure_detector.what_main_thread_does())
         answered.set()
 
     def reads_slowly() -> None:
@@ -455,11 +419,13 @@ def test_where_names_what_the_main_thread_does_innermost_first() -> None:
     thread.join()
     (line,) = said
     assert line.index(" reads_slowly") < line.index(" test_where_names")
-    assert "test_watch.py:" in line
+    assert "test_failure_detector.py:" in line
     assert "/" not in line
 
 
 def test_without_torch_there_are_no_collectives_and_it_is_not_imported() -> None:
-    code = "import sys; from toolkit.launch import watch; print(watch.collectives(), 'torch' in sys.modules)"
+    code = (
+        "import sys; from toolkit.launch.failure_detector import collectives as c; print(c(), 'torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == "0 False\n"

@@ -1,11 +1,9 @@
-"""What the processes of one run must have in common: the code, and the libraries it runs on."""
+"""The versions of the code and of the libraries it runs on: what the processes of one run must have in common."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from toolkit import __version__
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
 _ALSO_COMPARED = ("tokenizers", "safetensors")
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parent
 _MOST_NAMED = 6
 
 
@@ -30,7 +28,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     return found
 
 
-def facts(script: str | Path | None = None) -> dict[str, str | None]:
+def comparable(script: str | Path | None = None) -> dict[str, str | None]:
     """Name -> value, to be compared between machines. `script` is the recipe, which counts as code."""
     found = versions((*PACKAGES, *_ALSO_COMPARED))
     found["python"] = str(found["python"]).rpartition(".")[0]  # patch releases read each other's data
@@ -48,23 +46,12 @@ def code_digest(script: str | Path | None = None) -> str:
     return digest.hexdigest()[:12]
 
 
-def machine() -> str:
-    """The same for all processes of one machine (of one container or network namespace), and for them only."""
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        try:
-            parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text(encoding="ascii").strip())
-        except OSError:
-            parts.append(str(os.getuid()))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
-
-
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The names under which two do not hold the same."""
     return [name for name in {**one, **other} if one.get(name) != other.get(name)]
 
 
-def unlike(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def differences(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """(who, what they have) of several -> what is not the same, or nothing: `torch is 2.13.0 on A and 2.12.1 on B`."""
     said = []
     for name in dict.fromkeys(name for _, values in found for name in values):
@@ -79,7 +66,7 @@ def unlike(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     return "; ".join(said[:_MOST_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def mend_versions(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+def remedy(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """What to type for libraries that are not the same: rank 0's count."""
     _, first = found[0]
     wrong = {name for _, values in found[1:] for name in differing(first, values)}

@@ -1,0 +1,123 @@
+"""toolkit/versions.py: what the processes of a run must have in common, and what to type where they do not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit import __version__, versions
+
+SAME = {"toolkit": "0.1.0", "python": "3.12", "torch": "2.13.0", "numpy": "2.4.0", "code": "0123456789ab"}
+
+
+# --- versions
+
+
+def test_versions_are_those_of_the_installed_libraries() -> None:
+    found = versions.versions()
+    assert list(found) == ["toolkit", "python", *versions.PACKAGES]
+    assert found["toolkit"] == __version__
+    assert found["python"] == sys.version.split()[0]
+    assert found["torch"] == importlib.metadata.version("torch")
+
+
+def test_a_library_that_is_not_installed_has_no_version() -> None:
+    assert versions.versions(["torch", "no-such-library"])["no-such-library"] is None
+
+
+def test_they_hold_what_reads_each_others_data(tmp_path: Path) -> None:
+    found = versions.comparable()
+    assert found["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
+    assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(found)
+    assert found["code"] == versions.code_digest()
+
+
+# --- the code
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package in the place of this one."""
+    root = tmp_path / "toolkit"
+    (root / "launch").mkdir(parents=True)
+    (root / "a.py").write_text("a = 1\n")
+    (root / "launch" / "b.py").write_text("b = 2\n")
+    monkeypatch.setattr(versions, "_ROOT", root)
+    return root
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "a.py").write_text("a = 2\n"),
+        lambda root: (root / "launch" / "b.py").write_text("b = 2\r\n"),
+        lambda root: (root / "launch" / "b.py").unlink(),
+        lambda root: (root / "launch" / "b.py").rename(root / "launch" / "c.py"),
+        lambda root: (root / "empty.py").touch(),
+        lambda root: (root / "a.py").rename(root / "launch" / "a.py"),
+    ],
+    ids=["changed", "line ends", "removed", "renamed", "added", "moved"],
+)
+def test_any_change_of_a_module_is_another_digest(package: Path, change: Callable[[Path], object]) -> None:
+    before = versions.code_digest()
+    change(package)
+    assert versions.code_digest() != before
+
+
+def test_the_recipe_counts_as_code_by_what_it_holds(package: Path, tmp_path: Path) -> None:
+    one, other, same = (tmp_path / name for name in ("cls.py", "title.py", "copy.py"))
+    one.write_text("x = 1\n")
+    other.write_text("x = 2\n")
+    same.write_text("x = 1\n")
+    digests = [versions.code_digest(path) for path in (None, one, other, same)]
+    assert len(set(digests)) == 3
+    assert digests[1] == digests[3] == versions.code_digest(str(one))
+
+
+@pytest.mark.parametrize("script", ["", "-c", "no/such.py", "/usr/bin/env", "."])
+def test_what_is_no_recipe_does_not_count(package: Path, script: str) -> None:
+    assert versions.code_digest(script) == versions.code_digest()
+
+
+# --- comparisons
+
+
+def test_what_differs_is_said_with_who_has_what() -> None:
+    said = versions.differences([("A", SAME), ("B", SAME | {"torch": "2.12.1"}), ("C", SAME)])
+    assert said == "torch is 2.13.0 on A, C and 2.12.1 on B"
+
+
+def test_a_host_of_several_processes_is_named_once() -> None:
+    found = [("A", SAME), ("A", SAME), ("B", SAME | {"torch": "2.12.1"}), ("B", SAME | {"torch": "2.12.1"})]
+    assert versions.differences(found) == "torch is 2.13.0 on A and 2.12.1 on B"
+
+
+def test_of_many_differences_the_first_are_said_and_the_rest_counted() -> None:
+    one, other = ({f"library{number}": version for number in range(9)} for version in ("1", "2"))
+    said = versions.differences([("A", one), ("B", other)])
+    assert said.count("is 1 on A and 2 on B") == 6
+    assert said.endswith("; and 3 more")
+
+
+def test_libraries_are_mended_by_what_rank_0_has() -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {"torch": "2.12.1", "numpy": None}), ("C", SAME)])
+    assert "pip install torch==2.13.0 numpy==2.4.0" in said
+    assert "git pull" not in said
+    assert "Python" not in said
+
+
+@pytest.mark.parametrize("name", ["code", "toolkit"])
+def test_other_code_is_mended_by_bringing_it_and_not_by_pip(name: str) -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {name: "other"})])
+    assert "git pull" in said
+    assert "pip" not in said
+
+
+def test_all_that_differs_is_mended_at_once() -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {"torch": "1", "code": "x"}), ("C", SAME | {"python": "3"})])
+    for part in ("torch==2.13.0", "git pull", "same Python"):
+        assert part in said

@@ -1,0 +1,326 @@
+"""The machines together: rendezvous, a call each way between every two, and a small all-reduce."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from toolkit.doctor import torch_checks
+from toolkit.doctor.compare import Node
+from toolkit.doctor.finding import Finding, clean, plain
+from toolkit.doctor.network import own_host
+from toolkit.launch import network
+from toolkit.launch.channel import ChannelError, Listener, UnreachableError, dial, remedy
+from toolkit.launch.nodes import Nodes
+from toolkit.launch.rendezvous import Rendezvous, call_peer, coordinate, join
+
+_DIAL_SECONDS = 4.0  # an address that nobody has shows after 3 s, while the kernel asks for it
+_EXCHANGE_SECONDS = 25.0
+"""How much later than this machine another may be done: it looks at itself, too, and imports torch."""
+_REDUCE_SECONDS = 12.0
+_SAY_AFTER_SECONDS = 2.0
+_SLOW = 125.0
+"""10^6 bytes per second: 1 Gbit/s."""
+_EXAMPLE_BYTES = 4 * 110e6
+"""The gradients of a model with 110 million parameters in fp32."""
+_SAME_LINE = "type the same on all machines, with the machines in the same order"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A call from one machine to another."""
+
+    ok: bool = False
+    kind: str = ""
+    """Of what stands in the way: see `UnreachableError`, or token, stranger, absent."""
+    detail: str = ""
+    remedy: str = ""
+    latency_ms: float | None = None
+    clock_offset_seconds: float = 0.0
+    """What the other clock shows more than this one's."""
+
+
+@dataclass
+class Cluster:
+    """What is known of all machines in the end; the same on every one that came."""
+
+    nodes: list[Node] = field(default_factory=list)
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)
+    reduced: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Machine -> backend -> how the all-reduce went there."""
+    not_reduced: str = ""
+    """Why no all-reduce was tried."""
+    told: list[Finding] = field(default_factory=list)
+    """The other machines' own warnings and failures."""
+    fault: str = ""
+    """Why the machines cannot be looked at together."""
+
+
+def meet(machines: Nodes, token: str, seconds: float, describe: Callable[[str], Node], line: str) -> Cluster:
+    """Meets the other machines within `seconds`, and asks and tells all there is to know.
+
+    `describe`: this machine's address on the way to the others -> what it says of itself; `line` is what to type there.
+    Nothing is raised for a machine that does not come, or leaves on the way.
+    """
+    with contextlib.ExitStack() as closing:
+        listener = None
+        with contextlib.suppress(OSError):  # the port is taken, as the findings say; this machine can still call
+            listener = closing.enter_context(Listener(network.listen(machines.port), token))
+        try:
+            rendezvous = closing.enter_context(_rendezvous(machines, token, seconds, listener, line))
+        except ChannelError as error:
+            return Cluster([describe("")], {(machines.rank, 0): _trouble(error)})
+        own = describe(next((channel.own for channel in rendezvous.channels.values()), ""))
+        if rendezvous.fault:
+            return Cluster([own], fault=plain(rendezvous.fault))
+        try:
+            return _talk(machines, token, listener, rendezvous, own)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return Cluster([own], fault=f"a machine sent what this one cannot read ({error!r}): the same code on all?")
+
+
+def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener | None, line: str) -> Rendezvous:
+    hello = {"number": machines.rank, "id": secrets.token_hex(8), "host": own_host(), "count": machines.count,
+             "names": list(machines.addresses)}  # fmt: skip
+    said: list[str] = []
+
+    def waiting(whom: object, waited: float) -> Any:
+        rank = whom[0] if isinstance(whom, list) else 0
+        if waited > _SAY_AFTER_SECONDS and not said:
+            said.append(f"waiting up to {seconds - waited:.0f} s for {machines.name_of(rank)}; there: {line}")
+            print(said[0], file=sys.stderr, flush=True)
+        return ""
+
+    if machines.rank:
+        return join(machines.first, machines.port, token, hello, seconds, waiting, listener)
+    if listener is None:
+        return Rendezvous({0: hello})
+    for address in machines.addresses[1:]:
+        call_peer(listener, address, machines.port, token)
+    found = coordinate(listener, hello, machines.count, seconds, _conflict, waiting=waiting)
+    if found.fault:
+        time.sleep(1.0)  # two that both say they are machine 0 call each other
+    return found
+
+
+def _conflict(hellos: Sequence[Mapping[str, Any]]) -> str:
+    """Why those that came cannot be the machines of one run; one that came over two channels is one."""
+    first, count = hellos[0], hellos[0]["count"]
+    known: dict[object, object] = {}
+    for hello in hellos:
+        who, number = f"{hello.get('host', 'a machine')} ({hello.get('address', 'here')})", hello["number"]
+        if known.setdefault(number, hello.get("id")) != hello.get("id"):
+            return f"{who} says that it is machine {number}, as another one does: {_SAME_LINE}, or pass --machine_rank"
+        if (count, first["names"]) != (hello.get("count"), hello.get("names")) or not 0 <= number < count:
+            lists = [", ".join(map(str, one.get("names") or ())) for one in (first, hello)]
+            return f"{first['host']} was given the machines {lists[0]}, and {who} {lists[1]}: {_SAME_LINE}"
+    return ""
+
+
+def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Rendezvous, own: Node) -> Cluster:
+    """Calls the others, learns what they say of themselves and of their calls, and sums with them."""
+    if listener is not None:
+        threading.Thread(target=_answer, args=(listener, machines.rank), daemon=True).start()
+    addresses = {rank: str(hello.get("address") or machines.first) for rank, hello in rendezvous.hellos.items()}
+    links = _call_all(machines, token, {**addresses, **dict(enumerate(machines.addresses))}, listener)
+    told = {"node": own.as_dict(), "links": {str(other): asdict(link) for other, link in links.items()}}
+    heard = clean(rendezvous.exchange(told, _EXCHANGE_SECONDS)) or {machines.rank: told}
+    if listener is not None:
+        listener.close()  # the all-reduce needs the port
+    found = Cluster()
+    for rank, said in sorted((int(rank), said) for rank, said in heard.items()):
+        found.links |= {(rank, int(other)): Link(**link) for other, link in said["links"].items()}
+        node = Node(**{**said["node"], "rank": rank})
+        same = any(node.host == other["node"]["host"] for other in heard.values() if other is not said)
+        node = replace(node, host=f"{node.host} ({node.address or rank})") if same else node
+        found.told += [Finding(**{**one, "host": node.host}) for one in node.findings if rank != machines.rank]
+        found.nodes.append(node)
+    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found.links)) for node in found.nodes]
+    found.not_reduced = _why_not(found, machines)
+    if not found.not_reduced:
+        heard = clean(rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS))
+        found.reduced = {int(rank): dict(said["reduced"]) for rank, said in heard.items()}
+    return found
+
+
+# --- a call each way between every two
+
+
+def _answer(listener: Listener, rank: int) -> None:
+    while not listener.closed:
+        if (arrived := listener.accept(0.5)) is not None:
+            with arrived[1] as channel, contextlib.suppress(ChannelError):
+                if "call" in arrived[0]:
+                    channel.send({"number": rank, "time": time.time()}, _DIAL_SECONDS)
+
+
+def _call_all(machines: Nodes, token: str, addresses: Mapping[int, str], listener: Listener | None) -> dict[int, Link]:
+    """Calls every other machine, all at once; whose address is not known has to call itself."""
+    remedy = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
+    remedy += f"{machines.port} proto tcp); --machines A,B tells more"
+    absent = Link(False, "absent", "it has not called, and its address is not known here", remedy)
+    found = {rank: absent for rank in range(machines.count) if rank != machines.rank}
+
+    def call(rank: int) -> None:
+        refused = listener.refused if listener else {}
+        why = next((refused[known] for known in network.addresses_of(addresses[rank]) if known in refused), "")
+        found[rank] = _call(rank, addresses[rank], machines.port, token)
+        if not found[rank].ok and "token" in why:
+            found[rank] = _trouble(ChannelError(why))
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in found if rank in addresses]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _call(rank: int, address: str, port: int, token: str) -> Link:
+    try:
+        with dial(address, port, token, _DIAL_SECONDS) as channel:
+            clock, began = time.time(), time.perf_counter()
+            channel.send({"call": True}, _DIAL_SECONDS)
+            said = channel.receive(_DIAL_SECONDS)
+            trip = time.perf_counter() - began
+    except ChannelError as error:
+        return _trouble(error)
+    if said.get("number") != rank:
+        text = f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}"
+        return Link(False, "stranger", text, _SAME_LINE)
+    return Link(True, "", "", "", trip * 1000, float(said.get("time") or clock) - clock - trip / 2)
+
+
+def _trouble(error: ChannelError) -> Link:
+    if isinstance(error, UnreachableError) and "No route to host" in error.detail:
+        text = f"no machine answers to {error.address}, or its firewall rejects the call"
+        return Link(False, error.kind, text, "`hostname -I` on that machine shows its address; is it on?")
+    if isinstance(error, UnreachableError):
+        return Link(False, error.kind, error.detail, remedy(error))
+    if "token" in str(error):
+        return Link(False, "token", str(error), "give the same --token on all machines")
+    mend = "another program's port there? Or its address is not the one named for it"
+    return Link(False, "stranger", str(error), mend)
+
+
+def _clock(rank: int, links: Mapping[tuple[int, int], Link]) -> float | None:
+    """What a machine's clock shows more than machine 0's, by either's call."""
+    there, back = links.get((0, rank), Link(ok=rank == 0)), links.get((rank, 0), Link())
+    return there.clock_offset_seconds if there.ok else -back.clock_offset_seconds if back.ok else None
+
+
+# --- the all-reduce
+
+
+def _why_not(found: Cluster, machines: Nodes) -> str:
+    """Why no all-reduce is tried; empty where it is."""
+    if len(found.nodes) < machines.count:
+        return "not every machine is there"
+    if broken := [node.host for node in found.nodes if not node.backend]:
+        return f"torch does not work on {', '.join(broken)}"
+    if deaf := [node.host for node in found.nodes[1:] if not found.links.get((node.rank, 0), Link()).ok]:
+        return f"{', '.join(deaf)} cannot reach {found.nodes[0].host}"
+    return ""
+
+
+def _all_reduce(found: Cluster, machines: Nodes) -> dict[str, Any]:
+    own = found.nodes[machines.rank].interface
+    nccl = all(node.backend.startswith("NCCL") for node in found.nodes)
+    # as this package's launcher sets them
+    env = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"} if own else {}
+    backends = ["gloo", "nccl"] if nccl else ["gloo"]
+    where = (machines.rank, machines.count, machines.first, machines.port)
+    return torch_checks.all_reduce(*where, backends, env, _REDUCE_SECONDS)
+
+
+# --- what it means
+
+
+def check(found: Cluster, machines: Nodes, lines: Mapping[int, str], seconds: float) -> list[Finding]:
+    """`lines`: machine -> what to type on it; `seconds` were waited for all of them."""
+    if found.fault:
+        return [Finding("machines", "rendezvous", "fail", found.fault, _SAME_LINE)]
+    here = [node.rank for node in found.nodes]
+    # the others are met through machine 0
+    absent = [0] if 0 not in here else [rank for rank in range(machines.count) if rank not in here]
+    findings = [_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent]
+    for one, other in itertools.combinations(found.nodes, 2):
+        findings += _check_pair(one, other, found, machines)
+    return [*findings, *(_check_reduced(found) if len(here) > 1 else [])]
+
+
+def _check_missing(rank: int, found: Cluster, machines: Nodes, line: str, seconds: float) -> Finding:
+    calls = {node.host: found.links[node.rank, rank] for node in found.nodes if (node.rank, rank) in found.links}
+    why = "; ".join(f"{caller} says: {link.detail}" for caller, link in calls.items())
+    text = f"{machines.name_of(rank)} did not come within {seconds:.0f} s{f'. {why}' if why else ''}"
+    mend = next((f"; {link.remedy}" for link in calls.values()), "")
+    return Finding("links", f"machine {rank}", "fail", text, f"on it type: {line}{mend}")
+
+
+def _check_pair(one: Node, other: Node, found: Cluster, machines: Nodes) -> list[Finding]:
+    there, back = (found.links.get(way, Link()) for way in ((one.rank, other.rank), (other.rank, one.rank)))
+    if there.ok and back.ok:
+        text = f"{one.host} and {other.host} reach each other, {there.latency_ms or 0:.2f} ms there and back"
+        return [Finding("links", f"{one.rank} <-> {other.rank}", "ok", text)]
+    lines = []
+    for caller, called, link in ((one, other, there), (other, one, back)):
+        address = machines.addresses[called.rank] if called.rank < len(machines.addresses) else called.address
+        works = ", although the other way works" if there.ok or back.ok else ""
+        text = f"{caller.host} does not reach {called.host} at {address}:{machines.port}{works}. "
+        text += f"{caller.host} says: {link.detail}"
+        if not link.ok:
+            mend = _mend(caller, called, link, machines.port)
+            lines.append(Finding("links", f"{caller.rank} -> {called.rank}", "fail", text, mend))
+    return lines
+
+
+def _mend(caller: Node, called: Node, link: Link, port: int) -> str:
+    here, source = f"on {called.host}: ", caller.address or "THAT_MACHINE"
+    if link.kind == "stranger" or not called.listens:
+        return f"{here}`sudo ss -ltnp 'sport = :{port}'` shows what holds the port; or another --main_process_port"
+    if link.kind in ("silent", "refused"):
+        way = "drops" if link.kind == "silent" else "rejects"
+        every = f"(a firewall {way} it; a run needs every port: sudo ufw allow from {source})"
+        return f"{here}sudo ufw allow from {source} to any port {port} proto tcp  {every}"
+    return f"on {caller.host}: {link.remedy}"
+
+
+def _check_reduced(found: Cluster) -> list[Finding]:
+    if found.not_reduced:
+        return [Finding("all-reduce", "gloo", "note", f"not tried: {found.not_reduced}")]
+    said = [found.reduced.get(node.rank) or {} for node in found.nodes]
+    backends = dict.fromkeys(itertools.chain(*said))
+    return [_check_backend(backend, found.nodes, [one.get(backend) or {} for one in said]) for backend in backends]
+
+
+def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[str, Any]]) -> Finding:
+    """`said`: how the all-reduce went on each machine."""
+    wrong = [f"{node.host}: {plain(one.get('error', 'no word'), 300)}"
+             for node, one in zip(nodes, said, strict=True) if one.get("ok") is not True]  # fmt: skip
+    if wrong:
+        text = f"failed between the machines ({'; '.join(wrong)})"
+        return Finding("all-reduce", backend, "fail", text, _mend_all_reduce(backend, nodes))
+    latency = max(one["latency_ms"] for one in said)
+    slowest = min(one["mbytes_per_second"] for one in said)
+    text = f"16 MB summed over {len(nodes)} machines at {slowest / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
+    if slowest >= _SLOW:
+        return Finding("all-reduce", backend, "ok", text)
+    seconds = 2 * (len(nodes) - 1) / len(nodes) * _EXAMPLE_BYTES / (slowest * 1e6)
+    text += f": each step of a model with 110M parameters in fp32 takes {seconds:.1f} s for its all-reduce alone"
+    faster = "`export NCCL_SOCKET_IFNAME=NAME GLOO_SOCKET_IFNAME=NAME` on all machines"
+    return Finding("all-reduce", backend, "warn", text, f"a faster interface, if there is one: {faster}")
+
+
+def _mend_all_reduce(backend: str, nodes: Sequence[Node]) -> str:
+    """Every port is needed, over the interface that leads to the others, in packets that pass."""
+    other, variable = nodes[1].address, f"{backend.upper()}_SOCKET_IFNAME={nodes[0].interface or 'NAME'}"
+    mend = f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; export {variable}; "
+    mend += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
+    return mend if backend == "gloo" else f"{mend}; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` says more"

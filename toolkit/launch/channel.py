@@ -1,0 +1,264 @@
+"""JSON messages of bounded size between two processes over TCP, after each has shown that it knows the same token.
+
+Framing and the HMAC challenges are those of `multiprocessing.connection`; nothing received is unpickled or executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+from toolkit.launch.network import address_towards
+
+MAX_BYTES = 1 << 20
+# A dead machine answers nothing: the kernel asks again on its own, whatever Python is doing.
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_EVERY_SECONDS, KEEPALIVE_COUNT = 5, 3, 3
+Message = dict[str, Any]
+
+
+class ChannelError(Exception):
+    """The peer closed, was silent for too long, or sent something that is not a message of ours."""
+
+
+class ClosedError(ChannelError):
+    """The peer's end was closed, by its program or by the death of it: its machine is there."""
+
+
+class UnreachableError(ChannelError):
+    """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
+
+    def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
+        super().__init__(f"{address}:{port}: {detail}")
+        self.address, self.port, self.kind, self.detail = address, port, kind, detail
+
+
+class Channel:
+    """An open connection. `with Channel(...) as channel:` closes it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        try:
+            self.peer, self.own = (str(end()[0]) for end in (connected.getpeername, connected.getsockname))
+            """The peer's address, and the one of this machine that the connection uses."""
+            keep_alive(connected)
+        except OSError as error:  # the peer has hung up already
+            connected.close()
+            raise ClosedError(f"the other side is gone: {error.strerror or error}") from error
+        connected.settimeout(None)
+        self._messages = Connection(connected.dup().detach())
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's copy alone, for one that was forked."""
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self._messages.close()
+
+    def send(self, message: Message, seconds: float = 10.0) -> None:
+        """Raises ChannelError where it does not go through in time."""
+        content = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        if len(content) > MAX_BYTES:
+            raise ChannelError(f"a message of {len(content)} bytes is too long ({MAX_BYTES} at most)")
+        with self._within(seconds, socket.SO_SNDTIMEO):
+            self._messages.send_bytes(content)
+
+    def receive(self, seconds: float | None = 10.0) -> Message:
+        """Waits for ever without `seconds`. Raises ChannelError for what is not a JSON object of at most MAX_BYTES."""
+        with self._within(seconds, socket.SO_RCVTIMEO):
+            content = self._messages.recv_bytes(MAX_BYTES)
+        try:
+            message = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ChannelError(f"{self.peer} sent something that is not JSON") from error
+        if not isinstance(message, dict):
+            raise ChannelError(f"{self.peer} sent JSON that is not an object")
+        return message
+
+    def authenticate(self, token: str, seconds: float, answers: bool) -> None:
+        """Both sides prove that they know the token. Raises ChannelError, and closes, where one does not."""
+        steps = (deliver_challenge, answer_challenge) if answers else (answer_challenge, deliver_challenge)
+        key = token.encode(errors="replace") or b"-"
+        try:
+            for step in steps:
+                with self._within(seconds, socket.SO_RCVTIMEO):
+                    step(self._messages, key)
+        except ChannelError:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
+    def _within(self, seconds: float | None, option: int) -> Iterator[None]:
+        """Limits each read, or write, of the kernel's; what goes wrong becomes a ChannelError."""
+        try:
+            self.socket.setsockopt(socket.SOL_SOCKET, option, _time_value(seconds or 0.0))
+            yield
+        except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+            raise ClosedError(f"{self.peer} closed the connection") from error
+        except BlockingIOError as error:
+            raise ChannelError(f"{self.peer} said nothing in time") from error
+        except AuthenticationError as error:
+            raise ChannelError(
+                f"{self.peer} does not know the token that was given here: pass the same to both"
+            ) from error
+        except (OSError, AssertionError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise ChannelError(f"{self.peer} is gone: {error.strerror}") from error
+            raise ChannelError(
+                f"{self.peer} sent something that is not a message of ours: another program's port?"
+            ) from error
+
+
+def _time_value(seconds: float) -> bytes:
+    if os.name == "nt":
+        return struct.pack("L", int(seconds * 1000))
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def keep_alive(connected: socket.socket) -> None:
+    """A peer whose machine or network is gone is noticed within 15 s, also while something is being sent."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    silent = KEEPALIVE_IDLE_SECONDS + KEEPALIVE_EVERY_SECONDS * KEEPALIVE_COUNT
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
+        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_SECONDS),
+        ("TCP_KEEPCNT", KEEPALIVE_COUNT),
+        ("TCP_USER_TIMEOUT", silent * 1000),
+    ):
+        if hasattr(socket, name):  # Linux has all of them
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Listener:
+    """Takes connections at a port; each proves the token, and says its first message, in a thread of its own.
+
+    So one that says nothing holds nobody up.
+    """
+
+    def __init__(self, server: socket.socket, token: str, seconds: float = 3.0) -> None:
+        self.refused: dict[str, str] = {}
+        """Address -> why it was sent away."""
+        self._server, self._token, self._seconds = server, token, seconds
+        self._arrived: queue.Queue[tuple[Message, Channel]] = queue.Queue()
+        self.closed = False
+        threading.Thread(target=self._accept, daemon=True, name="listener").start()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def accept(self, seconds: float) -> tuple[Message, Channel] | None:
+        """The next peer's first message and its channel; None where nobody comes in time."""
+        with contextlib.suppress(queue.Empty):
+            return self._arrived.get(timeout=max(0.0, seconds))
+        return None
+
+    def take(self, channel: Channel, seconds: float | None = None) -> None:
+        """Waits for a channel's first message, as if it had connected here. Raises ChannelError."""
+        message = channel.receive(seconds)
+        if self.closed:
+            channel.close()
+        else:
+            self._arrived.put((message, channel))
+
+    def close(self) -> None:
+        """The port is free from now on, and whoever was not accepted is sent away."""
+        self.closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits there
+        self._server.close()
+        while waiting := self.accept(0.0):
+            waiting[1].close()
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                connected, (address, *_) = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connected, address), daemon=True, name="listener").start()
+
+    def _greet(self, connected: socket.socket, address: str) -> None:
+        channel = None
+        try:
+            channel = Channel(connected)
+            channel.authenticate(self._token, self._seconds, answers=True)
+            self.take(channel, self._seconds)
+        except ChannelError as error:
+            self.refused[address] = str(error)
+            if channel is not None:
+                channel.close()
+
+
+def dial(address: str, port: int, token: str, seconds: float = 5.0) -> Channel:
+    """Connects and authenticates. Raises UnreachableError without a connection, ChannelError for a stranger."""
+    channel = Channel(connect(address, port, seconds))
+    channel.authenticate(token, seconds, answers=False)
+    return channel
+
+
+def token_or(default: str) -> str:
+    """$TOOLKIT_TOKEN, or a word that keeps only accidents out."""
+    return os.environ.get("TOOLKIT_TOKEN") or default
+
+
+def connect(address: str, port: int, seconds: float) -> socket.socket:
+    """A TCP connection. Raises UnreachableError, which tells what stands in the way."""
+    try:
+        return socket.create_connection((address, port), timeout=seconds)
+    except OSError as error:
+        raise _unreachable(address, port, error, seconds) from error
+
+
+def _unreachable(address: str, port: int, error: OSError, seconds: float) -> UnreachableError:
+    if isinstance(error, socket.gaierror):
+        return UnreachableError(address, port, "name", "no machine is known here by this name")
+    if isinstance(error, ConnectionRefusedError):
+        return UnreachableError(address, port, "refused", "the machine answers and nothing listens on this port")
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return UnreachableError(address, port, "silent", f"no answer in {seconds:.0f} s")
+    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EINVAL):
+        return UnreachableError(address, port, "no_route", f"there is no way to it from here ({error.strerror})")
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return UnreachableError(address, port, "local", f"a rule of this machine forbids it ({error.strerror})")
+    return UnreachableError(address, port, "no_route", str(error.strerror or error))
+
+
+def remedy(fault: UnreachableError) -> str:
+    """What to look at and to type for it."""
+    address, port = fault.address, fault.port
+    if fault.kind == "name":
+        return f"give the address in numbers (`hostname -I` on that machine), or add `{address}` to /etc/hosts"
+    if fault.kind == "refused":
+        return "start the other machine's side too; or another address is meant (`hostname -I` there)"
+    if fault.kind == "silent":
+        return (
+            f"is that machine on, and is it its address (`hostname -I` there)? If so a firewall drops the packets: on "
+            f"{address}, `sudo ufw allow from {address_towards(address) or 'THIS_MACHINE'}` (or the security group of "
+            f"your cloud: all TCP ports between the machines, {port} among them)"
+        )
+    if fault.kind == "local":
+        return "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule"
+    return f"`ip route get {address}` shows the way; is the interface up (`ip -br address`), the address right?"

@@ -1,0 +1,109 @@
+"""The addresses, interfaces and ports of this machine, by the kernel's account; nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from toolkit.errors import UserError
+
+
+def listen(port: int, backlog: int = 64) -> socket.socket:
+    """Listens on every address of this machine. Raises OSError where the port is taken."""
+    server = socket.socket(socket.AF_INET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+        server.listen(backlog)
+    except OSError:
+        server.close()
+        raise
+    return server
+
+
+def free_port(wanted: int | None = None) -> int:
+    """`wanted` if it can be listened on, else one the system gives. Raises UserError for no port at all."""
+    for port in (check_port(wanted) if wanted else 0, 0):
+        with contextlib.suppress(OSError), listen(port) as probe:
+            return int(probe.getsockname()[1])
+    raise UserError("no free TCP port on this machine: close what holds them (`ss -ltnp` lists it)")
+
+
+def check_port(port: int, where: str = "") -> int:
+    """Raises UserError for what is no port's number."""
+    if not 0 < port <= 65535:
+        raise UserError(f"{where}{port} is no TCP port: choose one from 1024 to 65535")
+    return port
+
+
+def address_towards(address: str) -> str | None:
+    """This machine's own address on the way to `address`, by the routing table."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def own_addresses() -> dict[str, str]:
+    """IPv4 address -> interface, of this machine."""
+    return {
+        entry.address: interface
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    }
+
+
+def addresses_of(name: str) -> list[str]:
+    """What a host's name (or an address) stands for here; empty where nobody knows it."""
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError:
+        return []
+
+
+def is_own(name: str) -> bool:
+    """Whether a host's name or address is this machine's."""
+    own = own_addresses()
+    return any(address in own or address == "127.0.1.1" for address in addresses_of(name))
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface that holds the way to `address` (the one that has it, for an address of this machine)."""
+    return own_addresses().get(address_towards(address) or "")
+
+
+def node_id() -> str:
+    """The same for all processes of one node (a machine, a container or a network namespace), and for them only."""
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        try:
+            parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text(encoding="ascii").strip())
+        except OSError:
+            parts.append(str(os.getuid()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def holder_of(port: int) -> tuple[int, str] | None:
+    """(process id, `process 4711 (python train.py)`) of whoever listens on a TCP port here, where that can be seen."""
+    try:
+        held = [found for found in psutil.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
+        pid = next((found.pid for found in held if found.laddr and found.laddr.port == port and found.pid), None)
+        return (pid, f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})") if pid else None
+    except psutil.Error:
+        return None

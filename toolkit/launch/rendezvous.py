@@ -1,0 +1,169 @@
+"""How nodes, or ranks, find each other: the one with number 0 is the coordinator, the others are its peers.
+
+Each peer opens a channel to the coordinator and says what it is (its hello). The coordinator compares what all say, and
+its verdict goes to all of them: who is there, or the fault for which they cannot start together. The channels stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolkit.launch.channel import Channel, ChannelError, Listener, Message, UnreachableError, dial
+
+VERDICT_SECONDS = 15.0
+_DIAL_SECONDS = 5.0
+_PAUSE_SECONDS = 0.2
+
+
+@dataclass
+class Rendezvous:
+    """Those that found each other. `with Rendezvous(...)` closes the channels."""
+
+    hellos: dict[int, Message]
+    """Of all that came, in the order of their numbers; each with its `address` as the coordinator sees it."""
+    channels: dict[int, Channel] = field(default_factory=dict)
+    """The coordinator's to each peer; a peer's, to 0."""
+    fault: str = ""
+    """Why they cannot start together."""
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self.channels.values():
+            channel.close()
+
+    def exchange(self, message: Message, seconds: float) -> dict[int, Message]:
+        """An all-gather through the coordinator, and so a barrier: number -> what each said, this one included.
+
+        Who does not answer within `seconds` is left out, then and later; without the coordinator this one is alone.
+        """
+        deadline = time.monotonic() + seconds
+        heard = {} if 0 in self.channels else {0: message}
+        if 0 in self.channels:
+            self._try(0, lambda channel: channel.send(message))
+            answer = self._try(0, lambda channel: channel.receive(seconds + VERDICT_SECONDS)) or {}
+            return {int(number): said for number, said in answer.items()}
+        for number in list(self.channels):
+            left = max(0.1, deadline - time.monotonic())
+            said = self._try(number, lambda channel, left=left: channel.receive(left))  # type: ignore[misc]
+            if said is not None:
+                heard[number] = said
+        for number in list(self.channels):
+            self._try(number, lambda channel: channel.send({str(n): said for n, said in heard.items()}))
+        return dict(sorted(heard.items()))
+
+    def _try(self, number: int, do: Callable[[Channel], Any]) -> Any:
+        try:
+            return do(self.channels[number]) if number in self.channels else None
+        except ChannelError:
+            self.channels.pop(number).close()
+            return None
+
+
+def coordinate(
+    listener: Listener,
+    hello: Message,
+    size: int,
+    seconds: float,
+    compare: Callable[[Sequence[Message]], str] = lambda hellos: "",
+    missing: Callable[[Sequence[int], Sequence[Message]], str] = lambda numbers, hellos: "",
+    waiting: Callable[[Sequence[int], float], str] = lambda numbers, waited: "",
+) -> Rendezvous:
+    """Number 0's part: waits at most `seconds` for `size - 1` peers, and tells all that came the verdict.
+
+    `compare` gives the fault of the hellos that came so far, `missing` that of the numbers that did not come;
+    `waiting` is called twice a second with those that are awaited and the seconds since the start, and may give one.
+    """
+    started = time.monotonic()
+    hello = {"id": secrets.token_hex(8), **hello, "number": 0}
+    found, came, channels = Rendezvous({0: hello}), [hello], []
+    while len(found.hellos) < size and not found.fault and (left := started + seconds - time.monotonic()) > 0:
+        if (arrived := listener.accept(min(left, 0.5))) is None:
+            absent = [number for number in range(size) if number not in found.hellos]
+            found.fault = waiting(absent, time.monotonic() - started)
+            continue
+        said, channel = arrived
+        number = said.get("number")
+        if not isinstance(number, int) or said.get("id") == hello["id"]:
+            channel.close()  # a stranger; or this one itself, by an address that is translated on the way
+            continue
+        came.append({**said, "address": channel.peer})
+        channels.append(channel)
+        found.fault = compare(came)
+        found.hellos.setdefault(number, came[-1])
+        found.channels.setdefault(number, channel)
+    if absent := [number for number in range(size) if number not in found.hellos]:
+        found.fault = found.fault or missing(absent, came)
+    found.hellos = dict(sorted(found.hellos.items()))
+    for channel in channels:
+        with contextlib.suppress(ChannelError):
+            channel.send({"fault": found.fault, "hellos": {str(number): said for number, said in found.hellos.items()}})
+        if channel not in found.channels.values():
+            channel.close()
+    return found
+
+
+def join(
+    address: str,
+    port: int,
+    token: str,
+    hello: Message,
+    seconds: float,
+    waiting: Callable[[ChannelError, float], None] = lambda trouble, waited: None,
+    listener: Listener | None = None,
+) -> Rendezvous:
+    """A peer's part: dials the coordinator until it answers, and waits for its verdict.
+
+    With a `listener` the coordinator may be the one that gets through (see `call_peer`). `waiting` is called with
+    what was met and the seconds since the start. Raises ChannelError after `seconds`, with what says most.
+    """
+    started, trouble = time.monotonic(), None
+    while trouble is None or started + seconds > time.monotonic():
+        try:
+            left = started + seconds - time.monotonic()
+            return _verdict(dial(address, port, token, max(1.0, min(left, _DIAL_SECONDS))), hello, seconds)
+        except ChannelError as error:
+            # a stranger at the port, or another token, tells more than that nobody is there any more
+            if trouble is None or isinstance(trouble, UnreachableError) or not isinstance(error, UnreachableError):
+                trouble = error
+        waiting(trouble, time.monotonic() - started)
+        if listener is None:
+            time.sleep(_PAUSE_SECONDS)
+        elif (called := listener.accept(_PAUSE_SECONDS)) is not None and called[0].get("number") == 0:
+            with contextlib.suppress(ChannelError):
+                return _verdict(called[1], hello, seconds)
+    raise trouble
+
+
+def _verdict(channel: Channel, hello: Message, seconds: float) -> Rendezvous:
+    try:
+        channel.send(hello)
+        verdict = channel.receive(seconds + VERDICT_SECONDS)  # the coordinator may have come just now
+        hellos = {int(number): dict(said) for number, said in dict(verdict["hellos"]).items()}
+        return Rendezvous(hellos, {0: channel}, str(verdict["fault"]))
+    except (ChannelError, KeyError, TypeError, ValueError) as error:
+        channel.close()
+        if isinstance(error, ChannelError):
+            raise
+        raise ChannelError(f"{channel.peer} sent no verdict: it runs another version of this toolkit") from error
+
+
+def call_peer(listener: Listener, address: str, port: int, token: str) -> None:
+    """The coordinator calls a peer, too, that may not get through itself; `coordinate` takes either channel."""
+
+    def call() -> None:
+        while not listener.closed:
+            with contextlib.suppress(ChannelError):
+                channel = dial(address, port, token, _DIAL_SECONDS)
+                channel.send({"number": 0})
+                listener.take(channel)
+            time.sleep(_PAUSE_SECONDS)
+
+    threading.Thread(target=call, daemon=True, name="rendezvous").start()
