@@ -58,7 +58,7 @@ CASES = {
 }  # fmt: skip
 
 
-IN_A_PROCESS = ("missing file", "several faults at once", "unknown metric")
+IN_A_PROCESS = ("missing file", "several faults at once")
 
 
 def arguments_of(case: Case, folder: Path, model: Path) -> list[str]:
@@ -94,7 +94,10 @@ def test_one_process(name: str, tmp_path: Path, tiny_model: Path, server: Server
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("name", "file"), [("unseen label", "ddp"), ("several faults at once", "zero2")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("unseen label", "ddp"), pytest.param("several faults at once", "zero2", marks=pytest.mark.slow)],
+)
 def test_two_processes_say_it_once(name: str, file: str, tmp_path: Path, tiny_model: Path) -> None:
     way = ["--config_file", f"accelerate_configs/{file}.yaml"]
     finished = recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model))

@@ -59,10 +59,10 @@ class Run:
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self.trackers = tracker_names(settings.training.report_to)
         self.facts = {"settings": flat(settings), "versions": versions(), "identity": _identity(settings, data, recipe)}
-        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
-        self.files = RunFiles(accelerator, self.folder.path)
         problem_type, size = data.facts["problem_type"], len(data.facts.get("labels", ()))
         self.best = make_best(accelerator, settings.training, problem_type, compute_metrics, data.validation, size)
+        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
+        self.files = RunFiles(accelerator, self.folder.path)
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._evaluated: tuple[int, str] | None = None
