@@ -189,25 +189,6 @@ def test_another_job_is_refused_and_changes_nothing(
     assert digest(run) == before
 
 
-def test_resume_no_does_not_touch_a_run(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 15)
-    before = digest(run)
-    said = server.fail(*settings, "--output_dir", run, "--resume", "no")
-    assert "already holds a run" in said
-    assert "--overwrite_output_dir" in said
-    assert digest(run) == before
-
-
-@pytest.mark.parametrize(
-    ("place", "why"), [("nowhere", "there is no such folder"), ("empty", "no complete checkpoint there")]
-)
-def test_a_path_with_nothing_there(place: str, why: str, server: Server, settings: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    said = server.fail(*settings, "--output_dir", tmp_path / "new", "--resume", tmp_path / place)
-    assert why in said
-    assert not (tmp_path / "new").exists()
-
-
 def test_another_learning_rate_is_allowed_and_said(
     server: Server, settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:

@@ -55,18 +55,6 @@ def test_refused(changed: list[str], told: str, settings: list[str], finished: P
     assert digest(finished) == before
 
 
-def test_a_finished_run_is_shown_again(settings: list[str], finished: Path, server: Server) -> None:
-    before = [lines_of(finished / name) for name in ("metrics.jsonl", "eval.jsonl", "predictions.jsonl")]
-    server.run(*settings, "--max_steps", "4", "--checkpoint_every", "2", "--output_dir", finished)
-    metrics, evaluations, predictions = (
-        lines_of(finished / name) for name in ("metrics.jsonl", "eval.jsonl", "predictions.jsonl")
-    )
-    assert metrics == before[0]
-    assert evaluations[: len(before[1])] == before[1]
-    assert {line["step"] for line in evaluations} == {4}
-    assert predictions == before[2]
-
-
 def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
     """The second is refused, and says which process is there; the first is not disturbed."""
     folder = tmp_path / "run"

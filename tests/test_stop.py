@@ -31,8 +31,8 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
     "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
 }
-QUICK = ("python, SIGUSR1", "python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
-         "python and a file, the launcher killed", "deepspeed, SIGTERM to all")  # fmt: skip
+QUICK = ("python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
+         "python and a file, the launcher killed")  # fmt: skip
 STEPS = 4000
 
 
@@ -72,8 +72,13 @@ def _nothing_left(group: int) -> None:
     raise AssertionError("processes stayed behind")
 
 
-def check(name: str, settings: list[str], folder: Path) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
     before, behind, number, group, code = CASES[name]
+    folder = tmp_path / "run"
     command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
     returned, error, seconds = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
@@ -84,19 +89,6 @@ def check(name: str, settings: list[str], folder: Path) -> None:
     assert f"after step {done} of {STEPS}" in told
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
     assert 0 < done < STEPS
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", QUICK)
-def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
-    check(name, settings, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_stop_otherwise(name: str, settings: list[str], tmp_path: Path) -> None:
-    check(name, settings, tmp_path / "run")
 
 
 def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:

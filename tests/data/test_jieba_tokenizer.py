@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -123,30 +122,6 @@ def test_cut_texts_are_the_beginning_and_are_counted(
         assert bool(encoding.overflowing) == (len(whole) > length - 2)
 
 
-def test_pairs_padding_and_tensors_work_as_with_the_ordinary_tokenizer(ours: Any, ordinary: Any) -> None:
-    batch = ours(["我们", "好"], ["他们的新闻", "好"], padding=True, return_tensors="pt")
-    alone = ours("我们")["input_ids"], ours("他们的新闻")["input_ids"]
-    assert batch["input_ids"][0].tolist() == alone[0] + alone[1][1:]
-    assert batch["token_type_ids"][0].tolist() == [0] * len(alone[0]) + [1] * (len(alone[1]) - 1)
-    assert batch["input_ids"].shape == batch["attention_mask"].shape
-    assert ours([("我们", "他们的新闻")])["input_ids"] == [alone[0] + alone[1][1:]]
-    assert set(ours("我们")) == set(ordinary("我们"))
-    assert ours("我们", add_special_tokens=False)["input_ids"] == alone[0][1:-1]
-    assert ours("我们", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0, 1]
-    assert ours.tokenize("我们的x9") == ["我们", "的", "x", "##9"]
-    with pytest.raises(NotImplementedError, match="offsets"):
-        ours("我们", return_offsets_mapping=True)
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_copies_and_pickles(ours: Any, used: bool) -> None:
-    wanted = words_first(ours)("我们的新闻 mate60")["input_ids"] if used else None
-    for other in (copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(other) is JiebaTokenizer
-        assert is_jieba(other)
-        assert other("我们的新闻 mate60")["input_ids"] == (wanted or ours("我们的新闻 mate60")["input_ids"])
-
-
 def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: list[str]) -> None:
     from transformers import AutoTokenizer
 
@@ -219,18 +194,6 @@ def test_added_tokens_are_whole(ours: Any) -> None:
     assert ours("新闻联播")["input_ids"][1] == ours.convert_tokens_to_ids("新闻联播")
     assert ours.tokenize("我们[SEP]") == ["我们", "[SEP]"]
     assert "[SEP]" not in ours.tokenize("我们[SEP]", split_special_tokens=True)
-
-
-def test_words_given_to_the_shared_jieba_change_nothing(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jieba
-
-    before = ours("国新闻的")["input_ids"]
-    monkeypatch.setattr(jieba.dt, "FREQ", dict(load_jieba().cutter.FREQ))
-    monkeypatch.setattr(jieba.dt, "total", load_jieba().cutter.total)
-    monkeypatch.setattr(jieba.dt, "initialized", True)
-    jieba.add_word("国新闻的", freq=10**8)
-    assert jieba.lcut("国新闻的", HMM=False) == ["国新闻的"]
-    assert ours("国新闻的")["input_ids"] == before
 
 
 def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -284,66 +282,24 @@ def test_a_data_set_without_training_rows(write_rows: Callable[..., str], tmp_pa
         read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
 
 
-class CountingTokenizer:
-    """Light enough for a started process, slow enough for another to come in between; leaves a line each
-    time it is used."""
-
-    model_max_length = 64
-
-    unk_token_id = None
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-
-    def __call__(self, texts: list[str], **_: Any) -> Any:
-        with self.log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(0.5)
-        return _Encoded({"input_ids": [[2, *(len(word) for word in text.split()), 3] for text in texts]})
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 0}
-
-    def num_special_tokens_to_add(self, pair: bool) -> int:
-        return 2
-
-    def __repr__(self) -> str:
-        return "CountingTokenizer()"
-
-
-class _Encoded(dict[str, Any]):
-    encodings = None
-
-
-def _prepare_in_a_process(path: str, log: Path, start: Any, results: Any) -> None:
-    tokenizer = CountingTokenizer(log)
-    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
-    start.wait()
-    data = prepare_data(settings, tokenizer, MODEL)
-    results.put(
-        (str(data.folder), len(data.train), data.train.tokens(0).tolist(), (data.folder / "meta.json").stat().st_ino)
-    )
-
-
-def test_two_processes_at_once_make_it_once(
-    write_rows: Callable[..., str], toolkit_cache: Path, tmp_path: Path
+def test_two_at_once_make_it_once(
+    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    rows, log = rows_of({"a": 100, "b": 100}), tmp_path / "log"
-    path = write_rows("a.jsonl", rows)
-    start, results = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=_prepare_in_a_process, args=(path, log, start, results)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join(timeout=60)
-    assert found[0] == found[1]
-    assert found[0][1:3] == (200, [2, *(len(word) for word in rows[0]["text"].split()), 3])
-    assert len(set(log.read_text().split())) == 1  # one process made both splits
-    assert len(log.read_text().split()) == 2
-    meta = json.loads((Path(found[0][0]) / "meta.json").read_text())
-    assert meta["splits"] == ["train", "validation"]
+    saved, real = [], prepare.tokens.save_split
+
+    def slowly(folder: Path, *arguments: Any, **strings: Any) -> None:
+        saved.append(folder.name)
+        time.sleep(0.2)
+        real(folder, *arguments, **strings)
+
+    monkeypatch.setattr(prepare.tokens, "save_split", slowly)
+    path = write_rows("a.jsonl", rows_of({"a": 100, "b": 100}))
+    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: prepare_data(settings, tokenizer, MODEL), range(2))
+    assert one.folder == other.folder
+    assert (len(one.train), len(other.train)) == (200, 200)
+    assert sorted(saved) == ["train", "validation"]
 
 
 def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., TaskData]) -> None:

@@ -72,12 +72,6 @@ def test_a_class_that_never_occurs_counts_as_zero() -> None:
     assert np.array(numbers["confusion_matrix"]).shape == (4, 4)
 
 
-def test_rows_without_a_label_and_without_a_guess_are_right() -> None:
-    numbers = numbers_of(MULTI, "ab", [[-1, -1], [1, -1]], [[0, 0], [1, 0]])
-    assert numbers["accuracy"] == 1.0
-    assert numbers["f1_micro"] == 1.0
-
-
 def test_regression_numbers_by_hand() -> None:
     numbers = numbers_of("regression", "y", [[1.0], [2.0], [4.0]], [1.0, 3.0, 2.0])
     assert numbers["mse"] == pytest.approx(5 / 3)

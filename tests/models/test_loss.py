@@ -42,16 +42,6 @@ def test_the_mean_is_transformers_own_loss(tiny_model: Path, tokenizer: Any, pro
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("problem", get_args(ProblemType))
-def test_each_loss_is_of_its_own_sample(problem: ProblemType) -> None:
-    classes, labels = LABELS[problem]
-    logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))
-    together = sample_losses(logits, labels, problem)
-    alone = torch.cat([sample_losses(logits[row : row + 1], labels[row : row + 1], problem) for row in range(4)])
-    assert torch.allclose(together, alone)
-    assert len(set(together.tolist())) == 4
-
-
 def test_label_smoothing_is_torchs() -> None:
     classes, labels = LABELS["single_label_classification"]
     logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))

@@ -252,25 +252,6 @@ def test_a_folder_without_tokenizer_or_weights_or_at_all(bert: Bert, out: Path, 
     assert not out.exists()
 
 
-def test_half_a_pooler_is_refused(bert: Bert, out: Path) -> None:
-    source = bert()
-    state = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    torch.save({key: value for key, value in state.items() if key != "pooler.dense.bias"}, source / "pytorch_model.bin")
-    assert "do not fit its config.json (bert.pooler.dense.bias)" in fault_of(source, out)
-
-
-def test_a_tokenizer_that_would_read_otherwise_is_refused(
-    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source = bert()
-    load = module.load_plain_tokenizer
-    other = load(str(source))
-    other.add_tokens(["今天的"])
-    monkeypatch.setattr(module, "load_plain_tokenizer", lambda name: load(name) if name == str(source) else other)
-    assert "after saving and may read texts otherwise" in fault_of(source, out)
-
-
 def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -> None:
     source = bert()
     out.mkdir()
@@ -287,17 +268,6 @@ def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -
     (out / "meta.json").unlink()
     assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
     assert len(list(out.iterdir())) == 4
-
-
-def test_places_that_are_no_folder(bert: Bert, out: Path, tmp_path: Path) -> None:
-    source = bert()
-    out.write_text("mine")
-    assert "is not a folder" in fault_of(source, out, overwrite=True)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert "is not a folder" in fault_of(source, tmp_path / "link")
-    assert "no name of a folder" in fault_of(source, tmp_path / "..")
-    assert out.read_text() == "mine"
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, UserError])

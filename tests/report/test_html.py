@@ -179,14 +179,6 @@ def test_summary(three: Run) -> None:
         assert shown in text
 
 
-def test_text_is_shown_and_not_run(three: Run) -> None:
-    page = written(three)
-    assert "<script" not in page.source
-    shown = [row[1] for row in page.rows["mistakes"][1:]]
-    assert NASTY in shown
-    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
-
-
 def test_worst_mistakes_are_the_surest(three: Run) -> None:
     rows = written(three).rows["mistakes"]
     predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
