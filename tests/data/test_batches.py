@@ -130,12 +130,6 @@ def test_micro_batches_that_are_counted_in_tokens(world: int, per_device: int, m
         assert len(mine[0]) == -(-needed // world)
 
 
-def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
-    lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
-    found = micro_batches(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
-    assert [sorted(lengths[batch]) for batch in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
-
-
 @pytest.mark.parametrize("max_tokens", [None, 8, 64, 300, 1000])
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_tokens: int | None) -> None:

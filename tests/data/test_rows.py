@@ -67,12 +67,6 @@ def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], 
     assert texts_of(table, wanted) == texts
 
 
-def test_a_column_whose_very_name_has_a_comma(write_rows: Callable[..., str]) -> None:
-    table = read_file(write_rows("a.jsonl", [{"a": "1", "b": "2", "a,b": "both"}]))
-    assert text_column(table, "a,b") == "a,b"
-    assert texts_of(table, "a,b") == ["both"]
-
-
 @pytest.mark.parametrize("wanted", ["title,txt", "txt,title"])
 def test_a_missing_one_of_several_columns_is_named(write_rows: Callable[..., str], wanted: str) -> None:
     with pytest.raises(UserError) as caught:

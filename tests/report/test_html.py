@@ -166,6 +166,9 @@ def test_one_file_and_nothing_loaded(three: Run) -> None:
     assert "http://" not in page.source
     assert "https://" not in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
+    shown = [row[1] for row in page.rows["mistakes"][1:]]
+    assert NASTY in shown  # as text
+    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
     assert sorted(path.name for path in three[0].iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip

@@ -63,16 +63,6 @@ def test_a_path(path: str, found: list[int], run: Path, tmp_path: Path) -> None:
     assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == found
 
 
-def test_the_skipped_ones_have_reasons(run: Path) -> None:
-    (run / "checkpoints" / "step-00000006" / "manifest.json").unlink()
-    (run / "checkpoints" / "step-00000004" / "weights").write_bytes(b"0")
-    origin = choose_origin("auto", run / "checkpoints", FACTS)
-    assert steps(origin) == [2]
-    assert len(origin.skipped) == 2
-    assert "weights has 1 bytes and should have 10" in origin.skipped[0]
-    assert "has no manifest.json" in origin.skipped[1]
-
-
 @pytest.mark.parametrize("what", ["no manifest", "truncated"])
 def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
     folder = run / "checkpoints" / "step-00000004"

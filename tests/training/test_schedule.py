@@ -67,16 +67,6 @@ def test_accumulation_follows_from_the_upper_bound(
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
 
 
-@pytest.mark.parametrize(
-    ("max_tokens", "processes", "accumulation"),
-    [(64, 1, 4), (64, 2, 2), (64, 3, 2), (128, 1, 2), (256, 1, 1), (63, 1, 8), (40, 2, 4), (39, 1, 8)],
-)
-def test_accumulation_follows_from_the_tokens(max_tokens: int, processes: int, accumulation: int) -> None:
-    """Eight texts of 32 tokens a step."""
-    settings = TrainingSettings(global_batch_size=8, max_tokens_per_batch=max_tokens)
-    assert make_schedule(settings, of_lengths(np.full(80, 32)), processes).accumulation == accumulation
-
-
 def test_a_text_that_fits_no_batch_is_an_error() -> None:
     lengths = np.array([8, 100, 30])
     with pytest.raises(UserError) as caught:
