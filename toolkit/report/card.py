@@ -22,31 +22,19 @@ from toolkit.evaluation import Evaluation
 from toolkit.evaluation.best import Best
 from toolkit.report.files import last_step, read_lines, write_whole
 
-TITLES = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "f1_macro": "F1 (macro)",
-    "f1_micro": "F1 (micro)",
-    "f1_weighted": "F1 (weighted)",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "pearson": "Pearson correlation",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-}
-# our name -> (the hub's name of the metric, its arguments)
-_HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
-    "accuracy": ("accuracy", None),
-    "f1_macro": ("f1", {"average": "macro"}),
-    "f1_micro": ("f1", {"average": "micro"}),
-    "f1_weighted": ("f1", {"average": "weighted"}),
-    "mse": ("mse", None),
-    "mae": ("mae", None),
-    "pearson": ("pearsonr", None),
-    "rouge1": ("rouge", None),
-    "rouge2": ("rouge", None),
-    "rougeL": ("rouge", None),
+# our name -> (what readers see, the hub's name of the metric, its arguments there)
+METRICS: dict[str, tuple[str, str, dict[str, str] | None]] = {
+    "loss": ("Loss", "", None),
+    "accuracy": ("Accuracy", "accuracy", None),
+    "f1_macro": ("F1 (macro)", "f1", {"average": "macro"}),
+    "f1_micro": ("F1 (micro)", "f1", {"average": "micro"}),
+    "f1_weighted": ("F1 (weighted)", "f1", {"average": "weighted"}),
+    "mse": ("Mean squared error", "mse", None),
+    "mae": ("Mean absolute error", "mae", None),
+    "pearson": ("Pearson correlation", "pearsonr", None),
+    "rouge1": ("ROUGE-1", "rouge", None),
+    "rouge2": ("ROUGE-2", "rouge", None),
+    "rougeL": ("ROUGE-L", "rouge", None),
 }
 READINGS_EXPLAINED = (
     "What the length is worth: the same weights on the same samples, with the texts cut. It is not what a model "
@@ -136,14 +124,14 @@ def front_matter(model_folder: Path, settings: Settings, data: Prepared, last: E
             dataset_type=hub_data or "custom",
             dataset_name=data_name(settings),
             dataset_split=last.split,
-            metric_type=_HUB_METRICS[name][0],
+            metric_type=METRICS[name][1],
             metric_name=name if name.startswith("rouge") else metric_title(name, problem_type),
-            metric_args=_HUB_METRICS[name][1] or _segmenter(name, last),
+            metric_args=METRICS[name][2] or _segmenter(name, last),
             metric_value=round(value, 6),
         )
         for name, value in last.numbers.items()
         # YAML readers disagree on what a NaN is
-        if name in _HUB_METRICS and math.isfinite(value)
+        if name in METRICS and METRICS[name][1] and math.isfinite(value)
     ]
     base = str(settings.model.model_name_or_path)
     return ModelCardData(
@@ -178,7 +166,7 @@ def metric_title(name: str, problem_type: str | None) -> str:
         return "Accuracy (all labels right)"
     if name == "loss" and problem_type == "title_generation":
         return "Loss (of a title's token)"
-    return TITLES.get(name, name.replace("_", " "))
+    return METRICS[name][0] if name in METRICS else name.replace("_", " ")
 
 
 def explain_rouge(last: Evaluation) -> str:
@@ -279,10 +267,8 @@ def _story(run_folder: Path, settings: Settings, data: Prepared, last: Evaluatio
 
 def _notes(settings: Settings, data: Prepared) -> list[str]:
     """What was noticed while reading, with files by their names: folders say nothing elsewhere."""
-    sources = settings.data
-    paths = (sources.train_file, sources.validation_file, sources.test_file, sources.dataset_name)
-    notes = list(data.notes)
-    for path in paths:
+    named, notes = settings.data, list(data.notes)
+    for path in (named.train_file, named.validation_file, named.test_file, named.dataset_name):
         if path and Path(path).exists():
             notes = [note.replace(path, Path(path).resolve().name) for note in notes]
     return notes
