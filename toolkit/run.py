@@ -176,17 +176,20 @@ class Run:
     # --- what is said
 
     def _write_config(self, resumed: Resumed | None) -> None:
-        data = self.data
+        data, best = self.data, self.best
         self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
-        self.files.write_config(
-            self.settings,
-            self.accelerator,
-            {"samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
-             "digest": data.digest, "notes": data.notes, **asdict(self.schedule)},
-            {"identity": self.facts["identity"], "optimizer": _optimizer_name(self.state.optimizer),
-             "metric_for_best_model": {"name": self.best.metric, "greater_is_better": self.best.sign > 0},
-             "resumed_from": str(resumed.folder) if resumed else None},
-        )  # fmt: skip
+        learned = {
+            "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
+            "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
+        }  # fmt: skip
+        more = {
+            "identity": self.facts["identity"],
+            "model_class": type(self.accelerator.unwrap_model(self.state.model)).__name__,
+            "optimizer": _optimizer_name(self.state.optimizer),
+            "metric_for_best_model": {"name": best.metric, "greater_is_better": best.sign > 0},
+            "resumed_from": str(resumed.folder) if resumed else None,
+        }
+        self.files.write_config(self.settings, self.accelerator, learned, more)
 
     def _introduction(self) -> list[str]:
         accelerator, settings, data, schedule = self.accelerator, self.settings, self.data, self.schedule
@@ -215,6 +218,10 @@ class Run:
     def _summary(self, last: Evaluation) -> list[str]:
         folder, script = shlex.quote(str(self.folder.path)), shlex.quote(sys.argv[0])
         saved = (self.folder.path / "checkpoints").is_dir()
+        named = (self.folder.model / "config.json").is_file()  # a class of transformers
+        loads = (
+            f"loads with {_architecture(self.folder.model)}.from_pretrained" if named else "weights and what it saved"
+        )
         compared = []
         if self._compared is not None:
             most, other = self._compared
@@ -225,13 +232,13 @@ class Run:
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
             f"({last.numbers['num_samples']} samples): {_shown(last)}",
             *compared,
-            f"  {folder}/model/            {_loads_with(self.folder.model)}",
+            f"  {folder}/model/            {loads}",
             f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
             f"  {folder}/predictions.jsonl every {last.split} sample with what was predicted",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *([f"  {folder}/checkpoints/last  resumes under any launch"] if saved else []),
             "next:",
-            f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv",
+            *([f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv"] if named else []),
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
             f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
         ]
@@ -241,10 +248,8 @@ def _shown(evaluation: Evaluation) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in evaluation.numbers.items() if isinstance(value, float))
 
 
-def _loads_with(model_folder: Path) -> str:
-    config = model_folder / "config.json"
-    named = json.loads(config.read_text(encoding="utf-8")).get("architectures") if config.is_file() else None
-    return f"loads with {named[0]}.from_pretrained" if named else "weights in model.safetensors"
+def _architecture(model_folder: Path) -> str:
+    return str(json.loads((model_folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])
 
 
 def _optimizer_name(optimizer: Any) -> str:

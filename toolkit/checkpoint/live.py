@@ -208,7 +208,7 @@ class FlatState(ZeroState):
 
 
 class Stage3State(ZeroState):
-    """ZeRO-3: each process owns the same share of every parameter, padded in the last ones."""
+    """ZeRO-3: each process owns a shard of every parameter; the last ones are padded."""
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
         if getattr(zero, "swap_optimizer", False):
@@ -235,10 +235,10 @@ class Stage3State(ZeroState):
         start, owned = self._owned(parameter, parameter.ds_tensor.numel())
         return Fragment(name, start, parameter.ds_tensor.data.view(-1).narrow(0, 0, owned)) if owned else None
 
-    def _owned(self, parameter: Any, share: int) -> tuple[int, int]:
-        """(first element, number of elements) of this process's share, without its padding."""
-        start = torch.distributed.get_rank(parameter.ds_process_group) * share
-        return start, max(0, min(share, parameter.ds_numel - start))
+    def _owned(self, parameter: Any, shard: int) -> tuple[int, int]:
+        """(first element, number of elements) of this process's shard, without its padding."""
+        start = torch.distributed.get_rank(parameter.ds_process_group) * shard
+        return start, max(0, min(shard, parameter.ds_numel - start))
 
     def before_loading(self) -> None:
         # also releases small parameters that are kept whole between steps
@@ -299,7 +299,7 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Of a parameter that may be divided."""
+    """Of a parameter that may be sharded."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
@@ -315,13 +315,13 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def _local(parameter: Any) -> tuple[int, torch.Tensor]:
-    """(first element, local part) of a DTensor divided by rows, or of a plain tensor."""
+    """(first element, local part) of a DTensor sharded by rows, or of a plain tensor."""
     if not _is_sharded(parameter):
         return 0, parameter.data
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if any(offsets[1:]):
-        raise RuntimeError(f"a parameter divided by columns cannot be saved: {parameter.placements}")
+        raise RuntimeError(f"a parameter sharded by columns cannot be saved: {parameter.placements}")
     row = math.prod(parameter.shape[1:])
     return (offsets[0] * row if offsets else 0), parameter.to_local().data

@@ -1,7 +1,7 @@
 """A saved state into the live one, whatever strategy and number of processes saved it.
 
-Each process reads the elements it owns, slice by slice: nobody holds more of the optimizer's state than
-its own share and one block.
+Each process reads the elements it owns, block by block: nobody holds more of the optimizer's state than
+its own shard and one block.
 """
 
 from __future__ import annotations

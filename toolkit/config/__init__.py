@@ -1,4 +1,4 @@
-"""What a run is told: sections of settings, and how they are read."""
+"""Settings: their sections, and how they are read."""
 
 from toolkit.config.parse import build, flat, parse, sections_of
 from toolkit.config.sections import (

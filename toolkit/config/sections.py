@@ -183,7 +183,7 @@ class TrainingSettings:
     eval_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; once an epoch when not given."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Optimizer steps between checkpoints; only when the run is told to stop, when not given."""
+    """Optimizer steps between checkpoints; only at a stop signal, when not given."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """The newest checkpoints are kept, so many, and the best one."""
     checkpoint_in_background: bool = False
@@ -210,7 +210,7 @@ class LongTrainingSettings(TrainingSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings:
-    """Everything a recipe on labelled texts can be told."""
+    """The settings of a recipe on labelled texts."""
 
     model: ModelSettings
     data: DataSettings
@@ -227,7 +227,7 @@ class LongTaskSettings(TaskSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TitleSettings:
-    """Everything a recipe on texts and their titles can be told."""
+    """The settings of a recipe on texts and their titles."""
 
     model: PretrainedSettings
     data: TitleDataSettings

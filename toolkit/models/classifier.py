@@ -34,7 +34,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     """The pretrained encoder with a head for these classes, in float32 on the CPU; with `lora_r`, a PeftModel.
 
     The weights of a new head and of LoRA depend on the seed only: every process makes the same ones, whatever the
-    strategy, because nothing is divided among processes before `accelerator.prepare`.
+    strategy, because nothing is sharded before `accelerator.prepare`.
     Raises UserError when the model cannot be loaded or an option does not fit it.
     """
     name = str(settings.model_name_or_path)

@@ -92,7 +92,7 @@ def _within(path: str, modules: Iterable[str]) -> bool:
 
 
 def describe(model: torch.nn.Module, settings: ModelSettings) -> str:
-    """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`; the model may be divided among processes."""
+    """`LoRA r=8: 12,345 of 1,234,567 parameters are trained (1.0 %)`; the model may be sharded."""
     counts = [
         (getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad)
         for name, parameter in model.named_parameters()

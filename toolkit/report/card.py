@@ -136,7 +136,7 @@ def front_matter(model_folder: Path, settings: Settings, data: Prepared, last: E
     base = str(settings.model.model_name_or_path)
     return ModelCardData(
         base_model=None if Path(base).exists() else demo.origin_of(base) or base,
-        library_name="transformers",
+        library_name="transformers" if _architecture(model_folder) else None,
         pipeline_tag=task,
         tags=["finetune-toolkit"],
         datasets=[hub_data] if hub_data else None,
@@ -241,7 +241,10 @@ def _model_name(settings: Settings) -> str:
 
 
 def _architecture(model_folder: Path) -> str:
-    loaded = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    path = model_folder / "config.json"
+    if not path.is_file():
+        return ""  # a model class of one's own
+    loaded = json.loads(path.read_text(encoding="utf-8"))
     return str((loaded.get("architectures") or ["model"])[0])
 
 
@@ -262,6 +265,7 @@ def _story(run_folder: Path, settings: Settings, data: Prepared, last: Evaluatio
         ),
         "versions": {name: version for name, version in config["versions"].items() if version},
         "started": config["started"][:10],
+        "model_class": config.get("model_class", "model"),
     }
 
 

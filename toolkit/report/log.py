@@ -1,4 +1,4 @@
-"""What is told of a run while it trains: metrics.jsonl and eval.jsonl, trackers (chosen by name), and the screen."""
+"""What a run logs while it trains: metrics.jsonl and eval.jsonl, trackers (chosen by name), and the screen."""
 
 from __future__ import annotations
 

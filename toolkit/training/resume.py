@@ -177,7 +177,7 @@ class Resume:
                 raise UserError(f"{self.path.parent} cannot be renamed to {aside}: {error.strerror}") from error
 
     def _fault(self, folder: Path, otherwise: str = "") -> str:
-        """Why nothing can be read from a checkpoint, once it is whole on every disk: all processes are told alike.
+        """Why nothing can be read from a checkpoint, once it is whole on every disk: all processes get the same answer.
 
         Raises UserError, which ends with `otherwise`, where it is half a checkpoint.
         """
