@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.runs import Server, environment
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests
 # inherit it.
@@ -121,6 +125,17 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Runs of recipes/cls.py in one process of their own."""
+    process = subprocess.Popen([sys.executable, "tests/resume_server.py"], cwd=REPOSITORY, env=environment(), text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
+    yield Server(process)
+    assert process.stdin
+    process.stdin.close()
+    process.wait(30)
 
 
 Rows = Sequence[Mapping[str, Any]]

@@ -86,3 +86,31 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
+
+
+@dataclass
+class Server:
+    """Runs of recipes/cls.py, one after the other in one process: see tests/resume_server.py."""
+
+    process: subprocess.Popen[str]
+
+    def ask(self, *arguments: Any, largest_file: int | None = None) -> dict[str, Any]:
+        request = {"arguments": [str(word) for word in arguments], "largest_file": largest_file}
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def run(self, *arguments: Any) -> str:
+        """What it said; it must succeed."""
+        answer = self.ask(*arguments)
+        assert answer["error"] is None, answer["error"]
+        return str(answer["err"])
+
+    def fail(self, *arguments: Any, **options: Any) -> str:
+        """The one error it ended with."""
+        answer = self.ask(*arguments, **options)
+        assert answer["error"] is not None, answer["err"]
+        assert "Traceback" not in answer["error"], answer["error"]
+        return str(answer["error"])

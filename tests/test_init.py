@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 from tests.runs import environment, lines_of
 from toolkit import cli, init
 from toolkit.errors import UserError
-from toolkit.launch.environment import free_port
+from toolkit.launch.network import free_port
 
 SHIPPED = sorted(
     str(path.relative_to(REPOSITORY))

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, recipe, start
+from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, start
 from tests.splits import of_lengths
 from toolkit.data.batches import global_batches, micro_batches
 
@@ -229,10 +229,6 @@ def assert_comparison(run: Path, finished: Finished | None = None) -> None:
         assert f"accuracy {beginnings['accuracy']:.4f}" in said
 
 
-def test_the_comparison_is_beside_the_evaluation(single: dict[str, Path]) -> None:
-    assert_comparison(single["sparse"])
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1600)
@@ -257,15 +253,6 @@ def test_the_default_job_as_typed(tmp_path: Path) -> None:
 
 def test_transformers_own_attention_gives_the_same(single: dict[str, Path]) -> None:
     assert_same(single["eager"], single["auto"], steps=4)
-
-
-def test_an_unknown_attention_is_one_line(settings: list[str], tmp_path: Path) -> None:
-    finished = recipe(*settings, "--attn_implementation", "flash_attention_2", "--output_dir", tmp_path / "run",
-                      "--max_steps", "1", script="recipes/bigbird.py")  # fmt: skip
-    assert finished.code == 1
-    (line,) = finished.error_lines
-    assert "--attn_implementation flash_attention_2: a BigBird has auto" in line
-    assert "Traceback" not in finished.err
 
 
 def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:

@@ -4,59 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
-from tests.runs import ROOT, environment, lines_of
+from tests.runs import Server, lines_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import crc32_of_range
 
 STEPS = 20  # of which 16 are an epoch
-
-
-@dataclass
-class Server:
-    """Runs of the recipe, one after the other in one process."""
-
-    process: subprocess.Popen[str]
-
-    def ask(self, *arguments: Any, largest_file: int | None = None) -> dict[str, Any]:
-        request = {"arguments": [str(word) for word in arguments], "largest_file": largest_file}
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return dict(json.loads(self.process.stdout.readline()))
-
-    def run(self, *arguments: Any) -> str:
-        """What it said; it must succeed."""
-        answer = self.ask(*arguments)
-        assert answer["error"] is None, answer["error"]
-        return str(answer["err"])
-
-    def fail(self, *arguments: Any, **options: Any) -> str:
-        """The one error it ended with."""
-        answer = self.ask(*arguments, **options)
-        assert answer["error"] is not None, answer["err"]
-        assert "Traceback" not in answer["error"], answer["error"]
-        return str(answer["error"])
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    process = subprocess.Popen([sys.executable, "tests/resume_server.py"], cwd=ROOT, env=environment(), text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-    yield Server(process)
-    assert process.stdin
-    process.stdin.close()
-    process.wait(30)
 
 
 @pytest.fixture(scope="module")
@@ -229,25 +187,6 @@ def test_another_job_is_refused_and_changes_nothing(
     (tmp_path / "fewer.csv").write_text("".join(reviews.read_text().splitlines(keepends=True)[:150]))
     assert "train_file was" in server.fail(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
     assert digest(run) == before
-
-
-def test_resume_no_does_not_touch_a_run(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 15)
-    before = digest(run)
-    said = server.fail(*settings, "--output_dir", run, "--resume", "no")
-    assert "already holds a run" in said
-    assert "--overwrite_output_dir" in said
-    assert digest(run) == before
-
-
-@pytest.mark.parametrize(
-    ("place", "why"), [("nowhere", "there is no such folder"), ("empty", "no complete checkpoint there")]
-)
-def test_a_path_with_nothing_there(place: str, why: str, server: Server, settings: list[Any], tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    said = server.fail(*settings, "--output_dir", tmp_path / "new", "--resume", tmp_path / place)
-    assert why in said
-    assert not (tmp_path / "new").exists()
 
 
 def test_another_learning_rate_is_allowed_and_said(

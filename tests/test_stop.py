@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, environment, lines_of, losses_of, recipe
+from tests.runs import ROOT, Server, environment, lines_of, losses_of
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -31,8 +31,8 @@ CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
     "torchrun, Ctrl-C": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGINT, True, 1),
     "deepspeed, SIGTERM to all": (["deepspeed", "--num_gpus", "2", SCRIPT], [], signal.SIGTERM, True, -15),
 }
-QUICK = ("python, SIGUSR1", "python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
-         "python and a file, the launcher killed", "deepspeed, SIGTERM to all")  # fmt: skip
+QUICK = ("python and a file, SIGTERM", "python and a file, Ctrl-C", "torchrun, SIGTERM",
+         "python and a file, the launcher killed")  # fmt: skip
 STEPS = 4000
 
 
@@ -72,8 +72,13 @@ def _nothing_left(group: int) -> None:
     raise AssertionError("processes stayed behind")
 
 
-def check(name: str, settings: list[str], folder: Path) -> None:
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+)
+def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
     before, behind, number, group, code = CASES[name]
+    folder = tmp_path / "run"
     command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
     returned, error, seconds = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
@@ -86,20 +91,7 @@ def check(name: str, settings: list[str], folder: Path) -> None:
     assert 0 < done < STEPS
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", QUICK)
-def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
-    check(name, settings, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
-def test_stop_otherwise(name: str, settings: list[str], tmp_path: Path) -> None:
-    check(name, settings, tmp_path / "run")
-
-
-def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
+def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:
     """As if it had not been stopped, with dropout, and without a word about resuming."""
     folder = tmp_path / "run"
     command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--output_dir", str(folder)]
@@ -107,11 +99,8 @@ def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
     assert returned == 0, error[-3000:]
     done = len(losses_of(folder))
     assert 0 < done < 200
-    again = recipe(*settings, "--max_steps", "200", "--output_dir", folder)
-    assert again.code == 0, again.err[-3000:]
-    assert f"step {done} of 200" in again.err
-    whole = recipe(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
-    assert whole.code == 0, whole.err[-3000:]
+    assert f"step {done} of 200" in server.run(*settings, "--max_steps", "200", "--output_dir", folder)
+    server.run(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 201))
     assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
 

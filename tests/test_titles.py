@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, start
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
 from toolkit.config import GenerationSettings, PretrainedSettings
 from toolkit.data.batches import global_batches
 from toolkit.data.jieba_tokenizer import is_jieba
@@ -306,27 +306,12 @@ def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path
     wanted = saved.state_dict()
     assert model.state_dict().keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.multiprocess
-def test_a_checkpoint_knows_how_titles_are_searched_for(zero3: dict[str, Path], tmp_path: Path) -> None:
-    assert start(["toolkit", "convert", zero3["varied"], tmp_path / "out"]).code == 0
-    found, wanted = (json.loads((folder / "generation_config.json").read_text())
-                     for folder in (tmp_path / "out", zero3["varied"] / "model"))  # fmt: skip
-    assert found == wanted
+    folders = (tmp_path / "out", zero3["varied"] / "model")  # how titles are searched for
+    found, chosen = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    assert found == chosen
 
 
 # ---- settings
-
-
-def test_lora_is_unknown_here(tmp_path: Path, data: list[str], tiny_model: Path) -> None:
-    arguments = ["--model_name_or_path", tiny_model, *data, "--lora_r", "8"]
-    finished = recipe(*arguments, "--output_dir", tmp_path / "run", script="recipes/title.py")
-    assert finished.code == 1
-    (line,) = finished.error_lines
-    assert "unknown setting --lora_r" in line
-    assert "Traceback" not in finished.err
-    assert not (tmp_path / "run").exists()
 
 
 # ---- Chinese
@@ -343,6 +328,10 @@ CHINESE = [
 ]
 
 
+WORDS = ["华为", "发布", "手机", "公司", "今天", "北京", "上海", "市场", "价格", "专家", "表示", "认为", "天气", "变化",
+         "交通", "投资", "增加", "市民", "反应", "影响"]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """16 rows, and a random BERT whose vocabulary is words, as jieba cuts them, and characters."""
@@ -352,33 +341,7 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     rows += [{"正文": text + CHINESE[place - 1][1], "标题": title} for place, (title, text) in enumerate(CHINESE)]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (folder / "news.jsonl").write_text(content, encoding="utf-8")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "华为",
-        "发布",
-        "手机",
-        "公司",
-        "今天",
-        "北京",
-        "上海",
-        "市场",
-        "价格",
-        "专家",
-        "表示",
-        "认为",
-        "天气",
-        "变化",
-        "交通",
-        "投资",
-        "增加",
-        "市民",
-        "反应",
-        "影响",
-    ]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     words += sorted({letter for row in rows for text in row.values() for letter in text})
     (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
     model = folder / "word-bert"

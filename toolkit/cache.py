@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import xxhash
 from filelock import FileLock
 
 from toolkit import launch
+from toolkit.files import replace_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,11 +37,10 @@ def made_once(kind: str, digest: str, make: Callable[[Path], None], accelerator:
     if not (folder / "meta.json").is_file():
         with FileLock(f"{folder}.lock"):
             if not (folder / "meta.json").is_file():
-                draft = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}.draft")
-                for dead in folder.parent.glob(f"{folder.name}.{socket.gethostname()}.*.draft"):
+                for dead in folder.parent.glob(f".{folder.name}.draft-*"):
                     shutil.rmtree(dead, ignore_errors=True)  # of a build that was killed: the lock is ours
-                make(draft)
-                draft.replace(folder)
+                with replace_folder(folder, overwrite=True, flush=False) as draft:
+                    make(draft)
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
         launch.same_everywhere(accelerator, f"the {kind}", {"what they were made of": digest})

@@ -32,8 +32,7 @@ from toolkit.evaluation.best import make_best
 from toolkit.launch import restarts
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog
-from toolkit.report.trackers import start_trackers, tracker_names
+from toolkit.report.log import RunLog, start_trackers, tracker_names
 from toolkit.training.checkpoints import Checkpoints, TrainingState
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -60,10 +59,10 @@ class Run:
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self.trackers = tracker_names(settings.training.report_to)
         self.facts = {"settings": flat(settings), "versions": versions(), "identity": _identity(settings, data, recipe)}
-        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
-        self.files = RunFiles(accelerator, self.folder.path)
         problem_type, size = data.facts["problem_type"], len(data.facts.get("labels", ()))
         self.best = make_best(accelerator, settings.training, problem_type, compute_metrics, data.validation, size)
+        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
+        self.files = RunFiles(accelerator, self.folder.path)
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._evaluated: tuple[int, str] | None = None
@@ -88,7 +87,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.say(line)
+        self._log.progress.say(line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better

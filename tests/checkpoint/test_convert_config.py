@@ -49,8 +49,8 @@ def test_what_fits_passes() -> None:
 def test_what_is_missing_or_left_over_is_named() -> None:
     assert "that other layers have: bert.encoder.layer.1.b.bias" in faults(without("bert.encoder.layer.1.b.bias"))
     whole = without(*(name for name in SHAPES if ".layer.1." in name))
-    assert "num_hidden_layers = 2, and of bert.encoder.layer the checkpoint lacks 1" in faults(whole)
-    assert "has 1 left over" in faults(SHAPES, num_hidden_layers=1)
+    assert "lacks 1 of bert.encoder.layer: c/config.json has num_hidden_layers = 2" in faults(whole)
+    assert "has left over 1 of bert.encoder.layer" in faults(SHAPES, num_hidden_layers=1)
     assert "lacks embeddings.word_embeddings.weight" in faults(without("bert.embeddings.word_embeddings.weight"))
     assert "lacks classifier.weight" in faults(without("classifier.weight"))
     none = without(*(name for name in SHAPES if ".layer." in name))
@@ -58,10 +58,10 @@ def test_what_is_missing_or_left_over_is_named() -> None:
 
 
 def test_what_has_other_sizes_is_named() -> None:
-    assert "position_embeddings.weight has 8 rows, and c/config.json has max_position_embeddings = 512" in faults(
+    assert "position_embeddings.weight with 8 rows, and c/config.json has max_position_embeddings = 512" in faults(
         SHAPES, max_position_embeddings=512
     )
-    assert "classifier.weight has 2 rows, and c/config.json has 3 labels" in faults(
+    assert "classifier.weight with 2 rows, and c/config.json has 3 labels" in faults(
         SHAPES, id2label={"0": 1, "1": 2, "2": 3}
     )
 

@@ -47,7 +47,7 @@ def files_of(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_truncated(name: str, copied: Callable[..., Path]) -> None:
+def test_truncated_or_longer(name: str, copied: Callable[..., Path]) -> None:
     root = copied(name)
     for file in files_of(root):
         content = file.read_bytes()
@@ -55,16 +55,10 @@ def test_truncated(name: str, copied: Callable[..., Path]) -> None:
         for size in sorted(sizes):
             file.write_bytes(content[:size])
             assert str(file) in fault_of(root), size
+        file.write_bytes(content + b"\0")
+        assert str(file) in fault_of(root)
         file.write_bytes(content)
     open_checkpoint(root)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_longer(name: str, copied: Callable[..., Path]) -> None:
-    root = copied(name)
-    file = files_of(root)[-1]
-    file.write_bytes(file.read_bytes() + b"\0")
-    assert str(file) in fault_of(root)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -86,12 +80,7 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
         ("zero2-bf16 x3", "*rank_[12]_*", "the optimizer files of ranks 1, 2 are missing (3 processes saved it)"),
         ("zero2-bf16 x3", "*rank_1_*", "the optimizer file of rank 1 is missing (3 processes saved it)"),
         ("zero2-bf16 x3", "*rank_0*model*", "the model file of rank 0 is missing (3 processes saved it)"),
-        ("zero2-bf16 x3", "mp_rank_00*", "the model file of rank 0 is missing (3 processes saved it)"),
-        (
-            "zero2-bf16 x3",
-            "mp_*|*pp_rank_0_*",
-            "the model and optimizer files of rank 0 are missing (3 processes saved",
-        ),
+        ("zero2-bf16 x3", "mp_*|*pp_rank_0_*", "the model and optimizer files of rank 0 are missing (3 processes"),
         ("zero2-bf16 x3", "mp_*|*_[01]_mp*", "the model file of rank 0 and the optimizer files of ranks 0, 1 are"),
         ("zero3-bf16 x3", "*rank_2_*", "the model and optimizer files of rank 2 are missing (3 processes saved it)"),
         ("zero3-bf16 x3", "*rank_[01]_*", "the model and optimizer files of ranks 0, 1 are missing (3 processes"),
@@ -193,11 +182,7 @@ def test_a_wrong_latest(copied: Callable[..., Path]) -> None:
 
 def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
     root = copied("zero1-bf16 x2")
-    for name in (
-        "mp_rank_01_model_states.pt",
-        "layer_00-model_states.pt",
-        "layer_1_expert_0_mp_rank_00_model_states.pt",
-    ):
+    for name in ("mp_rank_01_model_states.pt", "layer_00-model_states.pt", "expert_0_mp_rank_00_model_states.pt"):
         shutil.copy(tag_of(root) / "mp_rank_00_model_states.pt", tag_of(root) / name)
         fault = fault_of(root)
         assert name in fault
@@ -238,10 +223,6 @@ def test_a_file_of_the_old_format(copied: Callable[..., Path]) -> None:
     import torch
 
     root = copied("zero1-bf16 x2")
-    for file in files_of(root):
-        content = file.read_bytes()
-        torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
-        fault = fault_of(root)
-        assert str(file) in fault
-        assert "old format" in fault
-        file.write_bytes(content)
+    file = files_of(root)[0]
+    torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)
+    assert re.search(f"{file}: .*old format", fault_of(root))

@@ -274,7 +274,7 @@ def test_damaged_hugging_face(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3)}, tmp_path / "two.safetensors")
     assert re.search(r"two\.safetensors: a .*another file", fault_of(tmp_path))
     save_file({"c": torch.ones(3)}, tmp_path / "two.safetensors")
-    assert re.search(f"{index} names b", fault_of(tmp_path))
+    assert re.search("index .* names b", fault_of(tmp_path))
     (tmp_path / "one.safetensors").write_bytes(b"\xff" * 20)
     assert "one.safetensors" in fault_of(tmp_path)
 

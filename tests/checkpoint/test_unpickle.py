@@ -102,15 +102,10 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-def test_the_refused_name_is_said() -> None:
-    with pytest.raises(UserError, match=r"rank\.pt wants posix\.system, .*nothing was executed"):
-        unpickle(pickle.dumps(Bomb(os.system, "true"), 2), "rank.pt", DEEPSPEED)
-
-
 def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    with pytest.raises(UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system"):
+    with pytest.raises(UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"):
         open_torch_file(file, DEEPSPEED)
     assert not (tmp_path / "mark").exists()
 
@@ -133,14 +128,11 @@ GREEDY = {
 
 @pytest.mark.parametrize("kind", GREEDY)
 def test_greedy_pickles_cost_nothing(kind: str) -> None:
+    assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt", TORCH) == []  # the memo's last place
     started = time.perf_counter()
     with pytest.raises(UserError, match=r"rank\.pt"):
         unpickle(GREEDY[kind], "rank.pt", TORCH)
     assert time.perf_counter() - started < 5
-
-
-def test_a_memo_index_of_four_billion_costs_nothing() -> None:
-    assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt", TORCH) == []
 
 
 def test_every_allowed_name_makes_something_inert() -> None:

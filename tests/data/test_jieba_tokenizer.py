@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -11,7 +10,6 @@ import random
 import re
 import subprocess
 import sys
-import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -124,48 +122,6 @@ def test_cut_texts_are_the_beginning_and_are_counted(
         assert bool(encoding.overflowing) == (len(whole) > length - 2)
 
 
-def test_pairs_padding_and_tensors_work_as_with_the_ordinary_tokenizer(ours: Any, ordinary: Any) -> None:
-    batch = ours(["我们", "好"], ["他们的新闻", "好"], padding=True, return_tensors="pt")
-    alone = ours("我们")["input_ids"], ours("他们的新闻")["input_ids"]
-    assert batch["input_ids"][0].tolist() == alone[0] + alone[1][1:]
-    assert batch["token_type_ids"][0].tolist() == [0] * len(alone[0]) + [1] * (len(alone[1]) - 1)
-    assert batch["input_ids"].shape == batch["attention_mask"].shape
-    assert ours([("我们", "他们的新闻")])["input_ids"] == [alone[0] + alone[1][1:]]
-    assert set(ours("我们")) == set(ordinary("我们"))
-    assert ours("我们", add_special_tokens=False)["input_ids"] == alone[0][1:-1]
-    assert ours("我们", return_special_tokens_mask=True)["special_tokens_mask"] == [1, 0, 1]
-    assert ours.tokenize("我们的x9") == ["我们", "的", "x", "##9"]
-    with pytest.raises(NotImplementedError, match="offsets"):
-        ours("我们", return_offsets_mapping=True)
-
-
-def test_everything_else_is_the_ordinary_tokenizers(ours: Any, ordinary: Any) -> None:
-    from transformers import PreTrainedTokenizerBase
-
-    assert isinstance(ours, PreTrainedTokenizerBase)
-    assert len(ours) == len(ordinary)
-    assert ours.get_vocab() == ours.vocab == ordinary.get_vocab()
-    names = ("model_max_length", "pad_token_id", "unk_token_id", "padding_side", "truncation_side",
-             "special_tokens_map", "all_special_tokens", "model_input_names", "is_fast")  # fmt: skip
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(ordinary, name) for name in names}
-    assert ours.backend_tokenizer.to_str() == ordinary.backend_tokenizer.to_str()
-    assert ours.convert_tokens_to_ids(["我们", "的"]) == ordinary.convert_tokens_to_ids(["我们", "的"])
-    ids = ours("我们的新闻")["input_ids"]
-    assert ours.decode(ids) == ordinary.decode(ids)
-    assert ours.batch_decode([ids]) == ordinary.batch_decode([ids])
-    padded = ours.pad({"input_ids": [[1, 2], [3]]})
-    assert padded["input_ids"] == [[1, 2], [3, ours.pad_token_id]]
-
-
-@pytest.mark.parametrize("used", [False, True])
-def test_copies_and_pickles(ours: Any, used: bool) -> None:
-    wanted = words_first(ours)("我们的新闻 mate60")["input_ids"] if used else None
-    for other in (copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(other) is JiebaTokenizer
-        assert is_jieba(other)
-        assert other("我们的新闻 mate60")["input_ids"] == (wanted or ours("我们的新闻 mate60")["input_ids"])
-
-
 def test_saved_and_loaded(ours: Any, ordinary: Any, tmp_path: Path, real_texts: list[str]) -> None:
     from transformers import AutoTokenizer
 
@@ -240,18 +196,6 @@ def test_added_tokens_are_whole(ours: Any) -> None:
     assert "[SEP]" not in ours.tokenize("我们[SEP]", split_special_tokens=True)
 
 
-def test_words_given_to_the_shared_jieba_change_nothing(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import jieba
-
-    before = ours("国新闻的")["input_ids"]
-    monkeypatch.setattr(jieba.dt, "FREQ", dict(load_jieba().cutter.FREQ))
-    monkeypatch.setattr(jieba.dt, "total", load_jieba().cutter.total)
-    monkeypatch.setattr(jieba.dt, "initialized", True)
-    jieba.add_word("国新闻的", freq=10**8)
-    assert jieba.lcut("国新闻的", HMM=False) == ["国新闻的"]
-    assert ours("国新闻的")["input_ids"] == before
-
-
 def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> None:
     """Two processes at once, with an empty temporary folder and no compiled jieba to hide its warnings."""
     code = (
@@ -269,41 +213,6 @@ def test_it_is_silent_and_leaves_no_file(tmp_path: Path, repository: Path) -> No
     assert said == [""] * 2
     assert [process.returncode for process in started] == [0] * 2
     assert list(temporary.iterdir()) == []
-
-
-def _wide(folder: Path, texts: list[str], path: Path) -> Any:
-    """A tokenizer that knows every character of these texts."""
-    from transformers import BertTokenizerFast
-
-    letters = dict.fromkeys("".join(map(_uncased, texts)))
-    known = (folder / "vocab.txt").read_text(encoding="utf-8").splitlines()
-    listed = dict.fromkeys([*known, *letters, *(f"##{letter}" for letter in letters)])
-    path.write_text("\n".join(listed) + "\n", encoding="utf-8")
-    return BertTokenizerFast(vocab=str(path))
-
-
-def _uncased(text: str) -> str:
-    """Without what BERT drops: spaces, control characters, accents, case."""
-    plain = unicodedata.normalize("NFD", text.lower())
-    return "".join(letter for letter in plain if unicodedata.category(letter)[0] not in "CZ" and
-                   unicodedata.category(letter) != "Mn" and letter != "\ufffd")  # fmt: skip
-
-
-@pytest.mark.parametrize("jieba", [False, True])
-def test_titles_come_back_as_they_were_written(folder: Path, tmp_path: Path, jieba: bool) -> None:
-    titles = news()[0]
-    tokenizer = _wide(folder, titles, tmp_path / "wide.txt")
-    tokenizer = words_first(tokenizer) if jieba else tokenizer
-    exactly = 0
-    for title in titles:
-        ids = tokenizer(title)["input_ids"]
-        assert tokenizer.unk_token_id not in ids
-        again = readable(tokenizer, ids)
-        assert _uncased(again) == _uncased(title)
-        assert not re.search(rf"[{HAN}] | [{HAN}]", again)
-        # a space that was between Chinese words is gone for good
-        exactly += again == re.sub(rf"(?<=[{HAN}])\s+|\s+(?=[{HAN}])", "", title.lower())
-    assert exactly > 0.85 * len(titles)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolkit.cache import cache_folder
 from toolkit.config import TaskSettings, build
 from toolkit.data import prepare
 from toolkit.data.prepare import TaskData, prepare_data, read_tables
@@ -76,17 +73,6 @@ def test_held_back_rows_are_divided_by_class(prepared: Callable[..., TaskData]) 
     assert any("24 of 120 rows are held back" in note for note in data.notes)
 
 
-def test_the_held_back_rows_follow_the_seed(
-    prepared: Callable[..., TaskData], toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = rows_of({"a": 50, "b": 50})
-    chosen = []
-    for number, seed in enumerate((1, 1, 2)):
-        monkeypatch.setenv("TOOLKIT_CACHE", str(toolkit_cache / str(number)))
-        chosen.append(prepared(rows, seed=seed).validation.rows.tolist())
-    assert chosen[0] == chosen[1] != chosen[2]
-
-
 def test_a_class_of_one_row_is_trained_on(prepared: Callable[..., TaskData]) -> None:
     for seed in range(5):
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
@@ -105,30 +91,6 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., TaskDa
     """It has 127 tokens: more than the model has rows for."""
     with pytest.raises(UserError, match=f"127.*{vocabulary}|{vocabulary}.*127"):
         prepared(rows_of({"a": 5, "b": 5}), _model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
-
-
-@pytest.mark.parametrize(("count", "classes", "share"), [(10, 2, 0.95), (100, 10, 0.95), (10, 2, 0.99), (3, 1, 0.99)])
-def test_a_part_that_leaves_too_little_to_train_on(
-    prepared: Callable[..., TaskData], count: int, classes: int, share: float
-) -> None:
-    """It works, or the error names the setting."""
-    rows: list[Row] = [
-        {"text": f"t {place}", "label": place % classes + 0.5 * (classes == 1)} for place in range(count)
-    ]
-    try:
-        data = prepared(rows, validation_split=share)
-    except UserError as error:
-        assert "--validation" in str(error)  # noqa: PT017
-    else:
-        assert len(data.train) >= 1
-        assert len(data.train) + len(data.validation) == count
-
-
-def test_regression_rows_are_held_back(prepared: Callable[..., TaskData]) -> None:
-    rows = [{"text": f"t {place}", "label": place + 0.5} for place in range(20)]
-    data = prepared(rows, validation_split=0.25)
-    assert len(data.validation) == 5
-    assert data.validation.labels.tolist() == [row + 0.5 for row in data.validation.rows]
 
 
 def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., TaskData]) -> None:
@@ -210,16 +172,6 @@ def test_a_validation_file_without_the_text_column(prepared: Callable[..., TaskD
         prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
 
 
-def test_a_fault_leaves_nothing_that_a_next_run_would_take(
-    prepared: Callable[..., TaskData], toolkit_cache: Path
-) -> None:
-    rows = rows_of({"a": 2, "b": 2})
-    for _ in range(2):
-        with pytest.raises(UserError, match="does not occur in training"):
-            prepared(rows, validation_file=[{"text": "t", "label": "c"}])
-    assert not list(toolkit_cache.rglob("meta.json"))
-
-
 def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
@@ -238,7 +190,22 @@ def test_the_second_run_makes_nothing(prepared: Callable[..., TaskData], toolkit
 
 
 @pytest.mark.parametrize(
-    "change", ["content", "validation", "max_length", "seed", "split", "column", "drop", "tokenizer", "problem"]
+    "change",
+    [
+        "content",
+        "validation",
+        "max_length",
+        "seed",
+        "split",
+        "column",
+        "drop",
+        "tokenizer",
+        "problem",
+        "shortest",
+        "train samples",
+        "eval samples",
+        "columns",
+    ],
 )
 def test_what_changes_the_data_changes_the_folder(
     prepared: Callable[..., TaskData], tiny_model: Path, change: str
@@ -253,6 +220,10 @@ def test_what_changes_the_data_changes_the_folder(
         "column": {"text_column": "other"},
         "drop": {"drop_empty_text": True},
         "problem": {"problem_type": "regression"},
+        "shortest": {"min_length": 4},
+        "train samples": {"max_train_samples": 9},
+        "eval samples": {"max_eval_samples": 1},
+        "columns": {"text_column": "text,other"},
     }.get(change, {})
     if change == "tokenizer":
         from transformers import AutoTokenizer
@@ -296,29 +267,6 @@ def test_a_half_made_draft_is_never_used(
     assert [path.name for path in (toolkit_cache / "tokens").iterdir() if path.is_dir()] == [data.digest]
 
 
-def test_a_draft_of_another_process_is_left_alone(prepared: Callable[..., TaskData], toolkit_cache: Path) -> None:
-    rows = rows_of({"a": 10, "b": 10})
-    first = prepared(rows)
-    draft = first.folder.with_name(f"{first.folder.name}.elsewhere.1.draft")
-    first.folder.rename(draft)
-    (draft / "train" / "labels.npy").write_bytes(b"half")
-    again = prepared(rows)
-    assert again.folder == first.folder
-    assert len(again.train) == len(first.train)
-    assert (draft / "train" / "labels.npy").read_bytes() == b"half"
-
-
-@pytest.mark.parametrize("value", ["set", "unset"])
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    if value == "set":
-        monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "mine"))
-        assert cache_folder() == tmp_path / "mine"
-    else:
-        monkeypatch.delenv("TOOLKIT_CACHE")
-        assert cache_folder() == tmp_path / ".cache" / "finetune-toolkit"
-
-
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
 def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, dev: str) -> None:
     for split in ("train", dev, "test"):
@@ -334,66 +282,24 @@ def test_a_data_set_without_training_rows(write_rows: Callable[..., str], tmp_pa
         read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
 
 
-class CountingTokenizer:
-    """Light enough for a started process, slow enough for another to come in between; leaves a line each
-    time it is used."""
-
-    model_max_length = 64
-
-    unk_token_id = None
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-
-    def __call__(self, texts: list[str], **_: Any) -> Any:
-        with self.log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        time.sleep(0.5)
-        return _Encoded({"input_ids": [[2, *(len(word) for word in text.split()), 3] for text in texts]})
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 0}
-
-    def num_special_tokens_to_add(self, pair: bool) -> int:
-        return 2
-
-    def __repr__(self) -> str:
-        return "CountingTokenizer()"
-
-
-class _Encoded(dict[str, Any]):
-    encodings = None
-
-
-def _prepare_in_a_process(path: str, log: Path, start: Any, results: Any) -> None:
-    tokenizer = CountingTokenizer(log)
-    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
-    start.wait()
-    data = prepare_data(settings, tokenizer, MODEL)
-    results.put(
-        (str(data.folder), len(data.train), data.train.tokens(0).tolist(), (data.folder / "meta.json").stat().st_ino)
-    )
-
-
-def test_two_processes_at_once_make_it_once(
-    write_rows: Callable[..., str], toolkit_cache: Path, tmp_path: Path
+def test_two_at_once_make_it_once(
+    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = multiprocessing.get_context("spawn")
-    rows, log = rows_of({"a": 100, "b": 100}), tmp_path / "log"
-    path = write_rows("a.jsonl", rows)
-    start, results = context.Barrier(2), context.Queue()
-    workers = [context.Process(target=_prepare_in_a_process, args=(path, log, start, results)) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join(timeout=60)
-    assert found[0] == found[1]
-    assert found[0][1:3] == (200, [2, *(len(word) for word in rows[0]["text"].split()), 3])
-    assert len(set(log.read_text().split())) == 1  # one process made both splits
-    assert len(log.read_text().split()) == 2
-    meta = json.loads((Path(found[0][0]) / "meta.json").read_text())
-    assert meta["splits"] == ["train", "validation"]
+    saved, real = [], prepare.tokens.save_split
+
+    def slowly(folder: Path, *arguments: Any, **strings: Any) -> None:
+        saved.append(folder.name)
+        time.sleep(0.2)
+        real(folder, *arguments, **strings)
+
+    monkeypatch.setattr(prepare.tokens, "save_split", slowly)
+    path = write_rows("a.jsonl", rows_of({"a": 100, "b": 100}))
+    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: prepare_data(settings, tokenizer, MODEL), range(2))
+    assert one.folder == other.folder
+    assert (len(one.train), len(other.train)) == (200, 200)
+    assert sorted(saved) == ["train", "validation"]
 
 
 def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., TaskData]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import TaskData, prepare_data
 from toolkit.data.read import read_file
-from toolkit.data.rows import Rows, hold_back, sampled, text_column, texts_of, usable_rows
+from toolkit.data.rows import Rows, hold_back, text_column, texts_of
 from toolkit.errors import UserError
 
 MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
@@ -44,18 +43,6 @@ def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
     return run
 
 
-@pytest.fixture
-def rows_of(write_rows: Callable[..., str]) -> Callable[[list[Row]], Rows]:
-    """All rows of a file, with the row's own number as the target."""
-
-    def make(rows: list[Row]) -> Rows:
-        table = read_file(write_rows("rows.jsonl", rows))
-        rows = usable_rows(table, text_column(table, None), None, False, [])
-        return replace(rows, targets=rows.numbers.copy())
-
-    return make
-
-
 TWO = [
     {"title": "A", "text": "b c", "number": 1},
     {"title": None, "text": "b", "number": 2},
@@ -78,12 +65,6 @@ def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], 
     table = read_file(write_rows("a.jsonl", TWO))
     assert text_column(table, wanted) == wanted
     assert texts_of(table, wanted) == texts
-
-
-def test_a_column_whose_very_name_has_a_comma(write_rows: Callable[..., str]) -> None:
-    table = read_file(write_rows("a.jsonl", [{"a": "1", "b": "2", "a,b": "both"}]))
-    assert text_column(table, "a,b") == "a,b"
-    assert texts_of(table, "a,b") == ["both"]
 
 
 @pytest.mark.parametrize("wanted", ["title,txt", "txt,title"])
@@ -128,14 +109,6 @@ def test_short_texts_are_left_out_whatever_is_cut(
     ]
 
 
-def test_short_texts_are_left_out_before_any_are_held_back(prepared: Callable[..., TaskData]) -> None:
-    for seed in range(3):
-        data = prepared(growing(20), min_length=13, validation_split=0.5, seed=seed)  # 10 rows have as many
-        assert (len(data.train), len(data.validation)) == (5, 5)
-        assert sorted([*data.train.rows, *data.validation.rows]) == list(range(10, 20))
-    assert any("5 of 10 rows are held back" in note for note in data.notes)
-
-
 @pytest.mark.parametrize("short", ["train", "validation"])
 def test_texts_that_are_all_too_short(prepared: Callable[..., TaskData], short: str) -> None:
     files = {"train": growing(10), "validation": growing(10)} | {short: growing(4)}
@@ -152,23 +125,6 @@ def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., TaskD
     data = prepared(rows, validation_file=rows, min_length=7)
     assert data.labels.names == ("a", "b")
     assert data.train.rows.tolist() == list(range(4, 10))
-
-
-@pytest.mark.parametrize("most", [1, 7, 19])
-def test_a_sample_is_chosen_by_the_seed_and_keeps_the_order(rows_of: Callable[[list[Row]], Rows], most: int) -> None:
-    rows = rows_of(growing(20))
-    chosen = []
-    for seed in (1, 1, *range(2, 200)):
-        notes: list[str] = []
-        part = sampled(rows, "train", most, seed, notes)
-        assert part.numbers.tolist() == sorted(set(part.numbers.tolist()))
-        assert part.targets.tolist() == part.numbers.tolist()
-        assert list(part.texts) == [rows.texts[number] for number in part.numbers]
-        assert (len(part.texts), len(part.numbers)) == (most, most)
-        assert notes == [f"train: {most} of 20 rows are used (--max_train_samples)"]
-        chosen.append(part.numbers.tolist())
-    assert chosen[0] == chosen[1]
-    assert {number for part in chosen for number in part} == set(range(20))  # not always the first ones
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -199,22 +155,6 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Calla
     assert set(less.train.rows) < set(whole.train.rows)
     assert set(both.validation.rows) < set(whole.validation.rows)
     assert both.sizes == {"train": 6, "validation": 3}
-
-
-def test_an_overlap_with_training_is_of_the_rows_that_are_used(prepared: Callable[..., TaskData]) -> None:
-    rows = growing(20)
-    data = prepared(rows, validation_file=rows, min_length=13, max_eval_samples=4)
-    assert any(note.startswith("validation: 4 of 4 texts also stand in training") for note in data.notes)
-
-
-@pytest.mark.parametrize(
-    "given", [{"min_length": 4}, {"max_train_samples": 9}, {"max_eval_samples": 1}, {"text_column": "title,text"}]
-)
-def test_what_chooses_rows_changes_the_folder(prepared: Callable[..., TaskData], given: dict[str, Any]) -> None:
-    rows = [row | {"title": "the"} for row in growing(20)]
-    plain = prepared(rows).folder
-    assert prepared(rows, **given).folder != plain
-    assert prepared(rows, **dict.fromkeys(given)).folder == plain  # not given
 
 
 # found with the version that knew no other way to choose rows

@@ -7,14 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from toolkit.config import TitleSettings, build
-from toolkit.data.prepare import TitleData, prepare_data, prepare_titles
+from toolkit.data.prepare import TitleData, prepare_titles
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
-from toolkit.data.tokens import Split, TitleSplit, load_split
+from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 
 MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
@@ -148,27 +147,6 @@ def test_titles_are_tokens_from_the_first_to_the_end(
     assert data.titles == Titles("title", most)
 
 
-def test_texts_and_titles_as_written_are_kept_where_they_are_evaluated(prepared: Callable[..., TitleData]) -> None:
-    rows = news(6, first=40)  # longer than what is learned of them
-    data = prepared(rows, validation_file=rows[:2], test_file=rows[2:5], max_target_length=3, max_length=4)
-    assert (titled(data.train).texts(), titled(data.train).titles()) == ([], [])
-    for split, own in ((data.validation, rows[:2]), (data.test, rows[2:5])):
-        assert titled(split).texts() == [row["text"] for row in own]
-        assert titled(split).titles() == [row["title"] for row in own]
-
-
-def test_held_back_rows_keep_their_titles(prepared: Callable[..., TitleData], tokenizer: Any) -> None:
-    rows = news(20)
-    data = prepared(rows, validation_split=0.25, max_eval_samples=4)
-    assert data.sizes == {"train": 15, "validation": 4}
-    held = titled(data.validation)
-    assert held.titles() == [rows[row]["title"] for row in held.rows]
-    for split in (titled(data.train), held):
-        for place, row in enumerate(split.rows):
-            assert split.target(place).tolist() == tokenizer(rows[row]["title"])["input_ids"]
-            assert split.tokens(place).tolist() == tokenizer(rows[row]["text"])["input_ids"]
-
-
 def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[..., TitleData]) -> None:
     bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
     data = prepared(news(4), validation_file=news(2), test_file=bare)
@@ -193,26 +171,6 @@ def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Titl
     assert changed.folder != plain.folder
     assert changed.facts["title_column"] == given.get("title_column", "title")
     assert changed.facts["max_target_length"] == given.get("max_target_length", 32)
-
-
-def test_a_split_loads_back_as_what_it_was(
-    prepared: Callable[..., TitleData], write_rows: Callable[..., str], tokenizer: Any
-) -> None:
-    from toolkit.config import TaskSettings
-
-    rows = news(4)
-    data = prepared(rows, validation_file=rows)
-    for name, split in (("train", data.train), ("validation", data.validation)):
-        again, kept = load_split(data.folder, name), titled(split)
-        assert isinstance(again, TitleSplit)
-        assert (again.target_ids.dtype, again.target_offsets.dtype) == (np.int32, np.int64)
-        for part in ("input_ids", "offsets", "rows", "labels", "target_ids", "target_offsets"):
-            assert np.array_equal(getattr(again, part), getattr(kept, part))
-        assert isinstance(again.target_ids, np.memmap)
-        assert (again.texts(), again.titles()) == (kept.texts(), kept.titles())
-    path = write_rows("labelled.jsonl", [{"text": "a", "label": 0}, {"text": "b", "label": 1}] * 4)
-    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
-    assert type(prepare_data(settings, tokenizer, MODEL).train) is Split
 
 
 @pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])

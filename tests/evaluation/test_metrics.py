@@ -19,7 +19,6 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation, classification_evaluation, classification_metrics
 from toolkit.evaluation.best import make_best
-from toolkit.evaluation.classification import probabilities_of
 from toolkit.models.loss import sample_losses
 
 SINGLE: ProblemType = "single_label_classification"
@@ -73,23 +72,6 @@ def test_a_class_that_never_occurs_counts_as_zero() -> None:
     assert np.array(numbers["confusion_matrix"]).shape == (4, 4)
 
 
-def test_multi_label_numbers_by_hand() -> None:
-    logits = [[1, -1], [1, 1], [-1, -1], [0, 2]]  # 0 is not above one half
-    numbers = numbers_of(MULTI, "ab", logits, [[1, 0], [1, 0], [1, 0], [0, 1]])
-    # a: 2 found of 3, none wrong: 4/5; b: 1 found, 1 wrong: 2/3
-    assert numbers["accuracy"] == 0.5  # whole rows
-    assert numbers["f1_macro"] == pytest.approx((4 / 5 + 2 / 3) / 2)
-    assert numbers["f1_micro"] == pytest.approx(2 * 3 / (2 * 3 + 1 + 1))
-    assert numbers["per_class"]["b"]["support"] == 1
-    assert "confusion_matrix" not in numbers
-
-
-def test_rows_without_a_label_and_without_a_guess_are_right() -> None:
-    numbers = numbers_of(MULTI, "ab", [[-1, -1], [1, -1]], [[0, 0], [1, 0]])
-    assert numbers["accuracy"] == 1.0
-    assert numbers["f1_micro"] == 1.0
-
-
 def test_regression_numbers_by_hand() -> None:
     numbers = numbers_of("regression", "y", [[1.0], [2.0], [4.0]], [1.0, 3.0, 2.0])
     assert numbers["mse"] == pytest.approx(5 / 3)
@@ -129,28 +111,6 @@ def test_multi_label_numbers_against_scikit_learn() -> None:
     assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("problem", [SINGLE, MULTI, "regression"])
-def test_every_number_that_may_decide_is_there(problem: ProblemType) -> None:
-    truth = {SINGLE: [0, 1], MULTI: [[0, 1], [1, 0]], "regression": [0.5, 1.5]}[problem]
-    logits = [[1.0, 2.0], [0.0, 1.0]] if problem != "regression" else [[1.0], [2.0]]
-    numbers = numbers_of(problem, "ab" if problem != "regression" else "y", logits, truth)
-    assert all(type(numbers[name]) is float for name in NUMBERS[problem])
-
-
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        (SINGLE, softmax([[1.0, 2.0, -1.0]], axis=1)),
-        (MULTI, expit([[1.0, 2.0, -1.0]])),
-        ("regression", [[1.0, 2.0, -1.0]]),
-    ],
-)
-def test_probabilities(problem: ProblemType, expected: Any) -> None:
-    found = probabilities_of(np.array([[1.0, 2.0, -1.0]], np.float32), problem)
-    assert found == pytest.approx(np.array(expected), abs=1e-6)
-    assert found.dtype == np.float32
-
-
 @pytest.mark.parametrize(
     ("wanted", "problem", "expected"),
     [
@@ -178,13 +138,6 @@ def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: Probl
         made_best(wanted, problem)
     for part in (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem])):
         assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("problem", [MULTI, "regression"])
-def test_a_metric_of_another_problem(problem: ProblemType) -> None:
-    wrong = {MULTI: "pearson", "regression": "f1_macro"}[problem]
-    with pytest.raises(UserError, match="--metric_for_best_model"):
-        made_best(wrong, problem)
 
 
 def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import random
 import re
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -122,11 +120,6 @@ def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Lit
     assert agree(chinese, segmenter) > 300
 
 
-def test_english_titles_score_as_in_rouge_chinese(english: Pairs) -> None:
-    pytest.importorskip("rouge_chinese")
-    assert agree(english, "word") > 300
-
-
 def test_english_words_are_rouge_scores_default(english: Pairs) -> None:
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -178,38 +171,11 @@ def test_foreign_words_are_whole(text: str, words: list[str], characters: list[s
     assert rouge.tokens(text, "char") == characters
 
 
-@pytest.mark.parametrize("segmenter", ["jieba", "char", "auto"])
-def test_properties(chinese: Pairs, segmenter: rouge.Segmenter) -> None:
-    predictions, references = chinese[0][:200], chinese[1][:200]
-    forth, back = rouge.scores(predictions, references, segmenter), rouge.scores(references, predictions, segmenter)
-    for one, other in zip(forth, back, strict=True):
-        assert one == pytest.approx(other, abs=1e-12)  # F of swapped texts
-        assert all(0 <= value <= 1 for value in one.values())
-        assert one["rouge1"] >= one["rougeL"] - 1e-12
-    kind = rouge.resolve(segmenter, references)
-    for text, same in zip(references, rouge.scores(references, references, segmenter), strict=True):
-        size = len(rouge.tokens(text, kind))
-        assert same == {"rouge1": min(size, 1), "rouge2": min(max(size - 1, 0), 1), "rougeL": min(size, 1)}
-    foreign = ["abc def ghi"] * len(references)
-    latin = re.compile("[a-zA-Z]")
-    plain = [text for text in references if not latin.search(text)]
-    nothing = dict.fromkeys(rouge.KINDS, 0.0)
-    assert rouge.scores(foreign[: len(plain)], plain, segmenter) == [nothing] * len(plain)
-
-
 @pytest.mark.parametrize("segmenter", ["word", "jieba", "char"])
 def test_empty_texts_have_none(segmenter: rouge.Segmenter) -> None:
     nothing = dict.fromkeys(rouge.KINDS, 0.0)
     assert rouge.scores(["", "a", "", " ！"], ["a b", "", "", "a"], segmenter) == [nothing] * 4
     assert rouge.scores([], [], segmenter) == []
-
-
-def test_the_order_of_the_pairs_is_kept(english: Pairs) -> None:
-    order = list(range(len(english[0])))
-    random.Random(1).shuffle(order)
-    shuffled = [[texts[place] for place in order] for texts in english]
-    straight = rouge.scores(*english, "auto")
-    assert rouge.scores(*shuffled, "auto") == [straight[place] for place in order]
 
 
 def test_auto_goes_by_the_references(chinese: Pairs, english: Pairs) -> None:
@@ -227,11 +193,6 @@ def test_words_of_chinese_are_refused() -> None:
         rouge.scores(["华为"], ["华为"], "word")
 
 
-def test_unequal_numbers_are_an_error() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        rouge.scores(["a"], ["a", "b"], "word")
-
-
 @pytest.mark.parametrize(
     ("missing", "segmenter", "command"),
     [("rouge_score", "char", "pip install rouge-score"), ("jieba", "jieba", "pip install jieba")],
@@ -246,15 +207,3 @@ def test_a_missing_package_is_named_with_its_command(
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=command):
         rouge.scores(["a"], ["b"], segmenter)
-
-
-def test_silent_and_imported_late(tmp_path: Path, repository: Path) -> None:
-    code = (
-        "import sys; from toolkit.evaluation import rouge; "
-        "assert not {'jieba', 'rouge_score', 'nltk'} & set(sys.modules); "
-        "assert rouge.scores(['今天的新闻'], ['今天的新闻'], 'auto')[0]['rougeL'] == 1.0"
-    )
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(repository)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
-    assert list(tmp_path.iterdir()) == []

@@ -58,28 +58,6 @@ def test_the_draws_are_theirs(pattern: Pattern, training: bool) -> None:
         np.testing.assert_array_equal(plan.random_blocks(pattern, length, training), theirs(pattern, length, training))
 
 
-def test_drawn_once_per_layer_length_and_mode() -> None:
-    pattern = PATTERNS[0]
-    assert plan.random_blocks(pattern, 2048, True) is plan.random_blocks(pattern, 2048, True)
-    assert plan.rows_of(pattern, 2048, True, True) is plan.rows_of(pattern, 2048, True, True)
-    assert not np.array_equal(plan.random_blocks(pattern, 2048, True), plan.random_blocks(PATTERNS[1], 2048, True)[:2])
-    with pytest.raises(ValueError, match="read-only"):
-        plan.random_blocks(pattern, 2048, True)[0] = 1
-
-
-def test_multiplicities() -> None:
-    """In evaluation block 0 counts 1 + r times; in training at 1024 tokens the last block is drawn now and then."""
-    pattern = PATTERNS[0]
-    evaluated = plan.counts(pattern, 2048, False)
-    assert (evaluated[:, 1:-1, 0] == 4).all()
-    assert (evaluated[:, [0, -1]] == 1).all()
-    trained = plan.counts(pattern, 1024, True)
-    repeated = np.argwhere(trained > 1)
-    assert len(repeated) > 0
-    assert set(repeated[:, 2]) == {15}
-    assert trained[:, 2:-2].sum() == 2 * 12 * 8  # repeats counted, 8 key blocks per middle query block
-
-
 def test_a_table_made_in_inference_can_be_trained_with() -> None:
     plan.rows_of.cache_clear()
     with torch.inference_mode():

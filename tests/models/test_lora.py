@@ -83,23 +83,6 @@ def test_what_stands_behind_the_encoder_is_trained_whole(family: Path, head: set
     assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
 
 
-def test_a_pooler_the_checkpoint_has_not_is_trained_whole_too(tiny_model: Path, tmp_path: Path) -> None:
-    encoder = AutoModel.from_pretrained(tiny_model, add_pooling_layer=False)
-    encoder.save_pretrained(tmp_path)
-    names = trained(load(tmp_path, **LORA))
-    assert {name for name in names if "pooler" in name} == {
-        f"base_model.model.bert.pooler.modules_to_save.default.dense.{name}" for name in ("weight", "bias")
-    }
-
-
-def test_an_unused_pooler_stays_out(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("big_bird", **SIZES, attention_type="original_full", sep_token_id=3)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    names = trained(load(tmp_path, **LORA))
-    assert any("output.dense.lora_A" in name for name in names)  # peft has no mapping: every linear layer
-    assert not [name for name in names if "pooler" in name]
-
-
 def test_weights_follow_the_seed(tiny_model: Path) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         torch.randn(seed + 7)  # what was drawn before does not matter
@@ -172,11 +155,3 @@ def test_the_adapter_alone_is_as_peft_writes_and_reads_it(tiny_model: Path, tmp_
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     torch.testing.assert_close(loaded(input_ids=IDS).logits, model(input_ids=IDS).logits, rtol=1e-6, atol=1e-6)
     assert model.peft_config["default"].inference_mode is False  # the live model trains on
-
-
-def test_a_model_without_lora_is_none_of_this(tiny_model: Path) -> None:
-    model = load(tiny_model)
-    assert adapter.config_of(model) is None
-    folder, names = adapter.reader(model, tiny_model)
-    assert folder == tiny_model
-    assert all(name == live for name, live in names.items())

@@ -42,16 +42,6 @@ def test_the_mean_is_transformers_own_loss(tiny_model: Path, tokenizer: Any, pro
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("problem", get_args(ProblemType))
-def test_each_loss_is_of_its_own_sample(problem: ProblemType) -> None:
-    classes, labels = LABELS[problem]
-    logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))
-    together = sample_losses(logits, labels, problem)
-    alone = torch.cat([sample_losses(logits[row : row + 1], labels[row : row + 1], problem) for row in range(4)])
-    assert torch.allclose(together, alone)
-    assert len(set(together.tolist())) == 4
-
-
 def test_label_smoothing_is_torchs() -> None:
     classes, labels = LABELS["single_label_classification"]
     logits = torch.randn(4, classes, generator=torch.Generator().manual_seed(1))
@@ -87,21 +77,6 @@ def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None
     assert torch.allclose(found, torch.stack(alone), rtol=1e-6)
     together = F.cross_entropy(logits.reshape(-1, 11), TITLES.reshape(-1), label_smoothing=smoothing)
     assert found.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_padding_of_titles_has_no_loss_and_no_gradient(smoothing: float) -> None:
-    logits = token_logits().requires_grad_()
-    losses = token_losses(logits, TITLES, smoothing)
-    (gradient,) = torch.autograd.grad(losses.sum(), logits)
-    assert not gradient[TITLES < 0].any()
-    assert gradient[TITLES >= 0].abs().sum(-1).min() > 0
-    with torch.no_grad():
-        other = logits.clone()
-        other[TITLES < 0] = 3.0
-        assert torch.equal(token_losses(other, TITLES, smoothing), losses)
-        wider = F.pad(TITLES, (0, 5), value=-100)  # beside a longer title
-        assert torch.allclose(token_losses(F.pad(logits, (0, 0, 0, 5), value=9.0), wider, smoothing), losses)
 
 
 @pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -153,35 +152,6 @@ def test_heads_give_the_same_logits(bert: Bert, out: Path, kind: str, tied: bool
         close(ours.seq_relationship_logits, theirs.seq_relationship_logits)
 
 
-def test_an_output_layer_that_is_its_own_stays_its_own(bert: Bert, out: Path) -> None:
-    """Old checkpoints have one although their config ties it."""
-    source = bert("BertForMaskedLM", tie_word_embeddings=False)
-    rewrite(source, tie_word_embeddings=True)
-    convert(source, out)
-    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-    theirs, ours = same_numbers(source, out, AutoModelForMaskedLM, batch(20))
-    close(ours.logits[0], theirs.logits[0])
-
-
-def test_the_dtype_is_kept(bert: Bert, out: Path, tmp_path: Path) -> None:
-    half = tmp_path / "half"
-    transformers.BertForMaskedLM.from_pretrained(bert("BertForMaskedLM"), dtype=torch.bfloat16).save_pretrained(half)
-    AutoTokenizer.from_pretrained(tmp_path / "bert").save_pretrained(half)
-    convert(half, out)
-    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
-    assert AutoModel.from_pretrained(out).dtype == torch.bfloat16
-
-
-def test_positions_repeat(bert: Bert, out: Path) -> None:
-    convert(source := bert(), out)
-    name = "embeddings.position_embeddings.weight"
-    before, after = (load_file(folder / "model.safetensors")[name] for folder in (source, out))
-    assert after.shape == (128, 24)
-    assert torch.equal(after[:48], before)
-    assert torch.equal(after[48:96], before)
-    assert torch.equal(after[96:], before[:32])
-
-
 def test_the_config(bert: Bert, out: Path, tokenizer: Any) -> None:
     changed = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-7, "type_vocab_size": 5, "hidden_dropout_prob": 0.2,
                "attention_probs_dropout_prob": 0.3, "classifier_dropout": 0.4, "initializer_range": 0.5}  # fmt: skip
@@ -236,30 +206,6 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
     assert ours(TEXTS).input_ids == jieba(TEXTS).input_ids
 
 
-@pytest.mark.parametrize("form", ["vocab.txt", "cased", "PreTrainedTokenizerFast", "BertTokenizerFast"])
-def test_other_forms_of_its_tokenizer(bert: Bert, out: Path, tokenizer: Any, form: str) -> None:
-    source = bert()
-    if form in ("vocab.txt", "cased"):
-        words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-        (source / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
-        (source / "tokenizer.json").unlink()
-        (source / "tokenizer_config.json").unlink()
-        if form == "cased":
-            (source / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    else:
-        rewrite(source, "tokenizer_config.json", tokenizer_class=form)
-    convert(source, out)
-    expected = AutoTokenizer.from_pretrained(source)(TEXTS).input_ids
-    assert AutoTokenizer.from_pretrained(out)(TEXTS).input_ids == expected
-
-
-def test_a_truncation_in_tokenizer_json_is_not_kept(bert: Bert, out: Path) -> None:
-    """Sentence encoders bring one of 128 tokens."""
-    cut = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
-    convert(rewrite(bert(), "tokenizer.json", truncation=cut), out)
-    assert json.loads((out / "tokenizer.json").read_text())["truncation"] is None
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -306,25 +252,6 @@ def test_a_folder_without_tokenizer_or_weights_or_at_all(bert: Bert, out: Path, 
     assert not out.exists()
 
 
-def test_half_a_pooler_is_refused(bert: Bert, out: Path) -> None:
-    source = bert()
-    state = load_file(source / "model.safetensors")
-    (source / "model.safetensors").unlink()
-    torch.save({key: value for key, value in state.items() if key != "pooler.dense.bias"}, source / "pytorch_model.bin")
-    assert "do not fit its config.json (bert.pooler.dense.bias)" in fault_of(source, out)
-
-
-def test_a_tokenizer_that_would_read_otherwise_is_refused(
-    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    source = bert()
-    load = module.load_plain_tokenizer
-    other = load(str(source))
-    other.add_tokens(["今天的"])
-    monkeypatch.setattr(module, "load_plain_tokenizer", lambda name: load(name) if name == str(source) else other)
-    assert "after saving and may read texts otherwise" in fault_of(source, out)
-
-
 def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -> None:
     source = bert()
     out.mkdir()
@@ -341,24 +268,6 @@ def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -
     (out / "meta.json").unlink()
     assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
     assert len(list(out.iterdir())) == 4
-
-
-def test_places_that_are_no_folder(bert: Bert, out: Path, tmp_path: Path) -> None:
-    source = bert()
-    out.write_text("mine")
-    assert "is not a folder" in fault_of(source, out, overwrite=True)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "empty")
-    assert "is not a folder" in fault_of(source, tmp_path / "link")
-    assert "no name of a folder" in fault_of(source, tmp_path / "..")
-    assert out.read_text() == "mine"
-
-
-def test_every_file_is_readable_like_any_other(bert: Bert, out: Path) -> None:
-    convert(bert(), out)
-    plain = out.parent / "plain"
-    plain.touch()
-    assert {path.stat().st_mode for path in out.iterdir()} == {plain.stat().st_mode}
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, UserError])
@@ -394,9 +303,6 @@ def test_the_command(bert: Bert, out: Path) -> None:
         "the BERT has no MLM head to keep; left behind: classifier.bias, classifier.weight",
         f"next: python recipes/bigbird.py --model_name_or_path {out} --train_file YOUR_FILE.csv",
     ]
-    again = run("to-bigbird", str(out), str(out.parent / "b"))
-    assert (again.returncode, again.stdout) == (1, "")
-    assert again.stderr == f"error: {out} is a BigBird already, of 128 positions: use it as it is\n"
 
 
 def of(path: Path | str) -> ModelSettings:
@@ -441,12 +347,6 @@ def test_a_recipes_long_model_follows_length_and_content(bert: Bert) -> None:
     assert json.loads((second / "config.json").read_text())["hidden_act"] == "relu"
 
 
-@pytest.mark.usefixtures("toolkit_cache")
-def test_a_recipe_is_told_which_models_work(bert: Bert) -> None:
-    with pytest.raises(UserError, match="model_type distilbert, and only bert becomes a BigBird"):
-        long_model(of(rewrite(bert(), model_type="distilbert")), None)
-
-
 @contextlib.contextmanager
 def second_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The second of two processes, under settings with which transformers leaves the weights to the first."""
@@ -475,26 +375,6 @@ def test_any_process_of_a_group_makes_the_same_model(bert: Bert, out: Path, monk
     assert {file.name for file in path.iterdir()} == {file.name for file in out.iterdir()}
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (path / name).read_bytes() == (out / name).read_bytes(), name
-
-
-def test_a_hubs_model_is_known_by_its_commit(bert: Bert, tmp_path: Path) -> None:
-    hub = tmp_path / "hub" / "models--some--bert"
-    (hub / "refs").mkdir(parents=True)
-    for commit in ("a" * 40, "b" * 40):
-        shutil.copytree(bert(), hub / "snapshots" / commit)
-    (hub / "refs" / "main").write_text("a" * 40)
-    code = (
-        "import sys; from pathlib import Path; from toolkit.config import ModelSettings\n"
-        "from toolkit.models.to_bigbird import long_model\n"
-        "make = lambda: long_model(ModelSettings(model_name_or_path='some/bert'), None).model_name_or_path\n"
-        "print(make()); print(make()); Path(sys.argv[1]).write_text('b' * 40); print(make())"
-    )
-    done = run(str(hub / "refs" / "main"), code=code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1",
-               TOOLKIT_CACHE=str(tmp_path / "cache"), DS_ACCELERATOR="cpu")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, again, moved = done.stdout.split()
-    assert first == again != moved
-    assert Path(moved).name.startswith("bert-bigbird-4096-")
 
 
 @pytest.mark.parametrize("name", ["demo:minilm", "demo:m3e-small"])

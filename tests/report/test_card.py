@@ -21,7 +21,7 @@ from toolkit.data.prepare import TaskData, TitleData
 from toolkit.data.titles import Titles
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation import Evaluation
-from toolkit.report.card import cell, number, write_card
+from toolkit.report.card import cell, write_card
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
 PER_CLASS = {
@@ -224,21 +224,6 @@ def test_reading_less_is_compared(tmp_path: Path) -> None:
     assert not re.search(r"\n{3,}", text)
 
 
-def test_a_comparison_is_not_the_last_evaluation(tmp_path: Path) -> None:
-    """One that is of another step than the saved model's is not shown either."""
-    text = card(tmp_path, DEMO, single(), SINGLE, evaluations=(SHORTER | {"step": 30},)).text
-    assert "The saved model (step 20)" in text
-    assert "reading" not in text
-
-
-def test_settings_of_long_texts(tmp_path: Path) -> None:
-    given = DEMO | {"max_tokens_per_batch": 8192, "min_length": 100}
-    text = card(tmp_path, given, single(), SINGLE).text
-    assert "| max_tokens_per_batch | 8192 |" in text
-    assert "| min_length | 100 |" in text
-    assert "num_beams" not in text
-
-
 def test_jieba_is_said(tmp_path: Path) -> None:
     text = card(tmp_path, DEMO | {"tokenizer": "jieba"}, single(), SINGLE).text
     (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -323,12 +308,6 @@ def test_titles_limits(tmp_path: Path) -> None:
         assert said in text
 
 
-def test_few_titles_are_said(tmp_path: Path) -> None:
-    text = title_card(tmp_path, NEWS, ROUGE | {"num_samples": 9}).text
-    assert "of 9 samples only" in text
-    assert "±" not in text
-
-
 @pytest.fixture(scope="session")
 def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random BERT that writes, after a random one that reads."""
@@ -365,17 +344,6 @@ def test_the_title_snippet_runs(tmp_path: Path, title_model: Path, kind: str | N
     assert names["written"].shape[0] == 1
     assert names["written"].shape[1] <= 10
     assert not {"[CLS]", "[SEP]", "[PAD]"} & set(printed.getvalue().split())
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        (7677, "7,677"), (0.745603, "0.7456"), (5e-05, "5e-05"), (0.0, "0.0000"), (123456.0, "1.235e+05"),
-        (None, "–"), (True, "True"), ("a", "a"), (float("nan"), "nan"),
-    ],
-)  # fmt: skip
-def test_number(value: Any, written: str) -> None:
-    assert number(value) == written
 
 
 def test_cell() -> None:

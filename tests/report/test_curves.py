@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolkit.report import curves
-from toolkit.report.curves import Series, charts, smoothed
+from toolkit.report.curves import smoothed
 
 
 @pytest.mark.parametrize("window", [2, 5, 40])
@@ -16,27 +15,3 @@ def test_smoothed_is_the_mean_around(window: int) -> None:
     half = window // 2
     around = [np.nanmean(values[max(0, place - half) : place + half + 1]) for place in range(30)]
     np.testing.assert_allclose(smoothed(values, window), around)
-
-
-def test_a_spike_stays_in_a_long_curve() -> None:
-    series = Series(np.arange(50_000.0), np.zeros(50_000))
-    series.values[31_337] = 9.0
-    kept = curves._thinned(series)
-    assert len(kept.steps) <= 600
-    assert kept.steps[kept.values.argmax()] == 31_337
-    assert curves._outlier(series) == "up to 9 at step 31,337"
-
-
-def test_rouge_has_one_chart() -> None:
-    steps = [
-        {"step": step, "loss": 1.0, "learning_rate": 0.1, "grad_norm": 1.0, "samples_per_second": 9.0,
-         "peak_memory_bytes": 2**30}
-        for step in (1, 2)
-    ]  # fmt: skip
-    evaluations = [
-        {"step": step, "split": "validation", "loss": 2.0, "rouge1": 0.3, "rouge2": 0.1, "rougeL": 0.2}
-        for step in (1, 2)
-    ]
-    drawn = charts(steps, evaluations, 2, 1.0, "title_generation")
-    assert [chart.title for chart in drawn[:2]] == ["Loss", "ROUGE on validation"]
-    assert drawn[1].legend == (("one", "ROUGE-1"), ("two", "ROUGE-2"), ("three", "ROUGE-L"))

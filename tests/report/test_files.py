@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.report.files import by_step, last_step, read_lines, write_json, write_whole
+from toolkit.report.files import by_step, read_lines, write_whole
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -23,12 +23,6 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         write_whole(path, broken())
     assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
-
-
-def test_write_json(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"file": Path("数据.csv")})
-    assert (tmp_path / "config.json").read_text(encoding="utf-8") == '{\n  "file": "数据.csv"\n}\n'
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_read_lines(tmp_path: Path) -> None:
@@ -49,10 +43,3 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
     found = by_step(read_lines(path))
     assert [line["step"] for line in found] == list(range(1, 41))
     assert [line["again"] for line in found] == [False] * 30 + [True] * 10
-
-
-def test_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "eval.jsonl"
-    assert last_step(path) == 0
-    path.write_text('{"step": 10}\n{"step": 20}\n{"st')
-    assert last_step(path) == 20

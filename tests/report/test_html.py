@@ -153,45 +153,38 @@ def three(tmp_path: Path) -> Run:
     return tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), texts
 
 
-def test_one_file_and_nothing_loaded(three: Run) -> None:
-    folder, last, texts = three
+def written(run: Run) -> Page:
+    folder, last, texts = run
     write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    return Page(folder / "report.html")
+
+
+def test_one_file_and_nothing_loaded(three: Run) -> None:
+    page = written(three)
     assert page.open == []
     assert page.loads() == []
     assert "http://" not in page.source
     assert "https://" not in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
-    assert sorted(path.name for path in folder.iterdir()) == [
+    shown = [row[1] for row in page.rows["mistakes"][1:]]
+    assert NASTY in shown  # as text
+    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
+    assert sorted(path.name for path in three[0].iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
 
 
 def test_summary(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    text = Page(folder / "report.html").text
+    text = written(three).text
     for shown in ("all-MiniLM-L6-v2 on train<1>.csv", "step 40, on the 60 samples of validation", "Accuracy 0.7500",
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
 
 
-def test_text_is_shown_and_not_run(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
-    assert "<script" not in page.source
-    shown = [row[1] for row in page.rows["mistakes"][1:]]
-    assert NASTY in shown
-    assert max(len(text) for text in shown) == html.MOST_CHARACTERS + 1
-
-
 def test_worst_mistakes_are_the_surest(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    rows = Page(folder / "report.html").rows["mistakes"]
-    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    rows = written(three).rows["mistakes"]
+    predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
     surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
     assert rows[0] == ["row", "text", "true", "predicted"]
@@ -202,11 +195,9 @@ def test_worst_mistakes_are_the_surest(three: Run) -> None:
 
 
 def test_confusion_matrix(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    head, *rows = Page(folder / "report.html").rows["confusion"]
+    head, *rows = written(three).rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
-    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     for name, row in zip(CHINESE, rows, strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         assert row[0] == name
@@ -216,43 +207,11 @@ def test_confusion_matrix(three: Run) -> None:
         assert row[-1] == str(len(guesses))
 
 
-def test_classes_in_their_order(three: Run) -> None:
-    folder, last, texts = three
-    write_report(folder, last, texts)
-    rows = Page(folder / "report.html").rows["classes"]
-    assert [row[0] for row in rows[1:]] == list(CHINESE)
-    assert rows[1][1:] == ["0.500", "0.250", "0.333", "7"]
-
-
-def test_no_texts_no_column(three: Run) -> None:
-    folder, last, _ = three
-    write_report(folder, last, [])
-    assert Page(folder / "report.html").rows["mistakes"][0] == ["row", "true", "predicted"]
-
-
 def test_other_number_of_texts_is_an_error(three: Run) -> None:
     folder, last, texts = three
     with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
         write_report(folder, last, texts[1:])
     assert not (folder / "report.html").exists()
-
-
-def test_nothing_wrong(tmp_path: Path) -> None:
-    labels = Labels("single_label_classification", CHINESE, ("label",))
-    predictions, numbers = single(CHINESE, np.eye(3), [0, 1, 2])
-    last = make_run(tmp_path / "run", labels, predictions, numbers)
-    write_report(tmp_path / "run", last, ["a", "b", "c"])
-    assert "No sample of validation was predicted wrong." in Page(tmp_path / "run" / "report.html").text
-
-
-def test_thirty_classes_have_a_matrix_and_pairs(tmp_path: Path) -> None:
-    names = tuple(f"类{place}" for place in range(30))
-    labels = Labels("single_label_classification", names, ("label",))
-    predictions, numbers = single(names, chances_of(30, 90), [place % 30 for place in range(90)])
-    write_report(tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), [])
-    rows = Page(tmp_path / "run" / "report.html").rows["confusion"]
-    assert len(rows[0]) == 32
-    assert len(rows) == 1 + 30 + 1 + 10
 
 
 def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
@@ -268,16 +227,6 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     assert len(page.rows["confusion"]) == 12
     assert len(page.rows["classes"]) == 2001
     assert len(page.source) < 1_000_000
-
-
-def test_one_step_and_one_evaluation(tmp_path: Path) -> None:
-    labels = Labels("single_label_classification", CHINESE, ("label",))
-    predictions, numbers = single(CHINESE, chances_of(3, 6), [0, 1, 2, 0, 1, 2])
-    last = make_run(tmp_path / "run", labels, predictions, numbers, steps=1, evaluations=1)
-    write_report(tmp_path / "run", last, [])
-    page = Page(tmp_path / "run" / "report.html")
-    assert [tag for tag, _ in page.tags].count("svg") == 6
-    assert "All 1 evaluations" not in page.text
 
 
 def test_regression(tmp_path: Path) -> None:
@@ -357,13 +306,6 @@ def test_a_comparison_is_no_evaluation_of_the_run(three: Run, split: str) -> Non
     assert charts[0] == charts[1]
 
 
-def test_a_comparison_of_an_earlier_model_is_not_shown(three: Run) -> None:
-    folder, last, texts = three
-    add_comparison(folder, step=30)
-    write_report(folder, last, texts)
-    assert "reading" not in Page(folder / "report.html").text
-
-
 ARABIC = "الذكاء الاصطناعي"
 TITLES = {"loss": 2.5, "rouge1": 0.4, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
 
@@ -390,9 +332,7 @@ def titles(tmp_path: Path) -> Run:
 
 
 def test_titles_summary(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    page = written(titles)
     for shown in ("ROUGE-1 0.4000", "ROUGE-2 0.2000", "ROUGE-L 0.3500", "Loss (of a title's token) 2.5000",
                   "ROUGE was counted in Chinese words (jieba:", "at most 32 tokens, column 标题",
                   "The saved model, step 40, on the 60 samples of validation", "All 4 evaluations"):  # fmt: skip
@@ -405,21 +345,8 @@ def test_titles_summary(titles: Run) -> None:
     assert page.loads() == []
 
 
-def test_titles_curves_share_an_axis(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
-    assert [tag for tag, _ in page.tags].count("svg") == 6
-    figures = [part for part in page.source.split("<figure") if "ROUGE on validation" in part]
-    assert len(figures) == 1
-    for colour in ("one", "two", "three"):
-        assert f'style="background:var(--{colour})"' in figures[0]
-
-
 def test_titles_examples(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    page = written(titles)
     rows = page.rows["examples"]
     head = ["row", "text", "generated", "reference", "ROUGE-L"]
     assert [place for place, row in enumerate(rows) if row == head] == [0, 9, 18]
@@ -436,9 +363,7 @@ def test_titles_examples(titles: Run) -> None:
 
 
 def test_titles_are_counted(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, texts)
-    text = Page(folder / "report.html").text
+    text = written(titles).text
     told = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
     assert f"Of the 60 titles of validation {'; '.join(told)}" in text
 
@@ -448,59 +373,6 @@ def test_the_same_title_for_many_texts_is_told(tmp_path: Path) -> None:
     write_report(tmp_path / "run", make_run(tmp_path / "run", None, lines, TITLES), [])
     text = Page(tmp_path / "run" / "report.html").text
     assert "The commonest was written for 60 texts: Weather <b> report" in text
-
-
-def test_titles_at_random_do_not_depend_on_the_titles(titles: Run) -> None:
-    """So that two runs on the same samples can be compared."""
-    folder, last, texts = titles
-    shown = []
-    for change in ({}, {"title": "x", "scores": {"rouge1": 0.1, "rouge2": 0.1, "rougeL": 0.1}}):
-        lines = [line | change for line in title_lines(60)]
-        (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        write_report(folder, last, texts)
-        shown.append([row[0] for row in Page(folder / "report.html").rows["examples"][1:9]])
-    assert shown[0] == shown[1]
-
-
-def test_titles_without_texts(titles: Run) -> None:
-    folder, last, texts = titles
-    write_report(folder, last, [])
-    page = Page(folder / "report.html")
-    assert page.rows["examples"][0] == ["row", "generated", "reference", "ROUGE-L"]
-    assert "word for word" not in page.text
-    with pytest.raises(ValueError, match="60 lines, and there are 59 texts"):
-        write_report(folder, last, texts[1:])
-
-
-def test_few_titles_are_all_shown(tmp_path: Path) -> None:
-    last = make_run(tmp_path / "run", None, title_lines(3), TITLES)
-    write_report(tmp_path / "run", last, ["a", "b", "c"])
-    page = Page(tmp_path / "run" / "report.html")
-    assert [row[0] for row in page.rows["examples"][1:]] == ["1", "3", "5"]
-    assert "At random" not in page.text
-
-
-def test_of_folder_of_titles(titles: Run) -> None:
-    folder, last, _ = titles
-    write_report(folder, last, [])
-    before = (folder / "report.html").read_text()
-    assert write_report_of_folder(folder) == folder / "report.html"
-    assert (folder / "report.html").read_text() == before
-    (folder / "eval.jsonl").unlink()
-    (folder / "predictions.jsonl").unlink()
-    write_report_of_folder(folder)
-    assert "Not evaluated yet." in Page(folder / "report.html").text
-
-
-def test_titles_reading_less(titles: Run) -> None:
-    folder, last, texts = titles
-    line = {"step": 40, "split": "validation_first_64", "max_length": 64, "num_samples": 60} | TITLES | {"rougeL": 0.3}
-    with (folder / "eval.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    write_report(folder, last, texts)
-    rows = Page(folder / "report.html").rows[""]
-    assert rows[0] == ["reading", "ROUGE-1", "ROUGE-2", "ROUGE-L", "Loss (of a title's token)"]
-    assert rows[2] == ["the first 64 tokens", "0.4000", "0.2000", "0.3000", "2.5000"]
 
 
 def test_diverged_run(three: Run) -> None:

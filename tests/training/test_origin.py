@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,6 @@ def test_a_path(path: str, found: list[int], run: Path, tmp_path: Path) -> None:
     assert steps(choose_origin(str(run / path), tmp_path / "elsewhere", FACTS)) == found
 
 
-def test_the_skipped_ones_have_reasons(run: Path) -> None:
-    (run / "checkpoints" / "step-00000006" / "manifest.json").unlink()
-    (run / "checkpoints" / "step-00000004" / "weights").write_bytes(b"0")
-    origin = choose_origin("auto", run / "checkpoints", FACTS)
-    assert steps(origin) == [2]
-    assert len(origin.skipped) == 2
-    assert "weights has 1 bytes and should have 10" in origin.skipped[0]
-    assert "has no manifest.json" in origin.skipped[1]
-
-
 @pytest.mark.parametrize("what", ["no manifest", "truncated"])
 def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
     folder = run / "checkpoints" / "step-00000004"
@@ -130,18 +119,6 @@ def test_settings_that_do_not_matter_are_no_difference(run: Path) -> None:
     assert steps(choose_origin("auto", run / "checkpoints", {**FACTS, "identity": {**IDENTITY, "new": 1}})) == [6, 4, 2]
 
 
-def test_a_folder_that_was_moved_aside(run: Path, tmp_path: Path) -> None:
-    origin = dataclasses.replace(choose_origin(str(run), run / "checkpoints", FACTS), skipped=["why"])
-    elsewhere = save(tmp_path / "other", 9)
-    origin = dataclasses.replace(origin, candidates=[*origin.candidates, elsewhere])
-    moved = origin.within(run, run.rename(tmp_path / "run.old"))
-    assert steps(moved) == [6, 4, 2, 9]
-    assert moved.candidates[-1] == elsewhere
-    assert all((path / "manifest.json").is_file() for path in moved.candidates)
-    assert moved.skipped == ["why"]
-    assert moved.aside == tmp_path / "run.old"
-
-
 def halve(folder: Path) -> Path:
     """As if rank 1 had written the weights, on another machine."""
     manifest = folders.read_manifest(folder)
@@ -168,13 +145,6 @@ def test_half_a_checkpoint_is_not_passed_over(run: Path) -> None:
         assert str(caught.value).endswith("/`")
     assert steps(choose_origin("auto", run / "checkpoints", FACTS, elsewhere=True)) == [6, 4, 2]
     assert steps(choose_origin("last", run / "checkpoints", FACTS, elsewhere=True)) == [6]
-
-
-def test_an_older_half_does_not_matter(run: Path) -> None:
-    halve(run / "checkpoints" / "step-00000004")
-    origin = choose_origin("auto", run / "checkpoints", FACTS)
-    assert steps(origin) == [6, 2]
-    assert "step-00000004" in origin.skipped[0]
 
 
 def test_a_link_in_the_same_folder_names_the_checkpoint_beside_it(run: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ import torch
 from accelerate import Accelerator
 
 from tests.splits import of_lengths
-from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.data.batches import Batch, global_batches, micro_batches
+from toolkit.config import TrainingSettings
+from toolkit.data.batches import Batch, global_batches
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 from toolkit.models.loss import sample_losses, token_losses
@@ -65,55 +65,6 @@ def test_accumulation_follows_from_the_upper_bound(
     settings = TrainingSettings(global_batch_size=32, per_device_batch_size=per_device)
     schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
     assert (schedule.accumulation, schedule.micro_batch_size) == (accumulation, micro)
-
-
-@pytest.mark.parametrize("processes", range(1, 6))
-@pytest.mark.parametrize("global_batch_size", [1, 5, 16, 33])
-def test_the_schedule_says_what_the_shares_are(processes: int, global_batch_size: int) -> None:
-    settings = TrainingSettings(global_batch_size=global_batch_size, per_device_batch_size=4)
-    schedule = make_schedule(settings, of_lengths(np.full(1000, 8)), processes)
-    lengths = np.ones(global_batch_size, np.int64)
-    mine = [
-        micro_batches(of_lengths(lengths), np.arange(global_batch_size), 4, rank, processes)
-        for rank in range(processes)
-    ]
-    assert {len(rank) for rank in mine} == {schedule.accumulation}
-    assert max(len(share) for rank in mine for share in rank) == schedule.micro_batch_size
-
-
-def uneven(count: int) -> np.ndarray:
-    """Lengths as those of texts: many short ones and a long tail up to 128."""
-    return np.minimum(2 + np.random.default_rng(3).lognormal(3.0, 0.8, count).astype(np.int64), 128)
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-@pytest.mark.parametrize("processes", [1, 2, 3])
-@pytest.mark.parametrize("max_tokens", [128, 200, 1024, 10**6])
-def test_no_step_accumulates_more_than_was_declared(max_tokens: int, processes: int, grouped: bool) -> None:
-    lengths = uneven(300)
-    given = {"global_batch_size": 32, "per_device_batch_size": 8, "group_by_length": grouped}
-    schedule = make_schedule(TrainingSettings(**given, max_tokens_per_batch=max_tokens), of_lengths(lengths), processes)
-    counts = [
-        len(micro_batches(of_lengths(lengths), batch, 8, rank, processes, max_tokens))
-        for epoch in range(3)
-        for batch in global_batches(lengths, 32, 42, epoch, grouped)
-        for rank in range(processes)
-    ]
-    assert max(counts) <= schedule.accumulation <= 32
-    plain = make_schedule(TrainingSettings(**given), of_lengths(lengths), processes)
-    assert (schedule.steps_per_epoch, schedule.total_steps) == (plain.steps_per_epoch, plain.total_steps)
-    assert schedule.accumulation > plain.accumulation or max_tokens >= 1024  # where eight of the longest fit
-    assert schedule.accumulation >= plain.accumulation
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "processes", "accumulation"),
-    [(64, 1, 4), (64, 2, 2), (64, 3, 2), (128, 1, 2), (256, 1, 1), (63, 1, 8), (40, 2, 4), (39, 1, 8)],
-)
-def test_accumulation_follows_from_the_tokens(max_tokens: int, processes: int, accumulation: int) -> None:
-    """Eight texts of 32 tokens a step."""
-    settings = TrainingSettings(global_batch_size=8, max_tokens_per_batch=max_tokens)
-    assert make_schedule(settings, of_lengths(np.full(80, 32)), processes).accumulation == accumulation
 
 
 def test_a_text_that_fits_no_batch_is_an_error() -> None:
@@ -266,34 +217,8 @@ def test_warmup_is_counted_in_optimizer_steps(given: dict[str, Any], warmup: int
     assert rates(10, **given) == pytest.approx(expected)
 
 
-def test_a_ratio_of_one_warms_up_to_the_end() -> None:
-    assert rates(4, warmup_ratio=1.0) == pytest.approx([0, 0.25, 0.5, 0.75])
-
-
 def test_known_schedules() -> None:
     assert rates(4, lr_scheduler_type="constant") == [1, 1, 1, 1]
     cosine = [0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
     assert rates(8, lr_scheduler_type="cosine") == pytest.approx(cosine)
     assert rates(4, lr_scheduler_type="constant_with_warmup", warmup_steps=2) == [0, 0.5, 1, 1]
-
-
-@pytest.mark.parametrize("name", get_args(SchedulerName))
-def test_every_schedule_that_can_be_named_runs(name: str) -> None:
-    warmup = {} if name == "constant" else {"warmup_steps": 2}
-    found = rates(10, lr_scheduler_type=name, **warmup)
-    assert all(0 <= rate <= 1 for rate in found)
-    assert max(found) == pytest.approx(1.0)
-    assert found[0] == (1.0 if name == "constant" else 0.0)
-
-
-@pytest.mark.parametrize("name", ["constant"])
-def test_a_warmup_is_not_ignored(name: str) -> None:
-    """`constant` has none: asking for both is a contradiction, or the warm-up happens."""
-    from toolkit.config import TaskSettings, build
-
-    try:
-        build(TaskSettings, {"lr_scheduler_type": name, "warmup_steps": 2})
-    except UserError as error:
-        assert "warmup_steps" in str(error)  # noqa: PT017
-    else:
-        assert rates(10, lr_scheduler_type=name, warmup_steps=2)[0] == 0.0

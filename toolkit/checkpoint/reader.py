@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,20 @@ class CheckpointReader:
 
 def step_counts(scalars: Mapping[str, Mapping[str, Scalar]]) -> dict[str, float]:
     return {name: float(kept["step"].value) for name, kept in scalars.items() if "step" in kept}
+
+
+def split_state(
+    entries: Iterable[tuple[str, str, TensorIndex]], weights: Mapping[str, TensorIndex]
+) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
+    """(parameter, key, tensor) of an optimizer -> what a reader has as `optimizer_state` and `optimizer_scalars`."""
+    kept: dict[str, dict[str, TensorIndex]] = {}
+    scalars: dict[str, dict[str, Scalar]] = {}
+    for name, key, stored in entries:
+        if key == "step" or (not stored.shape and weights[name].shape):
+            scalars.setdefault(name, {})[key] = Scalar(stored.number(), stored.dtype)
+        else:
+            kept.setdefault(name, {})[key] = replace(stored, name=name)
+    return kept, scalars
 
 
 def read_into(file: Path, offset: int, view: memoryview) -> None:

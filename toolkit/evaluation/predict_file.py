@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import decide, probabilities_of
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
+from toolkit.files import replace_file
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config
@@ -109,15 +109,15 @@ def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) ->
     kind = format_of(output)
     for name, values in columns.items():
         frame[name] = values
-    suffix = "".join(output.suffixes[-2:]) if output.suffixes[-1] == ".gz" else output.suffix
-    draft = output.with_name(f".{output.stem}.{os.getpid()}{suffix}")
-    if kind in _SEPARATORS:
-        frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding)
-    elif kind == ".parquet":
-        frame.to_parquet(draft, index=False)
-    else:
-        frame.to_json(draft, orient="records", lines=kind == ".jsonl", force_ascii=False)
-    draft.replace(output)
+    packed: Any = "gzip" if output.suffix == ".gz" else None
+    with replace_file(output, flush=False) as draft:
+        if kind in _SEPARATORS:
+            frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding, compression=packed)
+        elif kind == ".parquet":
+            frame.to_parquet(draft, index=False)
+        else:
+            lines = kind == ".jsonl"
+            frame.to_json(draft, orient="records", lines=lines, force_ascii=False, compression=packed)
 
 
 def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[str, list[Any]]:

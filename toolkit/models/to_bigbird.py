@@ -121,7 +121,6 @@ def _digest(name: str) -> str:
 
 
 def _make(name: str, draft: Path, sizes: SparseSizes) -> None:
-    draft.mkdir(parents=True)
     _write(name, draft, sizes)
 
 

@@ -15,43 +15,26 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit import __version__, demo
-from toolkit.config import ModelSettings, ProblemType, Task, TaskSettings, TitleSettings
+from toolkit.config import ModelSettings, Task, TaskSettings, TitleSettings, flat
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.prepare import Prepared, TaskData, TitleData
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.best import Best
 from toolkit.report.files import last_step, read_lines, write_whole
 
-TITLES = {
-    "loss": "Loss",
-    "accuracy": "Accuracy",
-    "f1_macro": "F1 (macro)",
-    "f1_micro": "F1 (micro)",
-    "f1_weighted": "F1 (weighted)",
-    "mse": "Mean squared error",
-    "mae": "Mean absolute error",
-    "pearson": "Pearson correlation",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-}
-# our name -> (the hub's name of the metric, its arguments)
-_HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
-    "accuracy": ("accuracy", None),
-    "f1_macro": ("f1", {"average": "macro"}),
-    "f1_micro": ("f1", {"average": "micro"}),
-    "f1_weighted": ("f1", {"average": "weighted"}),
-    "mse": ("mse", None),
-    "mae": ("mae", None),
-    "pearson": ("pearsonr", None),
-    "rouge1": ("rouge", None),
-    "rouge2": ("rouge", None),
-    "rougeL": ("rouge", None),
-}
-_KINDS: dict[ProblemType, str] = {
-    "single_label_classification": "gives each text one of {size} classes",
-    "multi_label_classification": "gives each text any number of {size} labels, each with a probability of its own",
-    "regression": "gives each text a number (`{name}`)",
+# our name -> (what readers see, the hub's name of the metric, its arguments there)
+METRICS: dict[str, tuple[str, str, dict[str, str] | None]] = {
+    "loss": ("Loss", "", None),
+    "accuracy": ("Accuracy", "accuracy", None),
+    "f1_macro": ("F1 (macro)", "f1", {"average": "macro"}),
+    "f1_micro": ("F1 (micro)", "f1", {"average": "micro"}),
+    "f1_weighted": ("F1 (weighted)", "f1", {"average": "weighted"}),
+    "mse": ("Mean squared error", "mse", None),
+    "mae": ("Mean absolute error", "mae", None),
+    "pearson": ("Pearson correlation", "pearsonr", None),
+    "rouge1": ("ROUGE-1", "rouge", None),
+    "rouge2": ("ROUGE-2", "rouge", None),
+    "rougeL": ("ROUGE-L", "rouge", None),
 }
 READINGS_EXPLAINED = (
     "What the length is worth: the same weights on the same samples, with the texts cut. It is not what a model "
@@ -64,14 +47,13 @@ _COUNTED = {
 }
 _MOST_LABELS = 100
 _FEW_SAMPLES = 30
-_FEW = "The results are of {count} samples only: take them as a hint."
-_TITLE_LIMITS = (
-    "A title may state what its text does not say, with the wrong name or number: read it against the text before it "
-    "is used.",
-    "ROUGE counts what a title has in common with the one title that somebody else wrote; whether it is true or reads "
-    "well was not measured.",
-)
-
+# what the table of settings shows, in this order, where it is set
+_HYPERPARAMETERS = (
+    "optimizer", "learning_rate", "lr_scheduler_type", "warm-up", "optimizer steps", "global_batch_size",
+    "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "dropout", "LoRA", "min_length",
+    "max_length", "max_target_length", "num_beams", "length_penalty", "no_repeat_ngram_size", "mixed_precision", "seed",
+    "processes", "device",
+)  # fmt: skip
 
 Settings = TaskSettings | TitleSettings
 
@@ -87,7 +69,9 @@ def write_card(model_folder: Path, run_folder: Path, settings: Settings, data: P
         "front_matter": front_matter(model_folder, settings, data, last).to_yaml(),
         "toolkit_version": __version__,
         "architecture": _architecture(model_folder),
-        **_learned(data),
+        "labels": data.labels.names if isinstance(data, TaskData) else (),
+        "most_labels": _MOST_LABELS,
+        "titles": data.titles if isinstance(data, TitleData) else None,
         "base": base_name(str(settings.model.model_name_or_path)),
         "title": _model_name(settings),
         "model_path": json.dumps(str(model_folder), ensure_ascii=False),
@@ -102,19 +86,28 @@ def write_card(model_folder: Path, run_folder: Path, settings: Settings, data: P
         "readings_explained": READINGS_EXPLAINED,
         "per_class": last.numbers.get("per_class", {}),
         "last": last,
-        "limits": _limits(run_folder, settings, data, last),
+        **_limits(run_folder, settings, problem_type, last),
         **_story(run_folder, settings, data, last),
     }
+    # Markdown: `cell` escapes what came from the data
+    card = render("card.md", context, autoescape=False, cell=cell, keep_trailing_newline=True)
+    write_whole(model_folder / "README.md", [card])
+
+
+def render(
+    template: str, context: dict[str, Any], autoescape: bool, keep_trailing_newline: bool = False, **filters: Any
+) -> str:
+    """A template of this folder; `number` and `filters` are its filters."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # Markdown: `cell` escapes what came from the data
+        keep_trailing_newline=keep_trailing_newline,
+        autoescape=autoescape,
     )
-    environment.filters |= {"cell": cell, "number": number}
-    write_whole(model_folder / "README.md", [environment.get_template("card.md").render(context)])
+    environment.filters |= {"number": number, **filters}
+    return environment.get_template(template).render(context)
 
 
 def front_matter(model_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> ModelCardData:
@@ -131,14 +124,14 @@ def front_matter(model_folder: Path, settings: Settings, data: Prepared, last: E
             dataset_type=hub_data or "custom",
             dataset_name=data_name(settings),
             dataset_split=last.split,
-            metric_type=_HUB_METRICS[name][0],
+            metric_type=METRICS[name][1],
             metric_name=name if name.startswith("rouge") else metric_title(name, problem_type),
-            metric_args=_HUB_METRICS[name][1] or _segmenter(name, last),
+            metric_args=METRICS[name][2] or _segmenter(name, last),
             metric_value=round(value, 6),
         )
         for name, value in last.numbers.items()
         # YAML readers disagree on what a NaN is
-        if name in _HUB_METRICS and math.isfinite(value)
+        if name in METRICS and METRICS[name][1] and math.isfinite(value)
     ]
     base = str(settings.model.model_name_or_path)
     return ModelCardData(
@@ -173,7 +166,7 @@ def metric_title(name: str, problem_type: str | None) -> str:
         return "Accuracy (all labels right)"
     if name == "loss" and problem_type == "title_generation":
         return "Loss (of a title's token)"
-    return TITLES.get(name, name.replace("_", " "))
+    return METRICS[name][0] if name in METRICS else name.replace("_", " ")
 
 
 def explain_rouge(last: Evaluation) -> str:
@@ -255,19 +248,6 @@ def _architecture(model_folder: Path) -> str:
     return str((loaded.get("architectures") or ["model"])[0])
 
 
-def _learned(data: Prepared) -> dict[str, Any]:
-    """What it answers with."""
-    if isinstance(data, TitleData):
-        return {"kind": "writes a title for each text", "titles": data.titles}
-    assert isinstance(data, TaskData)
-    labels = data.labels
-    return {
-        "kind": _KINDS[labels.problem_type].format(size=labels.size, name=labels.names[0]),
-        "labels": list(labels.names[:_MOST_LABELS]),
-        "labels_left_out": max(0, labels.size - _MOST_LABELS),
-    }
-
-
 def _story(run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> dict[str, Any]:
     """What happened, from the run's files."""
     config = json.loads((run_folder / "config.json").read_text(encoding="utf-8"))
@@ -291,10 +271,8 @@ def _story(run_folder: Path, settings: Settings, data: Prepared, last: Evaluatio
 
 def _notes(settings: Settings, data: Prepared) -> list[str]:
     """What was noticed while reading, with files by their names: folders say nothing elsewhere."""
-    sources = settings.data
-    paths = (sources.train_file, sources.validation_file, sources.test_file, sources.dataset_name)
-    notes = list(data.notes)
-    for path in paths:
+    named, notes = settings.data, list(data.notes)
+    for path in (named.train_file, named.validation_file, named.test_file, named.dataset_name):
         if path and Path(path).exists():
             notes = [note.replace(path, Path(path).resolve().name) for note in notes]
     return notes
@@ -311,104 +289,51 @@ def _lora(run_folder: Path, settings: Settings) -> str | None:
 
 
 def _hyperparameters(settings: Settings, config: dict[str, Any], steps: int, lora: str | None) -> dict[str, Any]:
-    training, world = settings.training, config["world"]
-    warmup = f"{training.warmup_steps or 0} steps"
-    if training.warmup_ratio is not None:
-        warmup = f"{training.warmup_ratio:g} of all steps"
-    chosen: dict[str, Any] = {
+    training, world, data = settings.training, config["world"], config["data"]
+    known = flat(settings) | {
         "optimizer": config.get("optimizer", "AdamW"),
-        "learning_rate": training.learning_rate,
-        "lr_scheduler_type": training.lr_scheduler_type,
-        "warm-up": warmup,
-        "optimizer steps": f"{steps} of {config['data']['total_steps']}, {config['data']['steps_per_epoch']} an epoch",
-        "global_batch_size": training.global_batch_size,
-        "max_tokens_per_batch": training.max_tokens_per_batch,
-        "weight_decay": training.weight_decay,
-        "max_grad_norm": training.max_grad_norm,
+        "warm-up": f"{training.warmup_steps or 0} steps",
+        "optimizer steps": f"{steps} of {data['total_steps']}, {data['steps_per_epoch']} an epoch",
         "label_smoothing_factor": training.label_smoothing_factor or None,
-        "dropout": settings.model.dropout,
         "LoRA": lora,
-        "min_length": settings.data.min_length,
-        "max_length": config["data"]["max_length"],
-        **_of_titles(settings),
+        "max_length": data["max_length"],
         "mixed_precision": world["mixed_precision"],
-        "seed": training.seed,
         "processes": world["num_processes"],
         "device": world["device"],
     }
-    return {name: value for name, value in chosen.items() if value is not None}
+    if training.warmup_ratio is not None:
+        known["warm-up"] = f"{training.warmup_ratio:g} of all steps"
+    known["no_repeat_ngram_size"] = known.get("no_repeat_ngram_size") or None
+    return {name: known[name] for name in _HYPERPARAMETERS if known.get(name) is not None}
 
 
-def _of_titles(settings: Settings) -> dict[str, Any]:
-    """How titles were learned and are written."""
-    if not isinstance(settings, TitleSettings):
-        return {}
-    generation = settings.generation
-    return {
-        "max_target_length": settings.data.max_target_length,
-        "num_beams": generation.num_beams,
-        "length_penalty": generation.length_penalty,
-        "no_repeat_ngram_size": generation.no_repeat_ngram_size or None,
-    }
+def _limits(run_folder: Path, settings: Settings, problem_type: Task, last: Evaluation) -> dict[str, Any]:
+    """What the section "Limits" is made of: only what follows from the run itself.
 
-
-def _limits(run_folder: Path, settings: Settings, data: Prepared, last: Evaluation) -> list[str]:
-    """Only what follows from the run itself."""
-    problem_type: Task = data.facts["problem_type"]
-    metric = Best(settings.training.metric_for_best_model, problem_type).metric
-    limits = [f"It reads the first {data.max_length} tokens of a text; what follows is cut off."]
-    if problem_type == "single_label_classification":
-        limits.append("It answers with one of its classes for every text, also for texts that belong to none of them.")
-    if problem_type == "title_generation":
-        limits += _TITLE_LIMITS
-    if last.split == "validation":
-        title = metric_title(metric, problem_type)
-        limits.append(
-            f"The step to keep was chosen by {title} on the same validation samples that the results above are of: "
-            "expect somewhat worse on new texts."
-        )
-    if problem_type == "title_generation":
-        limits += _uncertainty_of_titles(last, run_folder)
-    else:
-        limits += [*_uncertainty(last, problem_type), *_rare(last)]
-    limits.append(
-        "It was evaluated on nothing but the data named above: how it does on other sources, domains or languages, "
-        "and whether it treats groups of people alike, has not been measured."
-    )
-    notes = {
-        "base model": demo.note_of(str(settings.model.model_name_or_path)),
-        "data": demo.data_note_of(str(settings.data.dataset_name)),
-    }
-    return [*limits, *(f"Licence of the {of}: {note}." for of, note in notes.items() if note)]
-
-
-def _uncertainty_of_titles(last: Evaluation, run_folder: Path) -> list[str]:
-    """The 95 % range of the mean ROUGE-L, by the normal approximation, and titles that are none."""
-    count = last.numbers["num_samples"]
-    lines = list(read_lines(run_folder / "predictions.jsonl"))
-    said = [_FEW.format(count=count)] if count < _FEW_SAMPLES else []
-    if len(lines) != count:
-        return said
-    empty = sum(not line["title"].strip() for line in lines)
-    if not said:
-        margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
-        said.append(f"ROUGE-L is the mean of {count:,} samples, so it is known to about ±{margin:.3f} (95 %).")
-    return [*said, *([f"Empty titles among the {count:,} it wrote for {last.split}: {empty:,}."] if empty else [])]
-
-
-def _uncertainty(last: Evaluation, problem_type: Task) -> list[str]:
-    """The 95 % range of the accuracy, by the normal approximation of the binomial distribution."""
+    `margin` is half the 95 % range of the mean ROUGE-L or of the accuracy (in percentage points), by the normal
+    approximation; None where there are too few samples.
+    """
     count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
-    if accuracy is None or not 0 < accuracy < 1 or count < _FEW_SAMPLES:
-        return [] if count >= _FEW_SAMPLES else [_FEW.format(count=count)]
-    margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
-    title = metric_title("accuracy", problem_type)
-    return [f"{title} is of {count:,} samples, so it is known to about ±{margin:.1f} percentage points (95 %)."]
-
-
-def _rare(last: Evaluation) -> list[str]:
-    rare = [name for name, own in last.numbers.get("per_class", {}).items() if own["support"] < _FEW_SAMPLES]
-    if not rare:
-        return []
-    named = ", ".join(cell(name) for name in rare[:10]) + (f" and {len(rare) - 10} more" if len(rare) > 10 else "")
-    return [f"Classes with fewer than {_FEW_SAMPLES} samples in {last.split}, whose own numbers say little: {named}."]
+    few, margin, empty = count < _FEW_SAMPLES, None, 0
+    if problem_type == "title_generation":
+        lines = list(read_lines(run_folder / "predictions.jsonl"))
+        if len(lines) == count:
+            empty = sum(not line["title"].strip() for line in lines)
+        if len(lines) == count and not few:
+            margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
+    elif accuracy is not None and 0 < accuracy < 1 and not few:
+        margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
+    metric = Best(settings.training.metric_for_best_model, problem_type).metric
+    return {
+        "chosen_by": metric_title(metric, problem_type) if last.split == "validation" else None,
+        "few": few,
+        "few_samples": _FEW_SAMPLES,
+        "margin": margin,
+        "accuracy_title": metric_title("accuracy", problem_type),
+        "empty_titles": empty,
+        "rare": [name for name, own in last.numbers.get("per_class", {}).items() if own["support"] < _FEW_SAMPLES],
+        "licences": {
+            "base model": demo.note_of(str(settings.model.model_name_or_path)),
+            "data": demo.data_note_of(str(settings.data.dataset_name)),
+        },
+    }

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from toolkit.config import Task
-from toolkit.report.card import TITLES, metric_title
+from toolkit.report.card import METRICS, metric_title
 from toolkit.report.files import by_step
 
 _MOST_POINTS = 600  # of a curve: more make the page heavy and look the same
@@ -146,7 +146,7 @@ def charts(
 def _own_metrics(evaluations: Sequence[dict[str, Any]]) -> list[tuple[str]]:
     """Metrics that only this recipe has: a chart each."""
     first = evaluations[0] if evaluations else {}
-    return [(name,) for name, value in first.items() if isinstance(value, float) and name not in TITLES]
+    return [(name,) for name, value in first.items() if isinstance(value, float) and name not in METRICS]
 
 
 def _shared_title(names: Sequence[str], problem_type: Task) -> str:
@@ -205,8 +205,9 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
         axes.plot(mean.steps, mean.values, color=colour, linewidth=1.8)
 
 
-def scatter(pairs: np.ndarray) -> Chart | None:
-    """(N, 2) -> every sample at (true, predicted); many are thinned out evenly."""
+def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
+    """Every sample at (true, predicted); many are thinned out evenly."""
+    pairs = np.array(samples, np.float64).reshape(-1, 2)
     pairs = pairs[np.isfinite(pairs).all(axis=1)]
     if not len(pairs):
         return None

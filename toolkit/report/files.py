@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
+from toolkit.files import replace_file
 from toolkit.versions import versions
 
 
@@ -88,10 +89,8 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
     """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
+    with replace_file(path, flush=False) as draft, draft.open("w", encoding="utf-8") as file:
         file.writelines(parts)
-    draft.replace(path)
 
 
 def dumps(content: Any, indent: int | None = None) -> str:

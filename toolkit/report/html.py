@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from toolkit import demo
@@ -30,8 +29,9 @@ from toolkit.report.card import (
     explain_rouge,
     is_comparison,
     metric_title,
-    number,
     readings,
+    render,
+    results,
 )
 from toolkit.report.files import by_step, read_lines, write_whole
 
@@ -94,11 +94,11 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "last": last,
         "last_step": last_step,
         "saved_step": saved_step,
-        "results": _results(last, problem_type),
+        "results": _loss_last(results(last, problem_type)),
         "rouge_explained": explain_rouge(last),
         "readings_explained": READINGS_EXPLAINED,
         "readings": [
-            (length, _results(read, problem_type))
+            (length, _loss_last(results(read, problem_type)))
             for length, read in readings(lines, last_step, config["data"]["max_length"], last)
         ],
         "facts": _facts(config, steps),
@@ -112,7 +112,7 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "smoothed": curves.series_of(steps, "loss").window > 1,
         **samples(folder / "predictions.jsonl", config["data"], texts),
     }
-    write_whole(folder / "report.html", [_environment().get_template("report.html").render(context)])
+    write_whole(folder / "report.html", [render("report.html", context, autoescape=True, **_FILTERS)])
 
 
 def write_report_of_folder(folder: str | Path) -> Path:
@@ -141,25 +141,17 @@ def _texts_of(digest: str, split: str) -> list[str]:
     return load_split(prepared.parent, split).texts() if prepared.is_dir() else []
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "number": number,
-        "metric": lambda name, problem_type: {"num_samples": "samples"}.get(name) or metric_title(name, problem_type),
-        "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
-        "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
-        # names in Chinese, Japanese or Korean are set one character below the other
-        "stacks": lambda name: (
-            re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
-        ),
-    }
-    return environment
+def _is_stacked(name: str) -> bool:
+    """Names in Chinese, Japanese or Korean are set one character below the other."""
+    return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
+
+
+_FILTERS: dict[str, Any] = {
+    "metric": lambda name, problem_type: {"num_samples": "samples"}.get(name) or metric_title(name, problem_type),
+    "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
+    "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
+    "stacks": _is_stacked,
+}
 
 
 # What the files hold
@@ -181,13 +173,9 @@ def _saved_step(config: dict[str, Any], evaluations: Sequence[dict[str, Any]], p
     return best.step or None
 
 
-def _results(last: Evaluation, problem_type: Task) -> dict[str, float]:
-    """The evaluation's single numbers by title, the loss at the end."""
-    names = [name for name, value in last.numbers.items() if isinstance(value, float) and name != "loss"]
-    if problem_type == "single_label_classification" and "f1_micro" in names:
-        names.remove("f1_micro")  # the accuracy once more
-    names += ["loss"] if "loss" in last.numbers else []
-    return {metric_title(name, problem_type): last.numbers[name] for name in names}
+def _loss_last(numbers: dict[str, float]) -> dict[str, float]:
+    losses = [name for name in numbers if name.startswith("Loss")]
+    return {name: numbers[name] for name in [*(name for name in numbers if name not in losses), *losses]}
 
 
 def _title(config: dict[str, Any]) -> str:
@@ -201,6 +189,8 @@ def _facts(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str
     settings, data, world = config["settings"], config["data"], config["world"]
     files = [settings.get(name) for name in ("train_file", "validation_file", "test_file")]
     sizes = ", ".join(f"{size:,} {split}" for split, size in data["samples"].items())
+    mixed = world["mixed_precision"]
+    precision = "fp32" if mixed in ("no", None) else f"{mixed} mixed precision"
     facts = {
         "Model": f"{settings['model_name_or_path']}",
         "Data": settings.get("dataset_name") or ", ".join(file for file in files if file),
@@ -209,7 +199,7 @@ def _facts(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, str
         "Length": f"at most {data['max_length']:,} tokens",
         "Steps": _steps_done(data, steps, settings),
         **_speed(steps),
-        "Processes": f"{world['num_processes']}, {_strategy(world)}, {_precision(world['mixed_precision'])}",
+        "Processes": f"{world['num_processes']}, {_strategy(world)}, {precision}",
         "Device": f"{world['device']} on {world['host']}",
         "Memory": f"at most {max(_peaks(steps)) / 2**30:,.2f} GiB in a process" if _peaks(steps) else "",
         "Config": config["launch"].get("config_file") or "",
@@ -249,10 +239,6 @@ def _peaks(steps: list[dict[str, Any]]) -> list[int]:
     return [line["peak_memory_bytes"] for line in steps if line.get("peak_memory_bytes")]
 
 
-def _precision(mixed: str) -> str:
-    return "fp32" if mixed in ("no", None) else f"{mixed} mixed precision"
-
-
 def _strategy(world: dict[str, Any]) -> str:
     if world.get("deepspeed"):
         return f"DeepSpeed ZeRO-{world['deepspeed'].get('zero_optimization', {}).get('stage', 0)}"
@@ -266,10 +252,11 @@ def _strategy(world: dict[str, Any]) -> str:
 def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     """What the page says of each sample of a run with labels."""
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
+    regression = labels.problem_type == "regression"
     samples = [_judged(place, line, labels) for place, line in enumerate(read_lines(path))]
     _check_number(path, len(samples), texts)
     return {
-        "scatter": curves.scatter(_pairs(samples)) if labels.problem_type == "regression" else None,
+        "scatter": curves.scatter([(own.label, own.prediction) for own in samples]) if regression else None,
         "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
         "worst": _worst(samples, texts),
         "num_samples": len(samples),
@@ -288,25 +275,18 @@ def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     if labels.problem_type == "regression":
         sample.badness = abs(prediction - label)
     elif sample.wrong:
-        judge = _judge_class if labels.problem_type == "single_label_classification" else _judge_classes
-        judge(sample, dict(zip(labels.names, line["probabilities"], strict=True)))
+        chances = dict(zip(labels.names, line["probabilities"], strict=True))
+        if labels.problem_type == "single_label_classification":  # bad is: sure of it
+            sample.badness = chances[prediction]
+            sample.details = {"chance": sample.badness, "chance_of_label": chances[label]}
+        else:  # bad is the loss: the mean over classes of the binary cross entropy, of chances written with 6 digits
+            right = [chance if name in label else 1 - chance for name, chance in chances.items()]
+            sample.badness = -sum(math.log(max(chance, 5e-7)) for chance in right) / len(right)
+            sample.details = {
+                "missed": [(name, chances[name]) for name in label if name not in prediction],
+                "added": [(name, chances[name]) for name in prediction if name not in label],
+            }
     return sample
-
-
-def _judge_class(sample: Sample, chances: dict[str, float]) -> None:
-    """Bad is: sure of it."""
-    sample.badness = chances[sample.prediction]
-    sample.details = {"chance": sample.badness, "chance_of_label": chances[sample.label]}
-
-
-def _judge_classes(sample: Sample, chances: dict[str, float]) -> None:
-    """Bad is the loss: the mean over classes of the binary cross entropy."""
-    right = [chance if name in sample.label else 1 - chance for name, chance in chances.items()]
-    sample.badness = -sum(math.log(max(chance, 5e-7)) for chance in right) / len(right)  # written with 6 digits
-    sample.details = {
-        "missed": [(name, chances[name]) for name in sample.label if name not in sample.prediction],
-        "added": [(name, chances[name]) for name in sample.prediction if name not in sample.label],
-    }
 
 
 def _worst(samples: Sequence[Sample], texts: Sequence[str]) -> list[tuple[Sample, str]]:
@@ -319,11 +299,6 @@ def _worst(samples: Sequence[Sample], texts: Sequence[str]) -> list[tuple[Sample
 def _shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS].rstrip()}…"
-
-
-def _pairs(samples: Sequence[Sample]) -> np.ndarray:
-    """(N, 2): what is true and what was predicted, of a regression."""
-    return np.array([(sample.label, sample.prediction) for sample in samples], np.float64).reshape(-1, 2)
 
 
 def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:

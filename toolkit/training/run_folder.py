@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from toolkit import launch
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
+from toolkit.files import remove_drafts
 from toolkit.launch import restarts
 from toolkit.training.resume import Origin, choose_origin
 
@@ -92,7 +92,7 @@ def _open_folder(
         (path / ".writable").touch()
         (path / ".writable").unlink()
         if held and not moved:
-            _tidy(path)
+            remove_drafts(path)  # of a killed process
     except OSError as error:
         raise UserError(f"--output_dir {path} cannot be written: {error.strerror}") from error
     return path, origin, lock
@@ -147,16 +147,6 @@ def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict
         return False  # there is one, which is damaged: whoever mends it would find it gone
     before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
-
-
-def _tidy(path: Path) -> None:
-    """A killed process leaves drafts behind, and perhaps the model's folder under its old name."""
-    for name in ("model", "adapter"):
-        if not (path / name).exists() and (path / f".{name}.old").is_dir():
-            (path / f".{name}.old").rename(path / name)
-    for draft in path.glob(".*"):
-        if draft.suffix[1:].isdigit() or draft.suffix == ".old":
-            shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
 def _unused(path: Path) -> Path:

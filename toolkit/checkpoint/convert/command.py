@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
 import signal
 from pathlib import Path
-from typing import NoReturn
 
 from toolkit.errors import UserError
 
@@ -32,7 +32,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("checkpoint", help="see below")
     parser.add_argument("out", nargs="?", help="the folder to make")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
-    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", help="of one file: 5GB, 500MB, 2GiB [5GB]")
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes",
+                        help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
     parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
     parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
@@ -50,9 +51,14 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check(arguments)
     if arguments.inspect:
-        _inspect(Path(arguments.checkpoint), arguments.json)
+        from toolkit.checkpoint.convert.describe import describe, lines
+        from toolkit.checkpoint.read.open import open_checkpoint
+
+        reader = open_checkpoint(Path(arguments.checkpoint))
+        as_json = arguments.json and json.dumps(describe(reader), ensure_ascii=False, indent=1, default=str)
+        print(as_json or "\n".join(lines(reader)))
         return
-    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
     for line in _convert(arguments):
         print(line)
 
@@ -60,20 +66,11 @@ def run(arguments: argparse.Namespace) -> None:
 def _convert(arguments: argparse.Namespace) -> list[str]:
     from toolkit.checkpoint.convert.conversion import ConvertSettings, described, located, plan, write
 
-    conversion = plan(
-        ConvertSettings(
-            checkpoint=Path(arguments.checkpoint),
-            out=Path(arguments.out),
-            dtype=arguments.dtype,
-            max_shard_bytes=parse_size(arguments.max_shard_size),
-            config_from=located(arguments.config_from) if arguments.config_from else None,
-            base_model=located(arguments.base_model) if arguments.base_model else None,
-            merge_lora=arguments.merge_lora,
-            overwrite=arguments.overwrite,
-            verify=arguments.verify,
-            sync=arguments.sync,
-        )
-    )
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
+    given |= {name: Path(given[name]) for name in ("checkpoint", "out")}
+    given |= {name: located(given[name]) for name in ("config_from", "base_model") if given[name]}
+    given["max_shard_bytes"] = parse_size(given["max_shard_bytes"])
+    conversion = plan(ConvertSettings(**given))
     return described(conversion) if arguments.dry_run else write(conversion)
 
 
@@ -97,18 +94,3 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--json goes with --inspect")
     if not arguments.inspect and arguments.out is None:
         raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
-
-
-def _inspect(checkpoint: Path, as_json: bool) -> None:
-    from toolkit.checkpoint.convert.describe import describe, lines
-    from toolkit.checkpoint.read.open import open_checkpoint
-
-    reader = open_checkpoint(checkpoint)
-    if as_json:
-        print(json.dumps(describe(reader), ensure_ascii=False, indent=1))
-    else:
-        print("\n".join(lines(reader)))
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt

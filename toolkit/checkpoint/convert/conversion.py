@@ -73,11 +73,10 @@ class Conversion:
     @property
     def size(self) -> int:
         """Bytes of the output."""
-        return self.shards_size + self.files.size
+        return self.files.size + self.shards_size
 
     @property
     def shards_size(self) -> int:
-        """Bytes of the safetensors files."""
         return sum(shard.layout.size for shard in self.shards)
 
 
@@ -89,7 +88,7 @@ def plan(settings: ConvertSettings) -> Conversion:
     selection, config_folder = _select(settings, reader)
     files = model_files.find(config_folder, selection.is_adapter)
     if files.config is not None and files.folder is not None:
-        shapes = {output.name: output.shape for output in selection.outputs}
+        shapes = {output.name: output.stored.shape for output in selection.outputs}
         tied = clean_names([*shapes, *reader.tied])
         shapes |= {tied[other]: reader.weights[name].shape for other, name in reader.tied.items()}
         model_files.check_config(shapes, files.config, files.folder / CONFIG, str(reader.path))
@@ -235,7 +234,7 @@ def _verify(conversion: Conversion, draft: Path) -> list[str]:
     rounded = f"; {merged} merged ones agree to rounding" if merged else ""
     lines = [f"verified: {count - merged} tensors are the checkpoint's, bit for bit{rounded}"]
     if conversion.files.config is not None:
-        shapes = {output.name: output.shape for output in conversion.selection.outputs}
+        shapes = {output.name: output.stored.shape for output in conversion.selection.outputs}
         lines.append("verified: " + model_files.check_built(draft, shapes, conversion.reader.tied))
     return lines
 

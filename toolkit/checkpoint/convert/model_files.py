@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ _LAYERS = {
     "ernie": "num_hidden_layers", "nezha": "num_hidden_layers", "distilbert": "n_layers",
 }  # fmt: skip
 _LAYER = re.compile(r"(?P<stack>.*\blayer)\.(?P<number>\d+)\.(?P<rest>.*)$")
+_ROWS = {
+    "embeddings.word_embeddings.weight": "vocab_size",
+    "embeddings.position_embeddings.weight": "max_position_embeddings",
+    "embeddings.token_type_embeddings.weight": "type_vocab_size",
+}
 _HEADS = ("classifier.weight", "classifier.out_proj.weight")
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -58,15 +63,10 @@ class ModelFiles:
             assert self.folder is not None
             shutil.copyfile(self.folder / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
         elif self.config is not None:
-            text = json.dumps(_with_dtype(self.config, TORCH_NAMES[dtype]), ensure_ascii=False, indent=2)
+            name = TORCH_NAMES[dtype]  # `torch_dtype`: as transformers before 5 called it
+            changed = {**self.config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in self.config else {})
+            text = json.dumps(changed, ensure_ascii=False, indent=2)
             (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-
-
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    changed = {**config, "dtype": dtype}
-    if "torch_dtype" in config:  # as transformers before 5 called it
-        changed["torch_dtype"] = dtype
-    return changed
 
 
 def find(folder: Path | None, is_adapter: bool) -> ModelFiles:
@@ -104,71 +104,55 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
 
     `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
     """
+    known = config.get("model_type") in _LAYERS
+    found = [
+        *(_faults_of_layers(shapes, config, path) if known else ()),
+        *(_faults_of_rows(shapes, config, path, known)),
+    ]
     faults = Faults()
-    if config.get("model_type") in _LAYERS:
-        _check_layers(shapes, config, path, where, faults)
-        _check_embeddings(shapes, config, path, where, faults)
-    _check_labels(shapes, config, path, where, faults)
+    for fault in found:
+        faults.add(f"{where} {fault}")
     faults.raise_if_any()
 
 
-def _check_layers(shapes: Mapping[str, Any], config: Mapping[str, Any], path: Path, where: str, faults: Faults) -> None:
+def _faults_of_layers(shapes: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> Iterator[str]:
     key = _LAYERS[str(config["model_type"])]
     count = config.get(key)
     layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in shapes:
-        match = _LAYER.match(name)
-        if match:
+        if match := _LAYER.match(name):
             layers[match["stack"]][int(match["number"])].add(match["rest"])
+    if count and not layers:
+        yield f"holds no layers, and {path} has {key} = {count}"
     for stack, found in layers.items():
-        if isinstance(count, int) and set(found) != set(range(count)):
-            missing, over = sorted(set(range(count)) - set(found)), sorted(set(found) - set(range(count)))
-            faults.add(
-                f"{where}: {path} has {key} = {count}, and of {stack} the checkpoint "
-                + " and ".join(
-                    text
-                    for text in (missing and f"lacks {listing(missing)}", over and f"has {listing(over)} left over")
-                    if text
-                )
-            )
+        wanted = set(range(count)) if isinstance(count, int) else set(found)
+        for what, numbers in (("lacks", wanted - set(found)), ("has left over", set(found) - wanted)):
+            if numbers:
+                yield f"{what} {listing(sorted(numbers))} of {stack}: {path} has {key} = {count}"
         every = set().union(*found.values())
         lacking = [f"{stack}.{number}.{rest}" for number in sorted(found) for rest in sorted(every - found[number])]
         if lacking:
-            faults.add(f"{where} lacks {len(lacking)} parameters that other layers have: {listing(lacking, 5)}")
-    if not layers and count:
-        faults.add(f"{where} holds no layers, and {path} has {key} = {count}")
+            yield f"lacks {len(lacking)} parameters that other layers have: {listing(lacking, 5)}"
 
 
-def _check_embeddings(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str, faults: Faults
-) -> None:
-    expected = {
-        "embeddings.word_embeddings.weight": "vocab_size",
-        "embeddings.position_embeddings.weight": "max_position_embeddings",
-        "embeddings.token_type_embeddings.weight": "type_vocab_size",
-    }
-    for end, key in expected.items():
+def _faults_of_rows(
+    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, known: bool
+) -> Iterator[str]:
+    """Embeddings and heads whose first dimension the config tells."""
+    expected = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items() if known}
+    labelled = any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ())
+    if labelled:
+        labels = config.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+        expected |= dict.fromkeys(_HEADS, (count, f"{count} labels"))
+    for end, (rows, said) in expected.items():
         for name, shape in shapes.items():
-            if name.endswith(end) and isinstance(config.get(key), int) and shape[0] != config[key]:
-                faults.add(f"{where}: {name} has {shape[0]} rows, and {path} has {key} = {config[key]}")
-    if not any(name.endswith("word_embeddings.weight") for name in shapes):
-        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
-
-
-def _check_labels(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str, faults: Faults
-) -> None:
-    kinds = [str(kind) for kind in config.get("architectures") or []]
-    if not any(kind.endswith(_WITH_LABELS) for kind in kinds):
-        return
-    labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-    heads = [name for name in _HEADS if name in shapes]
-    if not heads and config.get("model_type") in _LAYERS:
-        faults.add(f"{where} lacks classifier.weight, which {kinds[0]} of {path} has")
-    for name in heads:
-        if shapes[name][0] != count:
-            faults.add(f"{where}: {name} has {shapes[name][0]} rows, and {path} has {count} labels")
+            if (name == end if end in _HEADS else name.endswith(end)) and isinstance(rows, int) and shape[0] != rows:
+                yield f"has {name} with {shape[0]} rows, and {path} has {said}"
+    if known and not any(name.endswith("word_embeddings.weight") for name in shapes):
+        yield f"lacks embeddings.word_embeddings.weight, which {path} asks for"
+    if known and labelled and not any(head in shapes for head in _HEADS):
+        yield f"lacks classifier.weight, which {config['architectures'][0]} of {path} has"
 
 
 def check_built(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,10 +39,6 @@ class Output:
     stored: TensorIndex
     delta: LoraDelta | None = None
     """What a LoRA adapter adds."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
 
     def dtype(self, wanted: str) -> str:
         """Floating numbers become `wanted`; whole numbers and truth values stay as they are."""
@@ -79,8 +76,8 @@ def _tensors_of(reader: CheckpointReader) -> tuple[dict[str, TensorIndex], dict[
     names = clean_names([*stored, *reader.excluded])
     if not stored:
         raise UserError(f"{reader.path} holds no weights")
-    if len(set(names.values())) < len(names):
-        twice = sorted({name for name in names.values() if list(names.values()).count(name) > 1})
+    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
+    if twice:
         raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
     held = {names[name]: tensor for name, tensor in stored.items()}
     return held, {names[name]: tuple(shape) for name, shape in reader.excluded.items()}
@@ -187,18 +184,17 @@ def is_lora(reader: CheckpointReader) -> bool:
 
 def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
     """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
-    path = folder / ADAPTER_CONFIG if folder else None
-    if path is None or not path.is_file():
+    if folder is None or not (path := folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there: "
             "name the folder that has it with --config_from FOLDER"
         )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
-        raise UserError(f"{path} is not of LoRA: only LoRA adapters can be converted")
+        if content["peft_type"] != "LORA":
+            raise ValueError(f"peft_type {content['peft_type']}")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not of LoRA ({error}): only LoRA adapters can be converted") from None
     return AdapterConfig(path, content)
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ def into_shards(outputs: Iterable[Output], dtype: str, most: int, is_adapter: bo
         names = [ADAPTER if is_adapter else "model.safetensors"]
     shards = []
     for name, group in zip(names, groups, strict=True):
-        tensors = {output.name: (output.dtype(dtype), output.shape) for output in group}
+        tensors = {output.name: (output.dtype(dtype), output.stored.shape) for output in group}
         shards.append(Shard(name, lay_out(tensors, {"format": "pt"}), group))
     return shards
 
@@ -89,14 +89,14 @@ def write_shards(
         UserError: a checksum disagrees, a file is short, or a number does not fit; names the file and the member.
         OSError: a file cannot be written.
     """
+    parts: dict[Member, list[_Part]] = defaultdict(list, {member: [] for member in checked})
     with ExitStack() as stack:
-        files = [_create(folder / shard.name, shard.layout, stack) for shard in shards]
-        targets = [
-            _Target(output, output.dtype(dtype), file, shard.layout.offsets[output.name])
-            for file, shard in zip(files, shards, strict=True)
-            for output in shard.outputs
-        ]
-        read = _transfer(_chunks(targets, checked), progress)
+        for shard in shards:
+            file = _create(folder / shard.name, shard.layout, stack)
+            for output in shard.outputs:
+                for member, part in _parts(output, output.dtype(dtype), file, shard.layout.offsets[output.name]):
+                    parts[member].append(part)
+        read = _transfer(_chunks(parts), progress)
     if len(shards) > 1:
         _write_index(folder, shards, dtype)
     return read
@@ -133,8 +133,8 @@ def _write_index(folder: Path, shards: Sequence[Shard], dtype: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Target:
-    """Where a tensor goes."""
+class _Part:
+    """Bytes of a member that belong to one tensor."""
 
     output: Output
     dtype: str
@@ -143,26 +143,19 @@ class _Target:
     """Descriptor of the open output file."""
     offset: int
     """Of the tensor's first byte in it."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Bytes of a member that belong to one tensor."""
-
     start: int
     """Bytes from the member's beginning."""
     end: int
     first: int
     """Which element of the tensor the part begins with."""
-    target: _Target
 
     def write(self, low: int, numbers: memoryview, buffers: _Buffers) -> None:
         """`numbers`: the member's bytes from `low` on."""
-        output, dtype = self.target.output, self.target.dtype
+        output, dtype = self.output, self.dtype
         element = self.first + (low - self.start) // ITEM_BYTES[output.stored.dtype]
         if output.delta is not None or output.stored.dtype != dtype:
             numbers = converted(output, numbers, dtype, element, buffers.caster)
-        _write_at(self.target.file, numbers, self.target.offset + element * ITEM_BYTES[dtype])
+        _write_at(self.file, numbers, self.offset + element * ITEM_BYTES[dtype])
 
 
 @dataclass
@@ -174,14 +167,8 @@ class _Chunk:
     parts: list[_Part] = field(default_factory=list)
 
 
-def _chunks(targets: Iterable[_Target], checked: Iterable[Member]) -> list[_Chunk]:
+def _chunks(parts: Mapping[Member, list[_Part]]) -> list[_Chunk]:
     """In the order of the files' bytes, so that a disk reads ahead."""
-    parts: dict[Member, list[_Part]] = defaultdict(list)
-    for target in targets:
-        for member, part in _parts(target):
-            parts[member].append(part)
-    for member in checked:
-        parts.setdefault(member, [])
     found = []
     for member in sorted(parts, key=lambda member: (str(member.file), member.offset)):
         chunks = [_Chunk(member, start, min(start + CHUNK, member.size)) for start in range(0, member.size, CHUNK)]
@@ -192,8 +179,8 @@ def _chunks(targets: Iterable[_Target], checked: Iterable[Member]) -> list[_Chun
     return found
 
 
-def _parts(target: _Target) -> Iterator[tuple[Member, _Part]]:
-    stored, first = target.output.stored, 0
+def _parts(output: Output, dtype: str, file: int, offset: int) -> Iterator[tuple[Member, _Part]]:
+    stored, first = output.stored, 0
     item = ITEM_BYTES[stored.dtype]
     if sum(span.count for span in stored.spans) != stored.count:
         raise UserError(f"{stored.name} is not whole in the checkpoint: the output would have a hole")
@@ -203,7 +190,7 @@ def _parts(target: _Target) -> Iterator[tuple[Member, _Part]]:
             where = f"{span.member.name} of {span.member.file}"
             raise UserError(f"{stored.name} does not lie within {where}: the checkpoint is damaged")
         if span.count:
-            yield span.member, _Part(span.start, end, first, target)
+            yield span.member, _Part(output, dtype, file, offset, span.start, end, first)
         first += span.count
 
 
@@ -238,23 +225,35 @@ def _transfer(chunks: list[_Chunk], progress: Callable[[int], object]) -> int:
 
 def _copy(chunk: _Chunk, buffers: _Buffers, stop: threading.Event, progress: Callable[[int], object]) -> int:
     """Does a chunk, and returns the CRC32 of its bytes."""
-    value, file = 0, _open(chunk.member.file)
-    try:
-        for start in range(chunk.start, chunk.end, BLOCK):
-            if stop.is_set():
-                break
-            view = buffers.block[: min(BLOCK, chunk.end - start)]
-            _fill(file, chunk.member, start, view)
-            if chunk.member.crc32 is not None:
-                value = crc32(view, value)
-            for part in chunk.parts:
-                low, high = max(part.start, start), min(part.end, start + len(view))
-                if low < high:
-                    part.write(low, view[low - start : high - start], buffers)
-            progress(len(view))
-    finally:
-        os.close(file)
+    value = 0
+    for start, view in _blocks(chunk, buffers.block):
+        if stop.is_set():
+            break
+        if chunk.member.crc32 is not None:
+            value = crc32(view, value)
+        for part in chunk.parts:
+            low, high = max(part.start, start), min(part.end, start + len(view))
+            if low < high:
+                part.write(low, view[low - start : high - start], buffers)
+        progress(len(view))
     return value
+
+
+def _blocks(chunk: _Chunk, buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """(bytes from the member's beginning, what is there); `buffer` holds one block at a time."""
+    member = chunk.member
+    try:
+        with member.file.open("rb", buffering=0) as file:
+            for start in range(chunk.start, chunk.end, BLOCK):
+                view, done = buffer[: min(BLOCK, chunk.end - start)], 0
+                while done < len(view):
+                    count = os.preadv(file.fileno(), [view[done:]], member.offset + start + done)
+                    if count == 0:
+                        raise UserError(f"{member.file} ends within {member.name}: truncated")
+                    done += count
+                yield start, view
+    except OSError as error:
+        raise UserError(f"cannot read {member.name} of {member.file}: {error.strerror}") from None
 
 
 def _compare_checksum(member: Member, pieces: Iterable[tuple[int, int]]) -> None:
@@ -285,22 +284,3 @@ def converted(output: Output, numbers: memoryview, dtype: str, first: int, caste
             f"{output.stored.name} holds a number that {dtype.lower()} cannot hold, it would become infinite: "
             "use --dtype bf16"
         ) from None
-
-
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _fill(file: int, member: Member, start: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        try:
-            count = os.preadv(file, [view[done:]], member.offset + start + done)
-        except OSError as error:
-            raise UserError(f"cannot read {member.name} of {member.file}: {error.strerror}") from None
-        if count == 0:
-            raise UserError(f"{member.file} ends within {member.name}: truncated")
-        done += count

@@ -12,8 +12,7 @@ the other in the order of `param_shapes`, cut into sub-groups between parameters
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +23,9 @@ from toolkit.checkpoint.reader import ITEM_BYTES, Scalar, Span, TensorIndex
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
+# By parameter name: (rank, first element in that rank's part of the group, elements), in order.
+Pieces = Mapping[str, list[tuple[int, int, int]]]
+_COPY_AGAIN = "they are of different saves; copy the folder again or take another checkpoint"
 
 
 @dataclass
@@ -34,88 +36,27 @@ class Owned:
     kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
 
-    def add(self, name: str, shape: tuple[int, ...], spans: tuple[Span, ...], dtype: str, key: str = "") -> None:
-        stored = TensorIndex(name, shape, dtype, spans)
-        if key:
-            self.kept.setdefault(name, {})[key] = stored
-        else:
-            self.weights[name] = stored
 
-
-class FlatBuffer:
-    """A long one-dimensional buffer of one dtype, in chunks that lie in several files; there may be gaps between."""
-
-    def __init__(self, dtype: str, chunks: Iterable[tuple[int, Span]]) -> None:
-        """`chunks`: (first element, its span), in order."""
-        self.dtype = dtype
-        self.chunks = [(start, span) for start, span in chunks if span.count]
-        self.starts = [start for start, _ in self.chunks]
-
-    @classmethod
-    def of(cls, dtype: str, spans: Iterable[Span]) -> FlatBuffer:
-        """Chunks that follow one another."""
-        chunks, place = [], 0
-        for span in spans:
-            chunks.append((place, span))
-            place += span.count
-        return cls(dtype, chunks)
-
-    @property
-    def count(self) -> int:
-        """Elements that there are."""
-        return sum(span.count for _, span in self.chunks)
-
-    def cut(self, start: int, count: int) -> tuple[Span, ...]:
-        """The spans of elements [start, start + count). Raises LookupError where they are not all there."""
-        spans, item = [], ITEM_BYTES[self.dtype]
-        index = bisect_right(self.starts, start) - 1
-        while count:
-            if not 0 <= index < len(self.chunks):
-                raise LookupError
-            first, span = self.chunks[index]
-            skipped = start - first
-            taken = min(span.count - skipped, count)
-            if skipped < 0 or taken <= 0:
-                raise LookupError
-            spans.append(Span(span.member, span.start + skipped * item, taken))
-            start, count, index = start + taken, count - taken, index + 1
-        return tuple(spans)
-
-
-def shapes_of(files: Files) -> list[Shapes]:
-    """Parameter name -> shape, by group (stage 3: by sub-group). Raises UserError where there are none."""
-    groups = files.model.content.get("param_shapes")
-    if type(groups) is not list or not all(_is_shapes(group) for group in groups):
-        raise UserError(f"{files.model.file}: it has no param_shapes, which say where each parameter lies: damaged?")
+def owned_by_optimizer(files: Files, stage: int) -> Owned:
+    """Masters and optimizer state of the parameters that are trained. Raises UserError where sizes do not add up."""
+    if stage == 3:
+        masters, state, pieces_of = "fp32_flat_groups", "optimizer_state_dict", _pieces_of_stage_3
+    else:
+        masters, state = "single_partition_of_fp32_groups", "base_optimizer_state"
+        pieces_of = _pieces_of_stage_1_or_2
+    owned, groups = Owned(), files.model.content.get("param_shapes") or []  # by sub-group under stage 3
     names = [name for group in groups for name in group]
-    if len(set(names)) < len(names):
-        raise UserError(f"{files.model.file}: its param_shapes name a parameter twice: damaged?")
-    return groups
-
-
-def _is_shapes(group: Any) -> bool:
-    return type(group) is dict and all(type(name) is str and type(shape) is tuple for name, shape in group.items())
-
-
-def owned_by_stage_1_or_2(files: Files) -> Owned:
-    """Masters and optimizer state of the parameters that are trained."""
-    return _owned(files, "single_partition_of_fp32_groups", "base_optimizer_state", _add_group)
-
-
-def owned_by_stage_3(files: Files) -> Owned:
-    """The same for stage 3."""
-    return _owned(files, "fp32_flat_groups", "optimizer_state_dict", _add_sub_group)
-
-
-def _owned(files: Files, masters: str, state: str, add: Callable[..., None]) -> Owned:
-    """`add` puts one flat group of all ranks into what is returned."""
-    owned = Owned()
-    groups = shapes_of(files)
+    if not groups or len(set(names)) < len(names):
+        raise UserError(f"{files.model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
     ranks = [_Rank(opened, masters, state) for opened in files.optimizers]
     for rank in ranks:
-        rank.expect_groups(len(groups), files.model)
+        if len(rank.groups) != len(groups):
+            raise UserError(
+                f"{rank.file} holds {len(rank.groups)} groups and {files.model.file} names parameters of "
+                f"{len(groups)}: {_COPY_AGAIN}"
+            )
     for number, shapes in enumerate(groups):
-        add(owned, ranks, number, shapes)
+        _add_group(owned, ranks, number, shapes, pieces_of(ranks, number, shapes))
     return owned
 
 
@@ -123,8 +64,7 @@ class _Rank:
     """One rank's flat groups and their optimizer state."""
 
     def __init__(self, opened: TorchFile, masters: str, state: str) -> None:
-        self.opened, self.file = opened, opened.file
-        self.content = optimizer_of(opened)
+        self.opened, self.file, self.content = opened, opened.file, optimizer_of(opened)
         groups = self.content.get(masters)
         if type(groups) is not list or not all(type(group) is Tensor for group in groups):
             raise UserError(f"{self.file}: it has no {masters}, the weights: not a ZeRO file, or damaged")
@@ -136,101 +76,65 @@ class _Rank:
         if type(found) is list:  # elastic_checkpoint
             step = self.content.get("base_optimizer_state_step")
             return {number: _with_step(state, step) for number, state in enumerate(found)}
-        if type(found) is not dict or type(found.get("param_groups")) is not list:
+        if not found or not found.get("param_groups"):
             return {}
-        states, numbered = found.get("state", {}), {}
-        for group in found["param_groups"]:
-            for index in group["params"]:
-                if index in states:
-                    numbered[index] = _with_step(states[index], group.get("step"))
-        return numbered
-
-    def expect_groups(self, count: int, model: TorchFile) -> None:
-        if len(self.groups) != count:
-            raise UserError(
-                f"{self.file} holds {len(self.groups)} groups and {model.file} names parameters of {count}: "
-                "they are of different saves; copy the folder again"
-            )
-
-    def master(self, number: int) -> Tensor:
-        return self.groups[number]
+        states = found.get("state", {})
+        indexes = [(index, group.get("step")) for group in found["param_groups"] for index in group["params"]]
+        return {index: _with_step(states[index], step) for index, step in indexes if index in states}
 
     def state_of(self, number: int) -> dict[str, Any]:
         return self.states.get(number, {})
 
-    def span(self, tensor: Tensor, number: int) -> Span:
-        return self.opened.span(tensor, f"group {number}")
+    def part(self, number: int) -> int:
+        """Elements of a group that this rank owns: of the master, and of the padding that was taken off its end."""
+        paddings = self.content.get("group_paddings") if "zero_stage" in self.content else None
+        # BF16_Optimizer leaves them on
+        return self.groups[number].count + (max(0, paddings[number]) if paddings and number < len(paddings) else 0)
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
         """Parameter -> (first element, elements) in this rank's part of a group, where the file says it."""
-        config = self.opened.content.get("ds_config")
-        zero = config.get("zero_optimization") if type(config) is dict else None
-        mappings = self.content.get("param_slice_mappings")
+        zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
+        mappings = self.content.get("param_slice_mappings") or []
         # the mappings of 0.19.8 do not know that round_robin_gradients puts parameters in another order
-        if type(zero) is not dict or zero.get("round_robin_gradients") or type(mappings) is not list:
+        if not zero or zero.get("round_robin_gradients") or number >= len(mappings):
             return {}
-        mapping = mappings[number] if number < len(mappings) else {}
-        return {name: (address.state["start"], address.state["numel"]) for name, address in mapping.items()}
-
-    def padding(self, number: int) -> int:
-        """Elements that were taken off the end of the master."""
-        paddings = self.content.get("group_paddings")
-        if "zero_stage" not in self.content or type(paddings) is not list or len(paddings) <= number:
-            return 0  # BF16_Optimizer leaves them on
-        return int(paddings[number])
+        return {name: (each.state["start"], each.state["numel"]) for name, each in mappings[number].items()}
 
 
 def _with_step(state: dict[str, Any], step: Any) -> dict[str, Any]:
     return state if "step" in state or step is None else {**state, "step": step}
 
 
-# stages 1 and 2
-
-
-def _add_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes) -> None:
-    places, needed = _places(ranks, number, shapes)
-    part = _part(ranks, number)
-    buffers = {"": _flat_buffer(ranks, number, part, lambda rank: rank.master(number))}
-    _check_total(ranks, number, buffers[""].count, needed)
-    for key in _keys(ranks, number, part):
-        buffers[key] = _flat_buffer(ranks, number, part, lambda rank, key=key: rank.state_of(number).get(key))
-    scalars = _scalars(ranks, number)
-    for name, shape in shapes.items():
-        for key, buffer in buffers.items():
-            owned.add(name, shape, _cut(ranks, buffer, places[name], math.prod(shape), name), buffer.dtype, key)
-        owned.scalars[name] = scalars
-    _check_addresses(ranks, number, shapes, places, part)
-
-
-def _places(ranks: list[_Rank], number: int, shapes: Shapes) -> tuple[dict[str, int], int]:
-    """(name -> first element in the flat buffer, elements the buffer must have)."""
-    gaps = ranks[0].content.get("param_alignment_paddings")
-    group = gaps[number] if type(gaps) is list and len(gaps) > number else [0] * len(shapes)
-    if type(group) is not list or len(group) != len(shapes) or not all(type(gap) is int and gap >= 0 for gap in group):
-        raise UserError(f"{ranks[0].file}: its param_alignment_paddings do not fit the parameters: of another save?")
+def _pieces_of_stage_1_or_2(ranks: list[_Rank], number: int, shapes: Shapes) -> Pieces:
+    """Each parameter's place in the flat buffer, cut where a rank's part of the buffer ends."""
+    first, part = ranks[0], ranks[0].part(number)
     for rank in ranks[1:]:
-        if rank.content.get("param_alignment_paddings") != gaps:
-            raise _differs(rank, ranks[0], "param_alignment_paddings")
-    places, place = {}, 0
-    for (name, shape), gap in zip(shapes.items(), group, strict=True):
-        places[name] = place
-        place += math.prod(shape) + gap
-    return places, place
-
-
-def _part(ranks: list[_Rank], number: int) -> int:
-    """Elements of the flat buffer that each rank owns, padding included."""
-    counts = [rank.master(number).count + rank.padding(number) for rank in ranks]
-    for rank, count in zip(ranks, counts, strict=True):
-        if count != counts[0]:
+        if rank.content.get("param_alignment_paddings") != first.content.get("param_alignment_paddings"):
+            raise UserError(f"param_alignment_paddings of {rank.file} and {first.file} differ: {_COPY_AGAIN}")
+        if rank.part(number) != part:
             raise UserError(
-                f"{rank.file} holds {count:,} elements of group {number} and {ranks[0].file} {counts[0]:,}, "
-                "where all ranks have equal parts: they are of different saves; copy the folder again"
+                f"{rank.file} holds {rank.part(number):,} elements of group {number} and {first.file} {part:,}, "
+                f"where all ranks have equal parts: {_COPY_AGAIN}"
             )
-    return counts[0]
+    gaps = first.content.get("param_alignment_paddings")
+    gaps = gaps[number] if type(gaps) is list and number < len(gaps) else [0] * len(shapes)
+    if min(gaps, default=0) < 0:
+        raise ValueError("param_alignment_paddings below 0")
+    pieces, place = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        end = place + math.prod(shape)
+        # one rank too many is noticed when it is read
+        owners = range(place // part, min(-(-end // part), len(ranks) + 1)) if end > place else range(0)
+        cuts = [(order, max(place, order * part), min(end, (order + 1) * part)) for order in owners]
+        pieces[name] = [(order, low - order * part, high - low) for order, low, high in cuts]
+        place = end + gap
+    _check_total(ranks, number, place)
+    _check_addresses(ranks, number, pieces)
+    return pieces
 
 
-def _check_total(ranks: list[_Rank], number: int, found: int, needed: int) -> None:
+def _check_total(ranks: list[_Rank], number: int, needed: int) -> None:
+    found = sum(rank.groups[number].count for rank in ranks)
     # padding of the buffer to a multiple of 2 x world may be left on
     if not needed <= found < needed + 2 * len(ranks):
         raise UserError(
@@ -239,106 +143,81 @@ def _check_total(ranks: list[_Rank], number: int, found: int, needed: int) -> No
         )
 
 
-def _flat_buffer(ranks: list[_Rank], number: int, part: int, tensor_of: Any) -> FlatBuffer:
-    tensors = [tensor_of(rank) for rank in ranks]
-    dtype = next(tensor.dtype for tensor in tensors if type(tensor) is Tensor)
-    chunks = []
-    for order, (rank, tensor) in enumerate(zip(ranks, tensors, strict=True)):
-        if type(tensor) is Tensor:
-            if tensor.dtype != dtype:
-                raise _differs(rank, ranks[0], "dtypes")
-            chunks.append((order * part, rank.span(tensor, number)))
-    return FlatBuffer(dtype, chunks)
-
-
-def _keys(ranks: list[_Rank], number: int, part: int) -> list[str]:
-    """The names of what the optimizer keeps per element, like exp_avg."""
-    keys: dict[str, None] = {}
-    for rank in ranks:
-        for key, value in rank.state_of(number).items():
-            if type(value) is not Tensor or not value.shape:
-                continue
-            if value.shape not in ((part,), rank.master(number).shape):
-                raise UserError(
-                    f"{rank.file}: group {number} has {value.count:,} elements of {key} and {part:,} weights: damaged?"
-                )
-            keys[str(key)] = None
-    return list(keys)
-
-
-def _check_addresses(ranks: list[_Rank], number: int, shapes: Shapes, places: dict[str, int], part: int) -> None:
+def _check_addresses(ranks: list[_Rank], number: int, pieces: Pieces) -> None:
     """Each rank's file also says which part of which parameter it holds: a second opinion on the layout."""
     for order, rank in enumerate(ranks):
-        for name, address in rank.addresses(number).items():
-            begin = max(places.get(name, -1), order * part)
-            end = min(places.get(name, -1) + math.prod(shapes.get(name, ())), (order + 1) * part)
-            if (begin - order * part, end - begin) != address:
+        for name, (start, count) in rank.addresses(number).items():
+            if count and (order, start, count) not in pieces.get(name, []):
                 raise UserError(
                     f"{rank.file}: it has {name} in another place than the parameters of the model file say: "
-                    "they are of different saves; copy the folder again or take another checkpoint"
+                    f"{_COPY_AGAIN}"
                 )
 
 
-# stage 3
-
-
-def _add_sub_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes) -> None:
-    world = len(ranks)
-    parts = {name: -(-math.prod(shape) // world) for name, shape in shapes.items()}
-    needed = sum(parts.values())
-    for rank in ranks:
-        _check_sub_group(rank, number, needed)
-    keys = ["", *_keys(ranks, number, needed)]
-    buffers = {key: [_rank_buffer(rank, number, key) for rank in ranks] for key in keys}
-    scalars, place = _scalars(ranks, number), 0
+def _pieces_of_stage_3(ranks: list[_Rank], number: int, shapes: Shapes) -> Pieces:
+    """Each parameter's equal parts, the last ones without their padding."""
+    pieces, place = {}, 0
     for name, shape in shapes.items():
-        for key in keys:
-            spans = tuple(_stage_3_spans(ranks, buffers[key], place, parts[name], math.prod(shape), name))
-            owned.add(name, shape, spans, buffers[key][0].dtype, key)
-        owned.scalars[name] = scalars
-        place += parts[name]
+        count = math.prod(shape)
+        part = -(-count // len(ranks))
+        cuts = [(order, place, min(part, count - order * part)) for order in range(len(ranks))]
+        pieces[name] = [cut for cut in cuts if cut[2] > 0]
+        place += part
+    for rank in ranks:
+        if (found := rank.groups[number].count) != place:
+            swapped = (rank.file.parent / "offloaded_tensors").is_dir()
+            why = (
+                "the optimizer was offloaded to NVMe, whose swap files are not read: load the checkpoint in the run "
+                "that wrote it and save it with offload_optimizer on cpu"
+            )
+            raise UserError(
+                f"{rank.file} holds {found:,} elements in sub-group {number} where its parameters need {place:,}: "
+                + (why if swapped else _COPY_AGAIN)
+            )
+    return pieces
 
 
-def _check_sub_group(rank: _Rank, number: int, needed: int) -> None:
-    found = rank.master(number).count
-    if found == needed:
-        return
-    swapped = (rank.file.parent / "offloaded_tensors").is_dir()
-    why = (
-        "the optimizer was offloaded to NVMe, whose swap files are not read: load the checkpoint in the run that "
-        "wrote it and save it with offload_optimizer on cpu"
-        if swapped
-        else "they are of different saves, or one is damaged"
-    )
-    raise UserError(
-        f"{rank.file} holds {found:,} elements in sub-group {number} where its parameters need {needed:,}: {why}"
-    )
+def _add_group(owned: Owned, ranks: list[_Rank], number: int, shapes: Shapes, pieces: Pieces) -> None:
+    keys = [key for rank in ranks for key, value in rank.state_of(number).items() if type(value) is Tensor]
+    masters = [rank.groups[number] for rank in ranks]
+    buffers = {"": masters} | {key: [rank.state_of(number).get(key) for rank in ranks] for key in keys}
+    for key, tensors in buffers.items():
+        if not any(type(tensor) is Tensor and tensor.shape for tensor in tensors):
+            continue  # a scalar
+        dtype, spans = _flat(ranks, number, key, tensors)
+        for name, shape in shapes.items():
+            stored = TensorIndex(name, shape, dtype, tuple(_cut(ranks, spans, dtype, name, pieces[name])))
+            if key:
+                owned.kept.setdefault(name, {})[key] = stored
+            else:
+                owned.weights[name] = stored
+    owned.scalars.update(dict.fromkeys(shapes, _scalars(ranks, number)))
 
 
-def _rank_buffer(rank: _Rank, number: int, key: str) -> FlatBuffer:
-    tensor = rank.state_of(number).get(key) if key else rank.master(number)
-    if type(tensor) is not Tensor:
-        raise UserError(f"{rank.file}: it lacks {key} of sub-group {number}, which other ranks have: of another save?")
-    return FlatBuffer.of(tensor.dtype, [rank.span(tensor, number)])
+def _flat(ranks: list[_Rank], number: int, key: str, tensors: list[Any]) -> tuple[str, list[Span | None]]:
+    """(dtype, each rank's span) of a flat buffer; None where a rank has nothing, as its part is padding."""
+    spans: list[Span | None] = []
+    for rank, tensor in zip(ranks, tensors, strict=True):
+        if type(tensor) is Tensor and tensor.shape not in ((rank.part(number),), rank.groups[number].shape):
+            raise UserError(
+                f"{rank.file}: group {number} has {tensor.count:,} elements of {key} and {rank.part(number):,} "
+                "weights: damaged?"
+            )
+        spans.append(rank.opened.span(tensor, f"group {number}") if type(tensor) is Tensor else None)
+    dtypes = sorted({tensor.dtype for tensor in tensors if type(tensor) is Tensor})
+    if len(dtypes) > 1:
+        raise UserError(f"{ranks[0].file} and its siblings hold group {number} in {dtypes}: {_COPY_AGAIN}")
+    return dtypes[0], spans
 
 
-def _stage_3_spans(
-    ranks: list[_Rank], buffers: list[FlatBuffer], place: int, part: int, count: int, name: str
+def _cut(
+    ranks: list[_Rank], spans: list[Span | None], dtype: str, name: str, pieces: list[tuple[int, int, int]]
 ) -> Iterator[Span]:
-    for order, buffer in enumerate(buffers):
-        yield from _cut(ranks, buffer, place, max(0, min(part, count - order * part)), name)
-
-
-# both
-
-
-def _cut(ranks: list[_Rank], buffer: FlatBuffer, start: int, count: int, name: str) -> tuple[Span, ...]:
-    try:
-        return buffer.cut(start, count)
-    except LookupError:
-        raise UserError(
-            f"{ranks[0].file} and its siblings do not hold all of {name}: they are of different saves, or damaged"
-        ) from None
+    for order, start, count in pieces:
+        span = spans[order] if order < len(spans) else None
+        if span is None or start + count > span.count:
+            raise UserError(f"{ranks[0].file} and its siblings do not hold all of {name}: {_COPY_AGAIN}")
+        yield Span(span.member, span.start + start * ITEM_BYTES[dtype], count)
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
@@ -366,11 +245,7 @@ def _agreed(key: str, scalars: list[tuple[_Rank, Scalar]]) -> Scalar:
         if key == "step" and other.value != one.value:
             raise UserError(
                 f"{rank.file} is of optimizer step {other.value:g} and {first.file} of step {one.value:g}: "
-                "they are of different saves; copy the folder again or take another checkpoint"
+                f"{_COPY_AGAIN}"
             )
     values = tuple(scalar.value for _, scalar in scalars)
     return one if len(set(values)) == 1 else Scalar(values, one.dtype)
-
-
-def _differs(rank: _Rank, first: _Rank, what: str) -> UserError:
-    return UserError(f"{rank.file} is of another save than {first.file}: their {what} differ; copy the folder again")

@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
-from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, split_state
 from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
 SHARDED = "pytorch_model_fsdp_0"
-_METADATA = ".metadata"
+
+# (shape, [(offsets, sizes)]) of a tensor, and (tensor, offsets of a chunk) -> (file, first byte, bytes).
+_Chunks = tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+_Places = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 
 
 def is_fsdp_folder(folder: Path) -> bool:
@@ -45,51 +46,30 @@ def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
         )
     if not weights:
         raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
-    kept, scalars = _optimizer_state(state, weights)
+    entries = ((*key.rpartition(".")[::2], stored) for key, stored in state.items())
+    kept, scalars = split_state((entry for entry in entries if entry[0] in weights), weights)
+    writers = {span.member.file for stored in weights.values() for span in stored.spans}
     return CheckpointReader(
         path=path,
         strategy="fsdp2",
-        world=len(list(folder.glob("random_states_*.pkl"))) or _writers(weights),
+        world=len(list(folder.glob("random_states_*.pkl"))) or max(1, len(writers)),
         step=None,
         weights=weights,
         tied=tied,
         optimizer_state=kept,
         optimizer_scalars=scalars,
-        engine_dtype=main_dtype(weights.values()),
+        engine_dtype=main_dtype(stored.dtype for stored in weights.values()),
         model_folder=folder if (folder / "config.json").is_file() else None,
         details={"sharded": (folder / SHARDED).is_dir()},
     )
 
 
-def _writers(weights: Mapping[str, TensorIndex]) -> int:
-    return max(1, len({span.member.file for stored in weights.values() for span in stored.spans}))
-
-
-def _optimizer_state(
-    state: Mapping[str, TensorIndex], weights: Mapping[str, TensorIndex]
-) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
-    """Of `NAME.exp_avg`, `NAME.step`, ... those whose name and shape are a weight's."""
-    kept: dict[str, dict[str, TensorIndex]] = {}
-    scalars: dict[str, dict[str, Scalar]] = {}
-    for key, stored in state.items():
-        name, _, kind = key.rpartition(".")
-        if name in weights and (kind == "step" or (not stored.shape and weights[name].shape)) and stored.count == 1:
-            scalars.setdefault(name, {})[kind] = Scalar(stored.number(), stored.dtype)
-        elif name in weights and stored.shape == weights[name].shape:
-            kept.setdefault(name, {})[kind] = TensorIndex(name, stored.shape, stored.dtype, stored.spans)
-    return kept, scalars
-
-
 def _optimizer(file: Path) -> dict[str, TensorIndex]:
     """`NAME.exp_avg`, ... of a whole optimizer, whose state FSDP keeps by name."""
     opened = open_torch_file(file)
-    state = opened.content.get("state") if type(opened.content) is dict else None
-    if type(state) is not dict:
-        raise UserError(f"{file}: it has no state of an optimizer; copy the folder again")
     return {
         f"{name}.{kind}": opened.stored(f"{name}.{kind}", value)
-        for name, kinds in state.items()
-        if type(name) is str and type(kinds) is dict
+        for name, kinds in opened.content["state"].items()
         for kind, value in kinds.items()
         if type(value) is Tensor
     }
@@ -98,18 +78,9 @@ def _optimizer(file: Path) -> dict[str, TensorIndex]:
 # torch.distributed.checkpoint
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a chunk lies: `length` bytes of `file` from `offset` on."""
-
-    file: Path
-    offset: int
-    length: int
-
-
 def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     """The tensors whose names begin with `prefix`, without it."""
-    metadata = folder / _METADATA
+    metadata = folder / ".metadata"
     if not metadata.is_file():
         raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
     if metadata.stat().st_size > MOST_BYTES:
@@ -118,85 +89,59 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
         content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
         tensors = {
-            name: _chunks(entry.state)
+            name: _chunks(entry)
             for name, entry in content["state_dict_metadata"].items()
-            if entry.name.endswith(".TensorStorageMetadata")
+            if entry.name.endswith(".TensorStorageMetadata") and name.startswith(prefix)
         }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return {name.removeprefix(prefix): _joined(name, prefix, *tensors[name], places) for name in tensors}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{metadata} is damaged, or of a version that is not known ({type(error).__name__}: {error})"
         ) from None
-    return {
-        name.removeprefix(prefix): _stored(metadata, name, prefix, shape, chunks, places)
-        for name, (shape, chunks) in tensors.items()
-        if name.startswith(prefix)
-    }
 
 
-_Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+def _chunks(entry: Inert) -> _Chunks:
+    chunks = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in entry.state["chunks"]]
+    return entry.state["size"], sorted(chunk for chunk in chunks if math.prod(chunk[1]))
 
 
-def _chunks(state: Mapping[str, Any]) -> tuple[tuple[int, ...], list[_Chunk]]:
-    """(shape, [(offsets, sizes)]) of a tensor."""
-    shape = state["size"]
-    chunks = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in state["chunks"]]
-    if any(len(part) != len(shape) for chunk in chunks for part in chunk):
-        raise ValueError("a chunk of another number of dimensions than its tensor")
-    return shape, chunks
-
-
-def _places(folder: Path, storage: Mapping[Inert, Inert]) -> dict[tuple[str, tuple[int, ...]], _Place]:
-    """(tensor, offsets of a chunk) -> where it lies."""
-    places: dict[tuple[str, tuple[int, ...]], _Place] = {}
+def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
+    places = {}
     for index, info in storage.items():
         name = info.state["relative_path"]
         if Path(name).name != name or info.state.get("transform_descriptors"):
             raise ValueError(f"a shard {name} that is elsewhere or compressed")
-        place = _Place(folder / name, info.state["offset"], info.state["length"])
-        places[index.state["fqn"], tuple(index.state.get("offset") or ())] = place
-    _refuse_missing(folder, sorted({place.file for place in places.values() if not place.file.is_file()}))
+        key = index.state["fqn"], tuple(index.state.get("offset") or ())
+        places[key] = folder / name, info.state["offset"], info.state["length"]
+    if missing := sorted({file for file, _, _ in places.values() if not file.is_file()}):
+        path = shlex.quote(str(folder.resolve()))
+        raise UserError(
+            f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
+            "share no disk each has the files of its own processes (__RANK_...), to be brought together here: "
+            f"`rsync -a OTHER_MACHINE:{path}/ {path}/`"
+        )
     return places
 
 
-def _refuse_missing(folder: Path, missing: list[Path]) -> None:
-    """`__1_0.distcp` is of rank 1."""
-    if not missing:
-        return
-    path = shlex.quote(str(folder.resolve()))
-    raise UserError(
-        f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
-        "share no disk each has the files of its own processes (__RANK_...), to be brought together here: "
-        f"`rsync -a OTHER_MACHINE:{path}/ {path}/`"
-    )
-
-
-def _stored(
-    metadata: Path,
+def _joined(
     name: str,
     prefix: str,
     shape: tuple[int, ...],
-    chunks: list[_Chunk],
-    places: Mapping[tuple[str, tuple[int, ...]], _Place],
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]],
+    places: _Places,
 ) -> TensorIndex:
-    if not all(offsets[1:] == (0,) * len(offsets[1:]) and sizes[1:] == shape[1:] for offsets, sizes in chunks):
-        raise UserError(f"{metadata}: {name} is sharded along other dimensions than the first, which is not supported")
+    """The whole of a tensor from its chunks. Raises ValueError unless each element is there once."""
     spans, dtypes, rows = [], set(), 0
-    for offsets, sizes in sorted(chunk for chunk in chunks if math.prod(chunk[1])):
-        if offsets and offsets[0] != rows:
-            break
-        span, dtype = _open_chunk(metadata, name, sizes, places.get((name, offsets)))
-        spans.append(span)
-        dtypes.add(dtype)
+    for offsets, sizes in chunks:
+        if offsets != (rows, *[0] * (len(shape) - 1))[: len(shape)] or sizes[1:] != shape[1:]:
+            raise ValueError(f"{name} has holes, or is sharded along other dimensions than the first")
+        file, start, length = places[name, offsets]
+        opened = open_torch_file(file, start=start, size=length)
+        if type(opened.content) is not Tensor or opened.content.shape != sizes:
+            raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
+        spans.append(opened.span(opened.content, name))
+        dtypes.add(opened.content.dtype)
         rows += sizes[0] if sizes else 1
     if sum(span.count for span in spans) != math.prod(shape) or len(dtypes) > 1:
-        raise UserError(f"{metadata}: the chunks of {name} do not make its shape {list(shape)}: damaged")
+        raise ValueError(f"the chunks of {name} do not make its shape {list(shape)}")
     return TensorIndex(name.removeprefix(prefix), shape, next(iter(dtypes), "F32"), tuple(spans))
-
-
-def _open_chunk(metadata: Path, name: str, sizes: tuple[int, ...], place: _Place | None) -> tuple[Span, str]:
-    if place is None:
-        raise UserError(f"{metadata}: it does not say where a chunk of {name} lies: damaged")
-    opened = open_torch_file(place.file, start=place.offset, size=place.length)
-    if type(opened.content) is not Tensor or opened.content.shape != sizes:
-        raise UserError(f"{place.file}: at byte {place.offset} it has something else than a chunk of {name}: damaged")
-    return opened.span(opened.content, name), opened.content.dtype

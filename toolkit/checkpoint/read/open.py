@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolkit.checkpoint.folder import MANIFEST, step_number
+from toolkit.checkpoint.folder import MANIFEST, complete, step_number
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.fsdp_reader import is_fsdp_folder, open_fsdp
-from toolkit.checkpoint.read.run_reader import newest_complete, open_run_checkpoint
+from toolkit.checkpoint.read.run_reader import open_run_checkpoint
 from toolkit.checkpoint.read.weights_reader import has_weights, open_weights
 from toolkit.checkpoint.reader import CheckpointReader
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, listing
 
 _EXPECTED = (
     "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint or of accelerator.save_state, or a Hugging Face "
@@ -34,7 +34,14 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     try:
         if not path.is_dir():
             raise UserError(_not_a_folder(path))
-        return _open(path)
+        reader = _open(path)
+        most = max(reader.step_counts().values(), default=0)
+        if reader.step is not None and most > reader.step:
+            raise UserError(
+                f"{path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}: files of two "
+                "checkpoints are mixed; copy it again or take another one"
+            )
+        return reader
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
@@ -51,15 +58,16 @@ def _open(path: Path) -> CheckpointReader:
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent))
     for checkpoints in (path / "checkpoints", path):
-        if checkpoints.is_dir() and (newest := newest_complete(checkpoints)):
-            return open_run_checkpoint(path, newest)
+        if checkpoints.is_dir() and (found := complete(checkpoints)):
+            return open_run_checkpoint(path, found[0])  # the newest
     if tag := find_tag_folder(path):
         return open_deepspeed(path, tag, _model_folder(path))
     if is_fsdp_folder(path):
         return open_fsdp(path, path)
     if has_weights(path):
         return open_weights(path, path)
-    raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {_content(path)}")
+    names = sorted(entry.name for entry in path.iterdir())
+    raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
 
 
 def _refuse_universal(path: Path) -> None:
@@ -80,10 +88,3 @@ def _not_a_folder(path: Path) -> str:
     beside = path.parent
     names = [entry.name for entry in beside.iterdir()] if beside.is_dir() else []
     return f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}"
-
-
-def _content(path: Path) -> str:
-    names = sorted(entry.name for entry in path.iterdir())
-    if not names:
-        return "nothing"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

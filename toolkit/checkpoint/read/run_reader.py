@@ -11,21 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksum import crc32_by_parts
-from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, half_of, read_manifest
+from toolkit.checkpoint.folder import MANIFEST, fault_of, half_of, read_manifest
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.torch_file import zip_members
-from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex, split_state
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
 _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
-
-
-def newest_complete(checkpoints: Path) -> Path | None:
-    """The checkpoint whose manifest was written last, in a run's folder of checkpoints: the one that
-    `--resume auto` takes."""
-    return next(iter(complete(checkpoints)), None)
 
 
 def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
@@ -41,17 +35,16 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     _refuse_foreign_files(folder, manifest)
     state = manifest.get("state")
-    if state == "deepspeed":
-        reader = _deepspeed(path, folder)
-    elif state in ("whole", "slices"):
-        reader = (_open_whole if state == "whole" else _open_sharded)(path, folder, manifest)
+    if state == "whole":
+        reader = _open_whole(path, folder, manifest)
+    elif state == "slices":
+        reader = _open_sharded(path, folder, manifest)
+    elif state == "deepspeed" and (tag := find_tag_folder(folder)):
+        reader = open_deepspeed(path, tag)
     else:
-        raise UserError(f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed")
-    most, step = max(reader.step_counts().values(), default=0), manifest.get("step")
-    if isinstance(step, int) and most > step:
         raise UserError(
-            f"{folder / MANIFEST} is of optimizer step {step} and the optimizer's state of step {most:g}: "
-            "files of two checkpoints are mixed; copy the checkpoint again or take another one"
+            f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed, or the files of it are "
+            "missing: copy the checkpoint again"
         )
     return _as_the_manifest_says(reader, folder, manifest)
 
@@ -96,87 +89,80 @@ def _as_the_manifest_says(reader: CheckpointReader, folder: Path, manifest: Mapp
     )
 
 
-def _deepspeed(path: Path, folder: Path) -> CheckpointReader:
-    tag = find_tag_folder(folder)
-    if tag is None:
-        raise UserError(f"{folder} holds no folder of DeepSpeed's files: copy the checkpoint again")
-    return open_deepspeed(path, tag)
-
-
-# one file of whole tensors
+# one file of whole tensors, or a file of shards per process
 
 
 def _open_whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
-    weights = read_header(folder / "weights.safetensors").tensors
+    tensors = read_header(folder / "weights.safetensors").tensors
     optimizer = folder / "optimizer.safetensors"
     state = read_header(optimizer) if optimizer.is_file() else Header({}, {})
-    return _reader(path, manifest, weights, state.tensors, _numbers(optimizer, state))
+    named = set(manifest.get("buffers") or ())
+    weights = {name: stored for name, stored in tensors.items() if name not in named}
+    buffers = {name: stored for name, stored in tensors.items() if name in named}
+    return _reader(path, manifest, weights, buffers, state.tensors, _table(optimizer, state, "numbers"))
 
 
 def _reader(
     path: Path,
     manifest: Mapping[str, Any],
-    tensors: Mapping[str, TensorIndex],
+    weights: Mapping[str, TensorIndex],
+    buffers: Mapping[str, TensorIndex],
     state: Mapping[str, TensorIndex],
     numbers: Mapping[str, Mapping[str, Any]],
 ) -> CheckpointReader:
-    kept: dict[str, dict[str, TensorIndex]] = {}
-    scalars = {name: {key: Scalar(value) for key, value in found.items()} for name, found in numbers.items()}
-    for entry, stored in state.items():
-        key, _, name = entry.partition(".")
-        if key == "step" or (not stored.shape and tensors[name].shape):
-            scalars.setdefault(name, {})[key] = Scalar(stored.number(), stored.dtype)
-        else:
-            kept.setdefault(name, {})[key] = dataclasses.replace(stored, name=name)
-    named = set(manifest.get("buffers") or ())
+    """`state`: by `KEY.PARAMETER`; `numbers`: parameter -> what the optimizer keeps of it that is no tensor."""
+    entries = ((*entry.partition("."), stored) for entry, stored in state.items())
+    kept, scalars = split_state(((name, key, stored) for key, _, name, stored in entries), weights)
+    for name, found in numbers.items():
+        scalars[name] = {key: Scalar(value) for key, value in found.items()} | scalars.get(name, {})
     return CheckpointReader(
         path=path,
         strategy="single",
         world=1,
         step=None,
-        weights={name: stored for name, stored in tensors.items() if name not in named},
-        buffers={name: stored for name, stored in tensors.items() if name in named},
+        weights=weights,
+        buffers=buffers,
         optimizer_state=kept,
         optimizer_scalars=scalars,
         engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
     )
 
 
-# a file of shards per process
-
-
 def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     files = sorted(folder.glob("slices-rank-*.safetensors"))
-    world = manifest.get("world")
-    if len(files) != world:
-        raise UserError(f"{folder} holds {len(files)} files of slices and was written by {world} processes")
+    if len(files) != manifest.get("world"):
+        raise UserError(
+            f"{folder} holds {len(files)} files of slices and was written by {manifest.get('world')} processes"
+        )
     parts: dict[str, list[tuple[int, tuple[int, ...], TensorIndex]]] = defaultdict(list)
     scalars: dict[str, TensorIndex] = {}
     numbers: dict[str, Any] = {}
     for file in files:
         header = read_header(file)
-        places = _places(file, header)
-        numbers |= _numbers(file, header)
+        numbers |= _table(file, header, "numbers")
+        places = _table(file, header, "slices")
         for key, stored in header.tensors.items():
-            start, shape = places.get(key, (0, ()))
-            if shape or key.startswith(("weight.", "buffer.")):
-                parts[key].append((start, shape, stored))
+            place = places.get(key, {"shape": [], "start": 0}) if key.startswith("step.") else places[key]
+            if place["shape"] or key.startswith(("weight.", "buffer.")):
+                parts[key].append((int(place["start"]), tuple(map(int, place["shape"])), stored))
             else:
                 _check_scalar(key, scalars.setdefault(key, stored), stored)
     whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
+    weights, buffers = (
+        {stored.name: stored for key, stored in whole.items() if key.startswith(kind)}
+        for kind in ("weight.", "buffer.")
+    )
     state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
-    weights = _named(whole, "weight.")
-    scalars = {key: dataclasses.replace(stored, shape=()) for key, stored in scalars.items()}
-    reader = _reader(path, manifest, weights, {**state, **scalars}, numbers)
-    return dataclasses.replace(reader, weights=weights, buffers=_named(whole, "buffer."))
+    state |= {key: dataclasses.replace(stored, shape=()) for key, stored in scalars.items()}
+    return _reader(path, manifest, weights, buffers, state, numbers)
 
 
-def _numbers(file: Path, header: Header) -> dict[str, dict[str, Any]]:
-    """Parameter -> what the optimizer keeps of it that is no tensor."""
+def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
+    """A table by names that we wrote into a header."""
     try:
-        return {name: dict(found) for name, found in json.loads(header.metadata.get("numbers", "{}")).items()}
+        return {key: dict(found) for key, found in json.loads(header.metadata.get(name, "{}")).items()}
     except (ValueError, TypeError, AttributeError):
-        raise UserError(f"{file}: the optimizer's numbers in its header cannot be read: damaged") from None
+        raise UserError(f"{file}: the table of {name} in its header cannot be read: damaged") from None
 
 
 def _check_scalar(key: str, first: TensorIndex, other: TensorIndex) -> None:
@@ -186,23 +172,6 @@ def _check_scalar(key: str, first: TensorIndex, other: TensorIndex) -> None:
             f"{other.spans[0].member.file} is of {what} {other.number()} and {first.spans[0].member.file} of "
             f"{what} {first.number()}: they are of different saves; copy the checkpoint again or take another one"
         )
-
-
-def _named(whole: Mapping[str, TensorIndex], prefix: str) -> dict[str, TensorIndex]:
-    return {stored.name: stored for key, stored in whole.items() if key.startswith(prefix)}
-
-
-def _places(file: Path, header: Header) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Tensor -> (its first element, the whole tensor's shape)."""
-    try:
-        said = json.loads(header.metadata.get("slices", "{}"))
-        places = {key: (int(place["start"]), tuple(map(int, place["shape"]))) for key, place in said.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"{file}: the table of slices in its header cannot be read: damaged") from None
-    missing = next((key for key in header.tensors if key not in places and not key.startswith("step.")), None)
-    if missing:
-        raise UserError(f"{file}: its header does not say which slice of {missing} it holds: damaged")
-    return places
 
 
 def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], TensorIndex]]) -> TensorIndex:
