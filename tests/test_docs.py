@@ -19,7 +19,8 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "num_gpus", "nproc_per_node", "ntasks", "nnodes", "no", "name", "help", "logdir", "rounds", "samples",
           "write", "ntasks-per-node", "no-deps", "signal", "machines", "max_restarts", "rendezvous_timeout",
           "ddp_timeout", "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
-          "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export"}  # fmt: skip
+          "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export",
+          "peers", "token", "timeout", "gamma"}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
