@@ -39,9 +39,8 @@ def main() -> None:
     tokenizer = load_tokenizer(long)
     model: Any = load_title_model(settings, long, generation, tokenizer, LONGEST, seed=1)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
-    align_strategy(
-        accelerator, model, training, make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
-    )
+    schedule = make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
+    align_strategy(accelerator, model, optimizer, training, schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     @torch.no_grad()
