@@ -9,7 +9,7 @@ CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null |
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-latest lint benchmark clean
+.PHONY: install demo test test-all test-faults test-latest audit lint benchmark clean
 
 install: $(INSTALLED)
 
@@ -31,9 +31,18 @@ test: install lint
 test-all: install lint
 	$(BIN)/python -m pytest -m ""
 
+# Breaks runs in every way they must survive, and writes docs/faults.md.
+test-faults: install
+	$(BIN)/python -m pytest -m "" --faults docs/faults.md
+
 # The fast tests on the newest versions of everything else, in an environment of its own; prints what broke.
 test-latest:
 	$(PYTHON) tests/latest.py --torch '$(TORCH)'
+
+# Known vulnerabilities of what is installed.
+audit: install
+	$(BIN)/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3'
+	$(BIN)/python tests/audit.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -29,6 +29,7 @@ os.environ.update(
 )
 
 REPOSITORY = Path(__file__).parent.parent
+pytest_plugins = ["tests.faults"]
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
 _WORDS = ("good", "bad", "film", "book", "very", "the", "and", "not", "room", "price", "service", "story", "dull",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Fault
 from tests.runs import Finished, Server, recipe
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
@@ -83,14 +84,17 @@ def assert_one_line(finished: Finished, says: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name: str, tmp_path: Path, tiny_model: Path, server: Server) -> None:
+def test_one_process(name: str, tmp_path: Path, tiny_model: Path, server: Server, fault: Fault) -> None:
     arguments = arguments_of(CASES[name], tmp_path, tiny_model)
     if name in IN_A_PROCESS:
-        assert_one_line(recipe(*arguments), CASES[name].says)
+        finished = recipe(*arguments)
+        assert_one_line(finished, CASES[name].says)
+        told = finished.err
     else:
         told = server.fail(*arguments)
         assert not [words for words in CASES[name].says if words not in told], told
     assert not (tmp_path / "run").exists()
+    fault(f"bad input: {name}", told)
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.faults import Fault
 from tests.runs import ROOT, WAYS, Finished, environment, lines_of, recipe
 
 STEPS = 12
@@ -125,14 +126,16 @@ def _kill(target: str, launcher: int, chosen: random.Random) -> None:
 
 def _kill_at_random(
     way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], folder: Path
-) -> None:
+) -> str:
+    """What was on the screen when it was killed."""
     expected = undisturbed[way]  # made before the clock runs
-    _start_and_kill(way, target, seed, settings, folder)
+    saw = _start_and_kill(way, target, seed, settings, folder)
     resume_until_done(settings, folder, way)
     assert_same_run(folder, expected)
+    return saw
 
 
-def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> None:
+def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> str:
     chosen = random.Random(f"{way} {target} {seed}")
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]
     process = _start(command)
@@ -147,7 +150,7 @@ def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folde
         _kill(target, process.pid, chosen)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    return process.communicate(timeout=60)[0]
 
 
 TARGETS = ("one rank", "all ranks", "the launcher")
@@ -156,8 +159,11 @@ TARGETS = ("one rank", "all ranks", "the launcher")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
                                              ("zero3 x2", "the launcher")])  # fmt: skip
-def test_at_random(way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path) -> None:
-    _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
+def test_at_random(
+    way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path, fault: Fault
+) -> None:
+    saw = _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
+    fault(f"kill -9 of {target} ({way})", saw, "the steps since the last checkpoint; the same command goes on exactly")
 
 
 @pytest.mark.slow

@@ -1,0 +1,88 @@
+"""The fault table: what a user sees, and what is lost, when a run is broken in a way that it must survive.
+
+    make test-faults          # runs every test that breaks something, and writes docs/faults.md
+
+A test that breaks something takes the fixture `fault` and calls `fault(what, saw, lost)` with what it has seen; the
+row holds those words and the seconds the test took. A test that fails leaves a row that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Fault = Callable[..., None]
+PAGE = """# What happens when something breaks
+
+Each row is a test that broke a run (or its input) in that way; `make test-faults` runs them and writes this page.
+Seconds are those of the whole test on {cores} CPU cores, its starts of Python and its second run included.
+{count} faults; {versions}.
+
+| fault | what the user sees | what is lost | seconds |
+|---|---|---|---|
+{rows}
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", type=Path, help="run the tests that break something, and write their table to FILE")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    if config.getoption("--faults"):
+        chosen = [item for item in items if "fault" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
+
+
+@pytest.fixture
+def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Fault:
+    """`fault(what, saw, lost)`: a row of the table. `saw` is the line that the user got, word for word."""
+
+    def add(what: str, saw: str, lost: str = "nothing") -> None:
+        lines = saw.strip().splitlines()
+        first = next((place for place, line in enumerate(lines) if "error: " in line), len(lines) - 1)
+        line = " ".join(map(str.strip, lines[first:] if lines[first].endswith(":") else [lines[first]]))
+        for path, name in ((str(tmp_path), "DIR"), (str(Path.cwd()), "HERE"), (platform.node(), "HOST")):
+            line = line.replace(path, name)
+        request.node.user_properties.append(("fault", (what, re.sub(r"^.*?(\[rank|error: )", r"\1", line), lost)))
+
+    return add
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Iterator[None]:
+    yield
+    page = config.getoption("--faults")
+    if not page:
+        return
+    rows = []
+    for outcome in ("passed", "failed", "error"):
+        for report in terminalreporter.stats.get(outcome, []):
+            found = [value for name, value in report.user_properties if name == "fault"]
+            if outcome != "passed":
+                found = found or [(report.nodeid, "", "")]
+                found = [(what, f"**the test {outcome}**", "unknown") for what, *_ in found]
+            rows += [(*row, f"{report.duration:.1f}") for row in found]
+    page.write_text(
+        PAGE.format(count=len(rows), cores=os.cpu_count(), versions=_versions(), rows="\n".join(map(_row, rows))),
+        "utf-8",
+    )
+    terminalreporter.write_line(f"{len(rows)} faults: {page}")
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    what, saw, lost, seconds = (cell.replace("|", "\\|") for cell in cells)
+    return f"| {what} | {f'`{saw}`' if saw and not saw.startswith('**') else saw} | {lost} | {seconds} |"
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "deepspeed", "transformers"))
