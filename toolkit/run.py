@@ -168,7 +168,7 @@ class Run:
         from toolkit.report.html import write_report
 
         split = self.data.test if self.data.test and evaluation.split == "test" else self.data.validation
-        write_card(self.folder.model, self.folder.path, self.settings, self.data, evaluation)
+        write_card(self.folder.model, self.folder.path, evaluation)
         write_report(self.folder.path, evaluation, split.texts())
         for line in self._summary(evaluation):
             print(line, file=sys.stderr, flush=True)

@@ -1,17 +1,30 @@
-"""toolkit/report/curves.py: what a curve keeps of its numbers."""
+"""toolkit/report/curves.py: curves of any length stay small, and keep what stands out."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
-import pytest
 
-from toolkit.report.curves import smoothed
+from tests.report.made import make_run, write_lines
+from toolkit.data.labels import Labels
+from toolkit.report import curves
+from toolkit.report.record import Record
 
 
-@pytest.mark.parametrize("window", [2, 5, 40])
-def test_smoothed_is_the_mean_around(window: int) -> None:
-    values = np.random.default_rng(0).normal(size=30)
-    values[[3, 17]] = np.nan
-    half = window // 2
-    around = [np.nanmean(values[max(0, place - half) : place + half + 1]) for place in range(30)]
-    np.testing.assert_allclose(smoothed(values, window), around)
+def test_a_long_noisy_curve_is_small_and_its_spike_is_told(tmp_path: Path) -> None:
+    numbers = {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "own": 2.0}
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    last = make_run(tmp_path / "run", labels, [], numbers)
+    losses = np.random.default_rng(0).lognormal(size=20_000)
+    losses[7], losses[9] = 999.0, np.inf
+    write_lines(tmp_path / "run" / "metrics.jsonl", [
+        {"step": step, "loss": loss, "learning_rate": 1e-5, "grad_norm": 1.0, "samples_per_second": 9.0,
+         "peak_memory_bytes": 2**30} for step, loss in enumerate(losses.tolist(), 1)
+    ])  # fmt: skip
+    drawn = {chart.title: chart for chart in curves.charts(Record.load(tmp_path / "run", last))}
+    assert list(drawn) == ["Loss", "Metrics on validation", "own on validation", "Learning rate", "Gradient norm",
+                           "Samples per second", "Peak memory, GiB"]  # fmt: skip
+    assert len(drawn["Loss"].svg) < 60_000
+    assert drawn["Loss"].note == "up to 999 at step 8"
+    assert drawn["Loss"].legend == (("one", "training"), ("two", "validation"))

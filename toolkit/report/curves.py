@@ -10,22 +10,19 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from toolkit.config import Task
-from toolkit.report.card import METRICS, metric_title
-from toolkit.report.files import by_step
+from toolkit.report.record import METRICS, Record
 
-_MOST_POINTS = 600  # of a curve: more make the page heavy and look the same
 _MOST_DOTS = 2000
-
 # drawn colour -> the page's
 _DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
 _COLOURS = {"#00a001": "var(--one)", "#00b002": "var(--two)", "#00c003": "var(--three)", "#00d004": "var(--faint)",
@@ -46,6 +43,7 @@ _STYLE: Any = {
     "grid.color": _LINE,
     "grid.linewidth": 0.6,
     "lines.solid_capstyle": "round",
+    "path.simplify_threshold": 1.0,  # pixels: a curve of 200,000 steps takes 33 kB, and keeps its spikes
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "xtick.color": _FAINT,
@@ -71,88 +69,66 @@ class Chart:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Series:
-    """What was recorded under one name; NaN where it was not a finite number."""
-
-    steps: np.ndarray
-    values: np.ndarray
-
-    @property
-    def window(self) -> int:
-        """Steps that the smoothed line averages over."""
-        return max(1, len(self.steps) // 15)
-
-
-@dataclass(frozen=True)
-class Line:
-    """A series and how it is drawn."""
+class Line(NamedTuple):
+    """Values by step, NaN where there is no finite number, and how they are drawn."""
 
     name: str
-    series: Series
-    points: bool = False
-    """A dot for each value: they are few."""
-    smooth: bool = False
-    """A strong moving average over the pale values."""
+    values: pd.Series
+    kind: Literal["plain", "points", "smooth"] = "plain"
+    """With a dot for each value, where they are few; as a moving average over the pale values."""
 
 
-def series_of(lines: Sequence[dict[str, Any]], name: str, factor: float = 1.0) -> Series:
-    """What the lines hold under `name`, times `factor`; lines without it are passed over."""
-    pairs = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-    array = np.array(pairs, np.float64).reshape(-1, 2)
-    return Series(array[:, 0], np.where(np.isfinite(array[:, 1]), factor * array[:, 1], np.nan))
+def window_of(count: int) -> int:
+    """Steps that the smoothed line of so many averages over."""
+    return max(1, count // 15)
 
 
-def charts(
-    steps: Sequence[dict[str, Any]],
-    evaluations: Sequence[dict[str, Any]],
-    saved_step: int | None,
-    max_grad_norm: float | None,
-    problem_type: Task,
-) -> list[Chart]:
-    """The curves of a run: loss, metrics, and what each step took.
-
-    `steps` and `evaluations` are the lines of metrics.jsonl (each step once) and of eval.jsonl, without
-    comparisons.
-    """
+def charts(record: Record) -> list[Chart]:
+    """The curves of a run: loss, metrics, and what each step took."""
+    steps, evaluations = record.steps, record.evaluations
     if not steps:
         return []
-    end = steps[-1]["step"]
-    clipping = f"before clipping at {max_grad_norm:g}" if max_grad_norm else ""
-    each_step = [
-        _chart("Learning rate", [Line("", series_of(steps, "learning_rate"))], end, from_zero=True),
-        _chart("Gradient norm", [Line("", series_of(steps, "grad_norm"), smooth=True)], end, note=clipping),
-        _chart("Samples per second", [Line("", series_of(steps, "samples_per_second"), smooth=True)], end, True),
-        _chart("Peak memory, GiB", [Line("", series_of(steps, "peak_memory_bytes", 2**-30))], end, from_zero=True),
-    ]
-    loss = Line("training", series_of(steps, "loss"), smooth=True)
-    if not evaluations:
-        return [_chart("Loss", [loss], end), *each_step]
-    split = evaluations[0]["split"]
-    during = by_step(line for line in evaluations if line["split"] == split)
-    metrics = [
+    end, clip = steps[-1]["step"], record.settings.get("max_grad_norm")
+    loss = [Line("training", _values(steps, "loss"), "smooth")]
+    metrics = []
+    if evaluations:
+        split = evaluations[0]["split"]
+        during = [line for line in evaluations if line["split"] == split]
+        loss.append(Line(split, _values(during, "loss"), "points"))
+        metrics = [_metrics_chart(record, names, during, end) for names in _charted(record, during)]
+    return [
+        _chart("Loss", loss, end),
+        *metrics,
+        _chart("Learning rate", [Line("", _values(steps, "learning_rate"))], end, from_zero=True),
         _chart(
-            f"{_shared_title(names, problem_type)} on {split}",
-            [Line(metric_title(name, problem_type), series_of(during, name), points=True) for name in names],
+            "Gradient norm",
+            [Line("", _values(steps, "grad_norm"), "smooth")],
             end,
-            dashed_at=saved_step,
-            note=f"dashed: the saved model, step {saved_step:,}" if saved_step else "",
-        )
-        for names in [*_EVALUATION_CHARTS[problem_type], *_own_metrics(during)]
+            note=f"before clipping at {clip:g}" if clip else "",
+        ),
+        _chart("Samples per second", [Line("", _values(steps, "samples_per_second"), "smooth")], end, from_zero=True),
+        _chart("Peak memory, GiB", [Line("", _values(steps, "peak_memory_bytes") / 2**30)], end, from_zero=True),
     ]
-    return [_chart("Loss", [loss, Line(split, series_of(during, "loss"), points=True)], end), *metrics, *each_step]
 
 
-def _own_metrics(evaluations: Sequence[dict[str, Any]]) -> list[tuple[str]]:
-    """Metrics that only this recipe has: a chart each."""
-    first = evaluations[0] if evaluations else {}
-    return [(name,) for name, value in first.items() if isinstance(value, float) and name not in METRICS]
+def _values(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
+    values = pd.Series({line["step"]: line[name] for line in lines if name in line}, dtype=float)
+    return values.where(np.isfinite(values)).sort_index()
 
 
-def _shared_title(names: Sequence[str], problem_type: Task) -> str:
-    if len(names) == 1:
-        return metric_title(names[0], problem_type)
-    return "ROUGE" if problem_type == "title_generation" else "Metrics"
+def _charted(record: Record, evaluations: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Names that share a chart; a metric that only this recipe has is alone in its own."""
+    own = [(name,) for name, value in evaluations[0].items() if isinstance(value, float) and name not in METRICS]
+    return [*_EVALUATION_CHARTS[record.problem_type], *own]
+
+
+def _metrics_chart(record: Record, names: Sequence[str], evaluations: Sequence[dict[str, Any]], end: int) -> Chart:
+    shared = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
+    title = record.metric_title(names[0]) if len(names) == 1 else shared
+    lines = [Line(record.metric_title(name), _values(evaluations, name), "points") for name in names]
+    saved = record.saved_step
+    note = f"dashed: the saved model, step {saved:,}" if saved else ""
+    return _chart(f"{title} on {evaluations[0]['split']}", lines, end, dashed_at=saved, note=note)
 
 
 def _chart(
@@ -164,9 +140,8 @@ def _chart(
     note: str = "",
 ) -> Chart:
     """Lines over the steps 0 to `end`, in the page's colours one after another."""
-
-    values = np.concatenate([line.series.values for line in lines])
-    outlier = max((_outlier(line.series) for line in lines if line.smooth), default="")
+    values = np.concatenate([line.values for line in lines])
+    outlier = next(filter(None, (_outlier(line.values) for line in lines if line.kind == "smooth")), "")
 
     def draw(axes: Axes) -> None:
         for line, colour in zip(lines, _COLOURS, strict=False):
@@ -183,26 +158,23 @@ def _chart(
     return Chart(title, _svg(title, draw), legend, ", ".join(filter(None, (note, outlier))))
 
 
-def _outlier(series: Series) -> str:
+def _outlier(values: pd.Series) -> str:
     """What is said of a spike that would flatten the rest of its curve; it is drawn out of the frame."""
-    if not np.isfinite(series.values).any():
+    if not values.max() > 2 * values.quantile(0.995):
         return ""
-    greatest = int(np.nanargmax(series.values))
-    if series.values[greatest] <= 2 * np.nanpercentile(series.values, 99.5):
-        return ""
-    return f"up to {series.values[greatest]:.4g} at step {int(series.steps[greatest]):,}"
+    return f"up to {values.max():.4g} at step {values.idxmax():,}"
 
 
 def _draw_line(axes: Axes, line: Line, colour: str) -> None:
-    raw, window = _thinned(line.series), line.series.window
-    if line.points or len(raw.steps) == 1:
-        axes.plot(raw.steps, raw.values, color=colour, linewidth=1.6, marker="o", markersize=3.5, clip_on=False)
-    elif not line.smooth or window == 1:
-        axes.plot(raw.steps, raw.values, color=colour, linewidth=1.6)
+    values, window = line.values, window_of(len(line.values))
+    if line.kind == "points" or len(values) == 1:
+        axes.plot(values, color=colour, linewidth=1.6, marker="o", markersize=3.5, clip_on=False)
+    elif line.kind == "plain" or window == 1:
+        axes.plot(values, color=colour, linewidth=1.6)
     else:
-        axes.plot(raw.steps, raw.values, color=colour, linewidth=0.8, alpha=0.35)
-        mean = _thinned(Series(line.series.steps, smoothed(line.series.values, window)))
-        axes.plot(mean.steps, mean.values, color=colour, linewidth=1.8)
+        mean = values.rolling(window // 2 * 2 + 1, center=True, min_periods=1).mean()
+        axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
+        axes.plot(mean, color=colour, linewidth=1.8)
 
 
 def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
@@ -225,27 +197,6 @@ def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
     return Chart("Predicted against true", _svg("scatter", draw, (5.2, 4.2)), (), f"dashed: exactly right{thinned}")
 
 
-def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """(N,) -> (N,), the mean of the finite values among the `window` around each; shorter at the ends."""
-    finite = np.isfinite(values)
-    places = np.arange(len(values))
-    first, last = np.maximum(places - window // 2, 0), np.minimum(places + window // 2 + 1, len(values))
-    totals = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    count = counts[last] - counts[first]
-    return np.divide(totals[last] - totals[first], count, out=np.full(len(values), np.nan), where=count > 0)
-
-
-def _thinned(series: Series) -> Series:
-    """Least and greatest of each stretch, so that a spike stays to be seen."""
-    if len(series.steps) <= _MOST_POINTS:
-        return series
-    stretches = np.array_split(np.arange(len(series.steps)), _MOST_POINTS // 2)
-    known = np.nan_to_num(series.values)
-    kept = sorted({int(part[pick(known[part])]) for part in stretches for pick in (np.argmin, np.argmax)})
-    return Series(series.steps[kept], series.values[kept])
-
-
 def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5.2, 2.3)) -> Markup:
     """Draws on one pair of axes -> an <svg> element, colours and fonts those of the page.
 
@@ -255,9 +206,9 @@ def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5
         figure = Figure(figsize=size, layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
         written = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(written, format="svg", transparent=True, metadata=nothing)

@@ -1,0 +1,68 @@
+"""Run folders as toolkit/report/files.py writes them, with numbers of the tests' own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.data.labels import Labels
+from toolkit.evaluation import Evaluation
+
+TITLES = {"loss": 2.5, "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35, "rouge_segmenter": "jieba"}
+SETTINGS = {"model_name_or_path": "demo:minilm", "dataset_name": None, "train_file": "数据/train<1>.csv",
+            "global_batch_size": 32, "max_grad_norm": 1.0, "learning_rate": 5e-5}  # fmt: skip
+
+
+def make_run(
+    folder: Path,
+    labels: Labels | None,
+    predictions: Sequence[dict[str, Any]],
+    numbers: dict[str, Any],
+    settings: dict[str, Any] = SETTINGS,
+    **data: Any,
+) -> Evaluation:
+    """A run of 40 steps with 4 evaluations, the last the best; without labels it writes titles."""
+    folder.mkdir()
+    learned: dict[str, Any] = {"labels": [], "problem_type": "title_generation", "title_column": "标题",
+                               "max_target_length": 24}  # fmt: skip
+    if labels:
+        learned = {"labels": list(labels.names), "problem_type": labels.problem_type}
+    count = numbers.get("num_samples", len(predictions))
+    config = {
+        "settings": settings,
+        "data": {"samples": {"train": 7677, "validation": count}, **learned, "max_length": 128, "notes": [],
+                 "digest": "none", "total_steps": 40, "steps_per_epoch": 240, **data},
+        "world": {"num_processes": 2, "distributed_type": "DEEPSPEED", "mixed_precision": "bf16",
+                  "deepspeed": {"zero_optimization": {"stage": 2}}, "device": "A100", "host": "node-0"},
+        "launch": {"config_file": "accelerate_configs/zero2.yaml", "command": "recipes/cls.py --seed 1"},
+        "versions": {"toolkit": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "peft": None},
+        "started": "2026-11-20T07:13:30+00:00",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+    per_step = [
+        {"step": step, "epoch": step / 240, "loss": 1 / step, "learning_rate": 1e-5, "grad_norm": 0.5, "samples": 32,
+         "tokens": 755, "samples_per_second": 100.0, "tokens_per_second": 2000.0, "peak_memory_bytes": 2**30}
+        for step in range(1, 41)
+    ]  # fmt: skip
+    whole = {"num_samples": count, **numbers}
+    per_evaluation = [{"step": step, "split": "validation", **whole} for step in (10, 20, 30, 40)]
+    for line in per_evaluation[:-1]:
+        line |= {"loss": 2 * numbers["loss"], "f1_macro": 0.1, "f1_micro": 0.1} if labels else {"rougeL": 0.1}
+    write_lines(folder / "metrics.jsonl", per_step)
+    write_lines(folder / "eval.jsonl", per_evaluation)
+    write_lines(folder / "predictions.jsonl", predictions)
+    return Evaluation("validation", whole, None)
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") -> None:
+    with path.open(mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def add_comparison(folder: Path, **more: Any) -> None:
+    """What a run writes at its end when it was asked for one."""
+    line = {"step": 40, "split": "validation_first_16", "max_length": 16, "num_samples": 60, "loss": 0.25,
+            "accuracy": 0.625, "f1_macro": 0.99, "f1_micro": 0.625, "per_class": {}} | more  # fmt: skip
+    write_lines(folder / "eval.jsonl", [line], "a")

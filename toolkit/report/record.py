@@ -1,0 +1,163 @@
+"""What a run's own files say of it: the facts of the model card and of report.html."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from toolkit import demo
+from toolkit.config import Task
+from toolkit.evaluation import Best, Evaluation
+from toolkit.report.files import by_step, read_lines
+
+# our name -> what readers see
+METRICS = {
+    "loss": "Loss",
+    "accuracy": "Accuracy",
+    "f1_macro": "F1 (macro)",
+    "f1_micro": "F1 (micro)",
+    "f1_weighted": "F1 (weighted)",
+    "mse": "Mean squared error",
+    "mae": "Mean absolute error",
+    "pearson": "Pearson correlation",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run's files."""
+
+    config: dict[str, Any]
+    """config.json, with `~` for the user's home folder."""
+    steps: list[dict[str, Any]]
+    """The lines of metrics.jsonl, each step once."""
+    evaluations: list[dict[str, Any]]
+    """The lines of eval.jsonl, single numbers only; without comparisons."""
+    comparisons: list[dict[str, Any]]
+    """Those of texts cut on purpose: no results of the run, no candidates for the best."""
+    last: Evaluation
+    """What predictions.jsonl is of."""
+
+    @classmethod
+    def load(cls, folder: Path, last: Evaluation) -> Record:
+        """Raises OSError where config.json is missing, ValueError for a broken line."""
+        config = (folder / "config.json").read_text(encoding="utf-8")
+        evaluations: list[dict[str, Any]] = []
+        comparisons: list[dict[str, Any]] = []
+        for line in read_lines(folder / "eval.jsonl"):  # the confusion matrix of many classes is large: left out
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            kind = comparisons if "max_length" in line else evaluations
+            kind.append({"step": line["step"], "split": line["split"], **numbers})
+        steps = by_step(read_lines(folder / "metrics.jsonl"))
+        return cls(json.loads(_without_home(config)), steps, evaluations, comparisons, last)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self.config["settings"]
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self.config["data"]
+
+    @property
+    def problem_type(self) -> Task:
+        return self.data["problem_type"]
+
+    @property
+    def last_step(self) -> int | None:
+        return self.evaluations[-1]["step"] if self.evaluations else None
+
+    @cached_property
+    def saved_step(self) -> int | None:
+        """The best step so far; in a run that was killed it need not be that of the last evaluation."""
+        named, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
+        best = Best(named, self.problem_type, greater_is_better=greater)
+        for line in self.evaluations:
+            if line["split"] == self.evaluations[0]["split"]:
+                best.improved(Evaluation(line["split"], line, None), line["step"])
+        return best.step or None
+
+    def metric_title(self, name: str) -> str:
+        """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
+        if name == "accuracy" and self.problem_type == "multi_label_classification":
+            return "Accuracy (all labels right)"
+        if name == "loss" and self.problem_type == "title_generation":
+            return "Loss (of a title's token)"
+        return METRICS.get(name) or name.replace("_", " ")
+
+    def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float]:
+        """An evaluation's single numbers by title, the loss last; the last evaluation's when none is given."""
+        numbers = self.last.numbers if numbers is None else numbers
+        names = sorted((name for name, value in numbers.items() if isinstance(value, float)), key="loss".__eq__)
+        if self.problem_type == "single_label_classification":
+            names = [name for name in names if name != "f1_micro"]  # the accuracy once more
+        return {self.metric_title(name): numbers[name] for name in names}
+
+    @property
+    def readings(self) -> list[tuple[int, dict[str, float]]]:
+        """(tokens read of each text, the results) of the last model, its own length first; empty for one length."""
+        others = {line["max_length"]: self.results(line) for line in self.comparisons if line["step"] == self.last_step}
+        return [(self.data["max_length"], self.results()), *sorted(others.items(), reverse=True)] if others else []
+
+    @property
+    def base(self) -> str:
+        """The base model's name for readers elsewhere: demo names become what they stand for, paths their last part."""
+        name = str(self.settings["model_name_or_path"])
+        return demo.origin_of(name) or without_folders(name)
+
+    @property
+    def data_name(self) -> str:
+        """The data set's name, or the training file's without its folders."""
+        if not self.settings.get("dataset_name"):
+            return Path(str(self.settings.get("train_file"))).name
+        name = without_folders(self.settings["dataset_name"].removeprefix(demo.PREFIX))
+        configuration = self.settings.get("dataset_config_name")
+        return f"{name} ({configuration})" if configuration else name
+
+
+def is_local(name: str) -> bool:
+    """Whether a model or data set is a folder here, and not a name on the hub."""
+    return name.startswith(("/", "./", "../", "~")) or Path(name).exists()
+
+
+def without_folders(name: str) -> str:
+    """A path's last part: folders say nothing elsewhere, and may name a user."""
+    return Path(name).resolve().name if is_local(name) else name
+
+
+def _without_home(text: str) -> str:
+    return re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", text) if Path.home().name else text
+
+
+def render(template: str, context: dict[str, Any], **filters: Any) -> str:
+    """A template of this folder; values are escaped in HTML. `number` and `filters` are its filters."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=template.endswith(".html"),
+    )
+    environment.filters |= {"number": number, **filters}
+    return environment.get_template(template).render(context)
+
+
+def number(value: Any) -> str:
+    """`7677` -> `7,677`, `0.745603` -> `0.7456`, `5e-05` -> `5e-05`; a dash for None."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
