@@ -179,7 +179,7 @@ def _compressed(path: Path, content: bytes) -> bytes:
 @pytest.fixture(scope="session")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
-    from toolkit.data.demo import read_demo
+    from toolkit.data.read import read_demo
 
     table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=7).select(range(211))
     path = tmp_path_factory.mktemp("reviews") / "reviews.csv"
@@ -191,7 +191,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def long_reviews(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
     short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""
-    from toolkit.data.demo import read_demo
+    from toolkit.data.read import read_demo
 
     table = read_demo("demo:imdb")["train"].rows.shuffle(seed=7).select(range(300))
     lengths = [len(ids) for ids in tokenizer(list(table["text"]))["input_ids"]]
@@ -207,7 +207,7 @@ def long_reviews(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Pa
 def articles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The first 600 to 1500 characters of 60 real news articles with the first 1 to 7 words of their titles, as a
     JSONL file: 478 to 1205 tokens of the tiny model with 4 to 35 tokens."""
-    from toolkit.data.demo import read_demo
+    from toolkit.data.read import read_demo
 
     table = read_demo("demo:bbc")["train"].rows.shuffle(seed=7).select(range(60))
     rows = [

@@ -73,13 +73,13 @@ OTHERS: list[Exception] = [
 def test_an_allocation_that_fails_is_recognised(what: str) -> None:
     error = raised(ALLOCATIONS[what])
     assert memory.is_out_of_memory(error), repr(error)
-    assert memory.of_training(batch_of(2, 8), False, error)
-    assert memory.of_evaluation(batch_of(2, 8), error)
+    assert memory.answer(batch_of(2, 8), False, error)
+    assert memory.answer(batch_of(2, 8), None, error)
 
 
 @pytest.mark.parametrize("error", SAID, ids=repr)
 def test_what_libraries_say_is_recognised(error: Exception) -> None:
-    answer = memory.of_training(batch_of(2, 8), False, error)
+    answer = memory.answer(batch_of(2, 8), False, error)
     assert answer
     assert "\n" not in answer
     # the cause stands at its end: what was said of memory, or at least what it was
@@ -89,12 +89,12 @@ def test_what_libraries_say_is_recognised(error: Exception) -> None:
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
 def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
     assert not memory.is_out_of_memory(error)
-    assert memory.of_training(batch_of(2, 8), False, error) is None
-    assert memory.of_evaluation(batch_of(2, 8), error) is None
+    assert memory.answer(batch_of(2, 8), False, error) is None
+    assert memory.answer(batch_of(2, 8), None, error) is None
 
 
 def test_the_answer_in_training_names_the_settings() -> None:
-    answer = memory.of_training(batch_of(32, 131), False, MemoryError())
+    answer = memory.answer(batch_of(32, 131), False, MemoryError())
     assert answer is not None
     for part in (
         "out of memory in a training step, with a micro-batch of 32 x 131 tokens: pass ",
@@ -105,19 +105,19 @@ def test_the_answer_in_training_names_the_settings() -> None:
 
 
 def test_one_sample_cannot_become_fewer() -> None:
-    answer = memory.of_training(batch_of(1, 512), False, MemoryError())
+    answer = memory.answer(batch_of(1, 512), False, MemoryError())
     assert answer is not None
     assert "pass --gradient_checkpointing true, or --max_length 256" in answer
     assert "batch_size" not in answer
     assert "max_tokens" not in answer
-    answer = memory.of_evaluation(batch_of(1, 512), MemoryError())
+    answer = memory.answer(batch_of(1, 512), None, MemoryError())
     assert answer is not None
     assert "pass --max_length 256" in answer
     assert "batch_size" not in answer
 
 
 def test_the_answer_in_an_evaluation_names_its_own_settings() -> None:
-    answer = memory.of_evaluation(batch_of(64, 131), MemoryError())
+    answer = memory.answer(batch_of(64, 131), None, MemoryError())
     assert answer is not None
     assert "in an evaluation, with a batch of 64 x 131 tokens" in answer
     ways = (
@@ -132,7 +132,7 @@ def test_the_answer_in_an_evaluation_names_its_own_settings() -> None:
 @pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
 def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
     for samples in (2, 3, 5, 8, 31, 64):
-        answer = memory.of_training(batch_of(samples, width), False, MemoryError())
+        answer = memory.answer(batch_of(samples, width), False, MemoryError())
         assert answer is not None
         fewer, tokens = (
             int(re.search(rf"--{name} (\d+)", answer)[1]) for name in ("per_device_batch_size", "max_tokens_per_batch")
@@ -163,7 +163,7 @@ def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
     ended: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main() -> None:
-        launch.explain_failures(partial(memory.of_training, batch_of(4, 10), False))
+        launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
         torch.empty(ABSURD)
 
     with pytest.raises(SystemExit):
@@ -176,7 +176,7 @@ def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
 
 def test_a_fault_of_ours_keeps_its_traceback(ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
-        launch.explain_failures(partial(memory.of_training, batch_of(4, 10), False))
+        launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
         torch.zeros(2, 3) @ torch.zeros(4, 5)
 
     with pytest.raises(SystemExit):

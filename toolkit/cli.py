@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, init, launch
+from toolkit import __version__, cache, init, launch
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models import to_bigbird_command
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     init.add_parser(commands)
+    cache.add_parser(commands)
     _add_predict(commands)
     commands.add_parser(
         "prepare",
@@ -96,6 +97,8 @@ def _run() -> None:
         predict_file(options)
     elif options.command == "init":
         init.run(options)
+    elif options.command == "cache":
+        cache.run(options)
     elif options.command == "convert":
         convert.run(options)
     elif options.command == "to-bigbird":
@@ -107,7 +110,7 @@ def _run() -> None:
 
 
 def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("init", "predict", "prepare", "convert", "to-bigbird", "report", "doctor")
+    known = ("init", "predict", "prepare", "cache", "convert", "to-bigbird", "report", "doctor")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
         raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
 

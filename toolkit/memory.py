@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 # torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors, the system an OSError, and
 # a library that no longer fits is an ImportError
@@ -17,43 +17,26 @@ _SAID = re.compile(
 )
 
 
-class Padded(Protocol):
-    """A micro-batch."""
+def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
+    """What to pass where memory ran out with a batch of texts; None for every other error.
 
-    @property
-    def inputs(self) -> dict[str, Any]: ...
-
-
-def of_training(batch: Padded, recomputes: bool, error: Exception) -> str | None:
-    """The answer to `error` where it is memory that ran out in a training step; None for every other.
-
-    `recomputes`: whether activations are recomputed already.
+    `recomputes`: whether activations are recomputed already; None in an evaluation.
     """
-    samples, width = batch.inputs["input_ids"].shape
-    ways = [f"--max_length {width // 2}"]
-    if samples > 1:
-        fewer = f"--per_device_batch_size {samples // 2}, or --max_tokens_per_batch {max(width, samples * width // 2)}"
-        ways.insert(0, f"{fewer} (the global batch and the losses stay the same)")
-    if not recomputes:
-        ways.insert(-1, "--gradient_checkpointing true")
-    return _answer(error, f"in a training step, with a micro-batch of {samples} x {width} tokens", ways)
-
-
-def of_evaluation(batch: Padded, error: Exception) -> str | None:
-    """The same for evaluation and prediction."""
-    samples, width = batch.inputs["input_ids"].shape
-    ways = [f"--max_length {width // 2}"]
-    if samples > 1:
-        fewer = samples // 2
-        ways.insert(0, f"--per_device_eval_batch_size {fewer} (toolkit predict: --per_device_batch_size {fewer})")
-        ways.insert(1, f"--max_tokens_per_batch {max(width, samples * width // 2)}")
-    return _answer(error, f"in an evaluation, with a batch of {samples} x {width} tokens", ways)
-
-
-def _answer(error: Exception, when: str, ways: list[str]) -> str | None:
     if not is_out_of_memory(error):
         return None
-    return f"out of memory{_device()} {when}: pass {', or '.join(ways)} [{_first_line(error)}]"
+    samples, width = batch.inputs["input_ids"].shape
+    fewer, tokens = samples // 2, f"--max_tokens_per_batch {max(width, samples * width // 2)}"
+    if recomputes is None:
+        when = "an evaluation, with a batch"
+        ways = [f"--per_device_eval_batch_size {fewer} (toolkit predict: --per_device_batch_size {fewer})", tokens]
+    else:
+        when = "a training step, with a micro-batch"
+        ways = [f"--per_device_batch_size {fewer}, or {tokens} (the global batch and the losses stay the same)"]
+    ways = ways if samples > 1 else []
+    ways += ["--gradient_checkpointing true"] * (recomputes is False)
+    ways.append(f"--max_length {width // 2}")
+    where = f"{_device()} in {when} of {samples} x {width} tokens"
+    return f"out of memory{where}: pass {', or '.join(ways)} [{_first_line(error)}]"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -208,8 +208,8 @@ class Run:
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",
-            demo.note_of(str(settings.model.model_name_or_path)),
-            demo.data_note_of(str(settings.data.dataset_name)),
+            demo.about(settings.model.model_name_or_path).note,
+            demo.about(settings.data.dataset_name).note,
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             lines.append(lora.describe(self.state.model, settings.model))

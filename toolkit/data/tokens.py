@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -176,38 +176,28 @@ def encode(
     # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
     tokenizer = copy.deepcopy(tokenizer)
     typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
-    pieces: list[np.ndarray] = []
-    types: list[np.ndarray] = []
-    lengths: list[int] = [0]
+    pieces: list[np.ndarray] = [np.zeros(0, np.int32)]
+    types: list[np.ndarray] = [np.zeros(0, np.int8)]
     cut = 0
-    for batch in _batches(len(texts), progress):
-        encoded = tokenizer(
-            texts[batch],
-            text_pair=None if pairs is None else pairs[batch],
-            truncation="longest_first",
-            max_length=max_length,
-            return_attention_mask=False,
-            return_token_type_ids=typed,
-        )
-        pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
-        types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
-        lengths += [len(ids) for ids in encoded["input_ids"]]
-        if encoded.encodings is not None:  # None for tokenizers written in Python
-            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-    arrays = {"input_ids": _flat(pieces, np.int32), "offsets": np.cumsum(lengths, dtype=np.int64)}
-    return arrays | ({"token_types": _flat(types, np.int8)} if typed else {}), cut
-
-
-def _flat(pieces: list[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-
-
-def _batches(count: int, progress: str | None) -> Iterator[slice]:
     # a bar only where it takes long enough to wonder
-    with tqdm(total=count, desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
-        for start in range(0, count, _BATCH_TEXTS):
-            yield slice(start, start + _BATCH_TEXTS)
-            bar.update(min(_BATCH_TEXTS, count - start))
+    with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
+        for start in range(0, len(texts), _BATCH_TEXTS):
+            batch = slice(start, start + _BATCH_TEXTS)
+            encoded = tokenizer(
+                texts[batch],
+                text_pair=None if pairs is None else pairs[batch],
+                truncation="longest_first",
+                max_length=max_length,
+                return_attention_mask=False,
+                return_token_type_ids=typed,
+            )
+            pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+            types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
+            if encoded.encodings is not None:  # None for tokenizers written in Python
+                cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+            bar.update(len(texts[batch]))
+    arrays = {"input_ids": np.concatenate(pieces), "offsets": np.cumsum([len(ids) for ids in pieces], dtype=np.int64)}
+    return arrays | ({"token_types": np.concatenate(types)} if typed else {}), cut
 
 
 def fingerprint(tokenizer: Any) -> str:
@@ -222,13 +212,6 @@ def fingerprint(tokenizer: Any) -> str:
         described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
     described += getattr(tokenizer, "fingerprint_extra", "")  # what cuts the text before it
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
-
-
-def unknown_share(tokenizer: Any, input_ids: np.ndarray) -> float:
-    """The part of the tokens that the tokenizer has no word for, from 0 to 1."""
-    if tokenizer.unk_token_id is None or not len(input_ids):
-        return 0.0
-    return float((input_ids == tokenizer.unk_token_id).mean())
 
 
 def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:

@@ -66,7 +66,7 @@ def batches_of(
     rank, world = accelerator.process_index, accelerator.num_processes
     for indices in batches.evaluation_batches(split, per_device, rank, world, max_tokens):
         batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
-        launch.explain_failures(partial(memory.of_evaluation, batch))
+        launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
 
 

@@ -58,13 +58,13 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         "title": _title(record),
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
-        "source": demo.description_of(str(settings.get("dataset_name"))) or record.data_name,
+        "source": demo.about(settings.get("dataset_name")).describes or record.data_name,
         "notes": _notes(record),
         "hyperparameters": _hyperparameters(record, run_folder),
         "few_samples": _FEW_SAMPLES,
         "licences": {
-            "base model": demo.note_of(str(settings["model_name_or_path"])),
-            "data": demo.data_note_of(str(settings.get("dataset_name"))),
+            "base model": demo.about(settings["model_name_or_path"]).note,
+            "data": demo.about(settings.get("dataset_name")).note,
         },
         **_limits(record, run_folder),
     }
@@ -107,7 +107,7 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         if math.isfinite(record.last.numbers.get(name, math.nan))
     ]
     return ModelCardData(
-        base_model=None if is_local(base) else demo.origin_of(base) or base,
+        base_model=None if is_local(base) else demo.about(base).origin or base,
         library_name="transformers" if of_transformers else None,
         pipeline_tag=task,
         tags=["finetune-toolkit"],

@@ -112,7 +112,7 @@ class Record:
     def base(self) -> str:
         """The base model's name for readers elsewhere: demo names become what they stand for, paths their last part."""
         name = str(self.settings["model_name_or_path"])
-        return demo.origin_of(name) or without_folders(name)
+        return demo.about(name).origin or without_folders(name)
 
     @property
     def data_name(self) -> str:
