@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def names(options: argparse.Namespace) -> list[str]:
-    return [THEIRS, *(("blocked",) if options.device == "cpu" else ("flex", "full")), "gathered"]
+    return [THEIRS, *(("flex", "full") if options.device == "cuda" else ()), "gathered"]
 
 
 def measured(options: argparse.Namespace, what: str) -> list[str]:

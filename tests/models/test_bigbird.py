@@ -1,4 +1,4 @@
-"""The fast BigBird attention gives transformers' numbers: training and evaluation, padded and not, both ways."""
+"""The fast BigBird attention gives transformers' numbers: training and evaluation, padded and not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ SMALL: dict[str, Any] = {
     "sep_token_id": 2, "num_labels": 3,
 }  # fmt: skip
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SPARSE = ["blocked", "gathered"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,37 +87,25 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("attention", "length", "padding"),
-    [
-        *(("blocked", length, "none") for length in (1024, 1100)),
-        *(("blocked", length, "both") for length in (705, 1024, 1100, 2048)),
-        ("gathered", 1024, "none"),
-        ("gathered", 1100, "both"),
-    ],
+    ("length", "padding"), [(1024, "none"), (1100, "none"), (705, "both"), (1024, "both"), (1100, "both")]
 )
-def test_same_numbers_in_float64(attention: str, length: int, padding: str, training: bool) -> None:
+def test_same_numbers_in_float64(length: int, padding: str, training: bool) -> None:
     reference = make(training=training).double()
-    compare(fast(reference, attention), reference, batch(length, padding), 1e-12, 1e-12)
+    compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
 
 
-@pytest.mark.parametrize("attention", SPARSE)
 @pytest.mark.parametrize("training", [True, False])
-def test_same_numbers_at_4096_tokens_in_float32(training: bool, attention: str) -> None:
+def test_same_numbers_at_4096_tokens_in_float32(training: bool) -> None:
     """One attention module: the embeddings' LayerNorm would enlarge the rounding of both."""
     reference = make(BigBirdModel, training=training, sharpness=1)
     states = torch.randn(1, 4096, 16)
     mask = torch.ones(1, 4096)
     mask[0, 3000:] = 0
     blocks, band, rows, keys = BigBirdModel.create_masks_for_block_sparse_attn(mask, 64)
-    masks = {
-        "band_mask": band,
-        "from_mask": rows,
-        "to_mask": keys,
-        "from_blocked_mask": blocks,
-        "to_blocked_mask": blocks,
-    }
+    masks = {"band_mask": band, "from_mask": rows, "to_mask": keys, "from_blocked_mask": blocks,
+             "to_blocked_mask": blocks}  # fmt: skip
     found = []
-    for model, given in ((fast(reference, attention), {"to_mask": mask.bool()}), (reference, masks)):
+    for model, given in ((fast(reference), {"to_mask": mask.bool()}), (reference, masks)):
         layer, inputs = model.encoder.layer[1].attention, states.clone().requires_grad_()
         out, _ = layer(inputs, **given)
         (out * states.flip(1)).sum().backward()
@@ -145,8 +132,7 @@ def test_a_sample_of_nothing_but_padding_stays_a_number() -> None:
     reference = make()
     inputs = batch(1024, "right")
     inputs["attention_mask"][0] = 0
-    for attention in SPARSE:
-        compare(fast(reference, attention), reference, inputs, 1e-5, 1e-5)
+    compare(fast(reference), reference, inputs, 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -196,10 +182,9 @@ def test_nothing_of_size_s_times_s_is_made(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < largest[0] <= 4096 * 8 * 64 < 4096 * 4096
 
 
-@pytest.mark.parametrize("attention", SPARSE)
-def test_saved_and_loaded_as_an_ordinary_bigbird(tmp_path: Any, attention: str) -> None:
+def test_saved_and_loaded_as_an_ordinary_bigbird(tmp_path: Any) -> None:
     reference = make(training=False)
-    model = fast(reference, attention)
+    model = fast(reference)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     assert type(loaded) is BigBirdForSequenceClassification
@@ -251,15 +236,14 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("attention", SPARSE)
 @pytest.mark.parametrize("training", [True, False])
-def test_bfloat16_weights_and_autocast(training: bool, attention: str) -> None:
+def test_bfloat16_weights_and_autocast(training: bool) -> None:
     """Not further from float32 than transformers in bfloat16 (whose autocast crashes on a CPU)."""
     exact = make(training=training)
     inputs = batch(1024, "right")
     expected = exact(**inputs).logits
     theirs = (copy.deepcopy(exact).bfloat16()(**inputs).logits - expected).abs().max()
-    model = fast(exact, attention)
+    model = fast(exact)
     lower = copy.deepcopy(model).bfloat16()
     logits = lower(**inputs).logits
     logits.float().sum().backward()
@@ -288,8 +272,10 @@ def test_copied_pickled_and_taken_out_again(tmp_path: Any) -> None:
 
 def test_errors() -> None:
     model = make()
-    with pytest.raises(UserError, match="did you mean blocked"):
-        bigbird.install(model, "bloked")
+    with pytest.raises(UserError, match="did you mean gathered"):
+        bigbird.install(model, "gatherd")
+    with pytest.raises(UserError, match="blocked: a BigBird has no such attention: gathered took its place"):
+        bigbird.install(model, "blocked")
     with pytest.raises(UserError, match="no BigBird encoder"):
         bigbird.install(torch.nn.Linear(2, 2))
     with pytest.raises(UserError, match="no BigBird encoder"):

@@ -12,8 +12,9 @@ from toolkit.models.bigbird import plan
 from toolkit.models.bigbird.plan import Pattern
 
 
-def theirs(pattern: Pattern, length: int, training: bool) -> np.ndarray:
+def theirs(pattern: Pattern) -> np.ndarray:
     """The random blocks as `bigbird_block_sparse_attention` draws them: (nh, n - 2, r)."""
+    length = pattern.length
     config = BigBirdConfig(
         hidden_size=4 * pattern.heads,
         num_attention_heads=pattern.heads,
@@ -21,7 +22,7 @@ def theirs(pattern: Pattern, length: int, training: bool) -> np.ndarray:
         num_random_blocks=pattern.random,
         max_position_embeddings=pattern.longest,
     )
-    attention = BigBirdBlockSparseAttention(config, pattern.seed).train(training)
+    attention = BigBirdBlockSparseAttention(config, pattern.seed).train(pattern.training)
     np.random.seed(pattern.seed)
     if length in (1024, 3072, 4096):
         longest = pattern.longest
@@ -39,27 +40,23 @@ def theirs(pattern: Pattern, length: int, training: bool) -> np.ndarray:
     return np.stack(draws)
 
 
-PATTERNS = [
-    Pattern(seed=0, heads=2, block=64, random=3, longest=4096),
-    Pattern(seed=5, heads=3, block=64, random=3, longest=4096),
-    Pattern(seed=11, heads=1, block=64, random=2, longest=3072),
-    Pattern(seed=2, heads=2, block=16, random=3, longest=4096),
-    Pattern(seed=1, heads=2, block=32, random=1, longest=1024),
-]
-
-
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: f"b{pattern.block}r{pattern.random}")
-def test_the_draws_are_theirs(pattern: Pattern, training: bool) -> None:
-    lengths = {pattern.shortest + pattern.block, 768, 1024, 1152, 2048, 3072, 4096}
-    lengths = {length for length in lengths if pattern.shortest < length <= pattern.longest}
+@pytest.mark.parametrize(
+    ("seed", "heads", "block", "random", "longest"),
+    [(0, 2, 64, 3, 4096), (5, 3, 64, 3, 4096), (11, 1, 64, 2, 3072), (2, 2, 16, 3, 4096), (1, 2, 32, 1, 1024)],
+)
+def test_the_draws_are_theirs(seed: int, heads: int, block: int, random: int, longest: int, training: bool) -> None:
+    shortest = (5 + 2 * random) * block
+    lengths = {shortest + block, 768, 1024, 1152, 2048, 3072, 4096}
+    lengths = {length for length in lengths if shortest < length <= longest}
     assert len(lengths) > 2
     for length in sorted(lengths):
-        np.testing.assert_array_equal(plan.random_blocks(pattern, length, training), theirs(pattern, length, training))
+        pattern = Pattern(seed, heads, block, random, longest, length, training)
+        np.testing.assert_array_equal(plan.random_blocks(pattern), theirs(pattern))
 
 
 def test_a_table_made_in_inference_can_be_trained_with() -> None:
-    plan.rows_of.cache_clear()
+    plan.tables.cache_clear()
     with torch.inference_mode():
-        tables = plan.rows_of(PATTERNS[0], 1024, True, False)
-    assert not any(rows.table.is_inference() for rows in tables)
+        made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
+    assert not any(table.is_inference() for table in made.values())

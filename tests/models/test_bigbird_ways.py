@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
-from toolkit.models.bigbird import flex
+from toolkit.models.bigbird import attention as ways
 
 __all__ = ["_seeded"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("attention", ["blocked", "gathered"])
-def test_no_graph_break(attention: str) -> None:
-    model = fast(make(num_hidden_layers=1), attention)
+def test_no_graph_break() -> None:
+    model = fast(make(num_hidden_layers=1))
     found = torch._dynamo.explain(model)(**batch(1024, "right"))
     torch._dynamo.reset()
     assert found.graph_break_count == 0, found.break_reasons
@@ -53,7 +52,7 @@ def test_flex_attention_uncompiled(length: int, padding: str, training: bool) ->
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel alone, as CUDA runs it: inside a compiled model torch 2.13 finds no choice for it on a CPU."""
-    monkeypatch.setattr(flex, "_kernel", lambda device: flex._compiled())
+    monkeypatch.setattr(ways, "_kernel", lambda device: ways._compiled())
     reference = make(training=training, hidden_size=32, num_hidden_layers=1).requires_grad_(False)
     model = fast(reference, "flex")
     for length in (1024, 1152):

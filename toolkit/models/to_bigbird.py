@@ -13,10 +13,15 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 from transformers.utils import cached_file
 
 from toolkit.cache import digest_of_file, made_once
@@ -24,66 +29,71 @@ from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
-from toolkit.models import to_bigbird_weights as weights
 from toolkit.models.bigbird import plan
-from toolkit.models.to_bigbird_weights import SparseSizes
-from toolkit.pretrained import load_config, load_plain_tokenizer
+from toolkit.pretrained import (
+    explained,
+    full_attention_up_to,
+    load_config,
+    load_plain_tokenizer,
+    quiet_transformers,
+    whole_weights,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Settings = TypeVar("Settings", bound=PretrainedSettings)
 
-MAX_LENGTH, BLOCK_SIZE, RANDOM_BLOCKS = 4096, 64, 3
 _MADE_BY = "toolkit to-bigbird"
 _META = "meta.json"
-_LAYOUT = 1  # of what is in the cache: a change here or in to_bigbird_weights that changes it counts this up
+_LAYOUT = 1  # of what is in the cache: a change here that changes it counts this up
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 # What a tokenizer that was saved and loaded wrongly would read differently: case, accents, Chinese, special tokens
 _PROBES = ("今天的服務很好，房间小。", "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42", "ﬁlm\u3000𠮷 😀 ２０２４年")
 
-
-@dataclass(frozen=True)
-class Converted:
-    """What was made of a BERT."""
-
-    output: Path
-    positions_before: int
-    """Tokens the BERT could read."""
-    positions: int
-    """Tokens the BigBird can read."""
-    sparse_above: int
-    """Tokens up to which it runs full attention."""
-    parameters: int
-    heads: tuple[str, ...]
-    """Kept: MLM, NSP."""
-    has_pooler: bool
-    """A BERT saved as masked language model, tagger or reader has none."""
-    left_behind: tuple[str, ...]
-    """Names of weights that have no place in a BigBird: the head of a task."""
+_ENCODER = re.compile(r"(bert\.)?(embeddings|encoder|pooler)\.")
+_POOLER, _DECODER = "bert.pooler.", "cls.predictions.decoder.weight"
+_HEADS = {"MLM": "cls.predictions.", "NSP": "cls.seq_relationship."}
+_FAMILIES = {(): BigBirdModel, ("MLM",): BigBirdForMaskedLM, ("MLM", "NSP"): BigBirdForPreTraining}
+_COPIED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "type_vocab_size",
+    "initializer_range", "layer_norm_eps", "pad_token_id", "tie_word_embeddings",
+)  # fmt: skip
 
 
-def to_bigbird(
-    source: str,
-    output: Path,
-    max_length: int = MAX_LENGTH,
-    block_size: int = BLOCK_SIZE,
-    num_random_blocks: int = RANDOM_BLOCKS,
-    overwrite: bool = False,
-) -> Converted:
+class SparseSizes(NamedTuple):
+    """How far a BigBird reads, and what each token in it attends to."""
+
+    max_length: int = 4096  # tokens
+    block_size: int = 64  # tokens
+    num_random_blocks: int = 3  # that each block of queries reads besides its neighbours
+
+    @property
+    def sparse_above(self) -> int:
+        """Tokens up to which the pattern does not fit."""
+        return full_attention_up_to(self.block_size, self.num_random_blocks)
+
+
+def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = False) -> list[str]:
     """Writes a BigBird with the weights of `source` (a folder, a hub name or a `demo:` name) to the folder `output`.
 
     The folder has its name only when it is complete. With `overwrite` it may replace one that this function wrote
-    and nobody has changed since. Raises UserError for a source that is no BERT, lacks a tokenizer or does not fit its
-    config, for a length that does not fit, and for an output that is there.
+    and nobody has changed since. Returns lines that say what was made. Raises UserError for a source that is no BERT,
+    lacks a tokenizer or does not fit its config, for a length that does not fit, and for an output that is there.
     """
     _check_place(output, overwrite)
-    sizes = SparseSizes(max_length, block_size, num_random_blocks)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
-    _check_length(source, config, sizes)
+    _check_length(source, config.max_position_embeddings, sizes)
     with writing(output), replace_folder(output, overwrite) as draft:
-        return dataclasses.replace(_write(source, draft, sizes), output=output)
+        parameters, said = _write(source, draft, sizes)
+    return [
+        f"wrote {output}: a BigBird of {parameters:,} parameters and {sizes.max_length} positions (the BERT had "
+        f"{config.max_position_embeddings}), sparse above {sizes.sparse_above} tokens",
+        said,
+        f"next: python recipes/bigbird.py --model_name_or_path {shlex.quote(str(output))} --train_file YOUR_FILE.csv",
+    ]
 
 
 def long_model(settings: Settings, max_length: int | None, accelerator: Accelerator | None = None) -> Settings:
@@ -98,9 +108,14 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     if config.model_type in ("big_bird", "encoder-decoder"):  # the latter was made of one, by recipes/title.py
         return settings
     _check_kind(name, config)
-    wanted = max(MAX_LENGTH, max_length or 0, config.max_position_embeddings)
-    sizes = SparseSizes(-(-wanted // BLOCK_SIZE) * BLOCK_SIZE, BLOCK_SIZE, RANDOM_BLOCKS)
-    path = made_once("models", _folder_name(name, sizes), lambda draft: _make(name, draft, sizes), accelerator)
+    usual = SparseSizes()
+    wanted = max(usual.max_length, max_length or 0, config.max_position_embeddings)
+    sizes = usual._replace(max_length=-(-wanted // usual.block_size) * usual.block_size)
+
+    def make(draft: Path) -> None:
+        _write(name, draft, sizes)
+
+    path = made_once("models", _folder_name(name, sizes), make, accelerator)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
@@ -120,28 +135,106 @@ def _digest(name: str) -> str:
     return " ".join(f"{path.name}:{digest_of_file(path)}" for path in files)
 
 
-def _make(name: str, draft: Path, sizes: SparseSizes) -> None:
-    _write(name, draft, sizes)
+def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
+    """Fills an empty folder, and returns the number of parameters and what became of the heads.
 
-
-def _write(name: str, folder: Path, sizes: SparseSizes) -> Converted:
-    """Fills an empty folder. Raises UserError when the source cannot be loaded or does not fit."""
+    Raises UserError when the source cannot be loaded or does not fit.
+    """
     tokenizer = load_plain_tokenizer(name)
-    source = weights.load(name)
-    model = weights.build(name, source, weights.config_of(source.model, tokenizer, sizes))
-    weights.save(model, folder)
+    bert, fresh, unknown = _load(name)
+    pooler, mlm, nsp = (not _within(fresh, prefix) for prefix in (_POOLER, *_HEADS.values()))
+    heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
+    config = _config_of(bert, tokenizer, sizes)
+    family = _FAMILIES[heads]
+    weights = {key: weight for key, weight in bert.state_dict().items() if key not in fresh}
+    kept = ("bert.", *(_HEADS[head] for head in heads))
+    left = sorted({*unknown, *(key for key in weights if not key.startswith(kept) and key != _DECODER)})
+    tensors = _renamed(name, weights, family, config, pooler)
+    config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
+    # `save_pretrained` writes in the first process of a group only, and says nothing in the others
+    config.to_json_file(folder / "config.json")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     _finish(name, folder)
-    return Converted(
-        output=folder,
-        positions_before=source.model.config.max_position_embeddings,
-        positions=sizes.max_length,
-        sparse_above=sizes.sparse_above,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        heads=source.heads,
-        has_pooler=source.has(weights.POOLER),
-        left_behind=tuple(sorted({*source.unknown, *weights.unused_heads(source)})),
+    said = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept" if heads else "the BERT has no MLM head to keep"
+    said += "" if pooler else "; no pooler, which the BERT has not"
+    said += f"; left behind: {listing(left, 4)}" if left else ""
+    return sum(tensor.numel() for tensor in tensors.values()), said
+
+
+def _within(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _load(name: str) -> tuple[Any, set[str], list[str]]:
+    """Whatever head the checkpoint has: BertForPreTraining holds them all, but for those of a task.
+
+    Returns the model, names in it that did not come from the checkpoint (random, that is), and names in the
+    checkpoint that it has no place for. Raises UserError for an encoder that is not whole.
+    """
+    with explained(name), whole_weights(), quiet_transformers():
+        bert, loading = BertForPreTraining.from_pretrained(
+            model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
+    fresh = {*loading["missing_keys"], *mismatched}
+    pooler = _within(fresh, _POOLER)
+    lost = set(_within(fresh, "bert.")) - set(pooler) | set(_within(mismatched, "bert."))
+    lost |= set(pooler) if len(pooler) == 1 else set()  # half of it
+    lost |= {key for key in unknown if _ENCODER.match(key)}  # layers that the config does not count
+    if lost:
+        raise UserError(
+            f"{name}: its weights do not fit its config.json ({listing(sorted(lost), 3)}): name the folder the "
+            "weights belong to"
+        )
+    return bert, fresh, unknown
+
+
+def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
+    """BERT's sizes and its tokenizer's ids; BigBird's own defaults are those of another vocabulary."""
+    kept = {name: getattr(bert.config, name) for name in _COPIED}
+    # told by the weights: transformers leaves an output layer of its own untied, whatever the config says
+    kept["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
+    if kept["pad_token_id"] is None:
+        kept["pad_token_id"] = tokenizer.pad_token_id
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    return BigBirdConfig(
+        **kept,
+        max_position_embeddings=sizes.max_length,
+        attention_type="block_sparse",
+        block_size=sizes.block_size,
+        num_random_blocks=sizes.num_random_blocks,
+        rescale_embeddings=False,
+        use_bias=True,
+        bos_token_id=tokenizer.cls_token_id if first is None else first,
+        eos_token_id=tokenizer.sep_token_id if last is None else last,
+        sep_token_id=tokenizer.sep_token_id,
+        cls_token_id=tokenizer.cls_token_id,
     )
+
+
+def _renamed(name: str, weights: dict[str, Tensor], family: Any, config: BigBirdConfig, pooler: bool) -> dict[str, Any]:
+    """BERT's tensors under the names of each parameter of the BigBird, once where two are tied.
+
+    The position table is repeated over and over, so that neighbours stay neighbours but at the seams. Raises UserError
+    for a parameter that BERT has not.
+    """
+    with torch.device("meta"):
+        model = family(config)
+    prefix = "bert." if family is BigBirdModel else ""
+    table = "bert.embeddings.position_embeddings.weight"
+    rows = torch.arange(config.max_position_embeddings) % weights[table].shape[0]
+    found = {key.replace("bert.pooler.dense.", _POOLER): weight for key, weight in weights.items()}
+    found[table] = weights[table][rows]
+    shapes = {
+        key: parameter.shape
+        for key, parameter in model.named_parameters()
+        if pooler or not f"{prefix}{key}".startswith(_POOLER)  # a random one would pass for pretrained
+    }
+    wrong = [key for key, shape in shapes.items() if getattr(found.get(prefix + key), "shape", None) != shape]
+    if wrong:
+        raise UserError(f"{name}: {listing(wrong, 3)} do not fit a BigBird: is it a BERT of transformers?")
+    return {key: found[prefix + key].contiguous() for key in shapes}
 
 
 def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) -> None:
@@ -191,16 +284,16 @@ def _check_kind(name: str, config: Any) -> None:
         raise UserError(f"{name} is a decoder (is_decoder or add_cross_attention in its config.json): take an encoder")
 
 
-def _check_length(name: str, config: Any, sizes: SparseSizes) -> None:
-    """Raises UserError for lengths that make no sense together."""
-    length, block, random = sizes.max_length, sizes.block_size, sizes.num_random_blocks
+def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
+    """Raises UserError for lengths that make no sense together; `positions` are the BERT's."""
+    length, block, random = sizes
     given = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
         raise UserError(f"{given}: both are at least 1; 64 and 3 are usual")
-    if length < config.max_position_embeddings:
+    if length < positions:
         raise UserError(
-            f"--max_length {length} is less than the {config.max_position_embeddings} positions {name} has: ask for "
-            "more, or cut texts when they are tokenized"
+            f"--max_length {length} is less than the {positions} positions {name} has: ask for more, or cut texts "
+            "when they are tokenized"
         )
     if length % block:
         raise UserError(
@@ -212,23 +305,14 @@ def _check_length(name: str, config: Any, sizes: SparseSizes) -> None:
             f"{sizes.sparse_above} tokens get full attention; take {sizes.sparse_above + block} or more, or "
             "smaller blocks"
         )
-    if not _draws(sizes):
-        raise UserError(f"{given} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer")
-
-
-def _draws(sizes: SparseSizes) -> bool:
-    """Whether there are enough blocks to draw from at the lengths with a rule of their own: otherwise training ends
-    at the first batch of such a length."""
-    drawn = plan.Pattern(
-        seed=0, heads=1, block=sizes.block_size, random=sizes.num_random_blocks, longest=sizes.max_length
-    )
-    try:
-        for length in range(sizes.sparse_above // 1024 * 1024 + 1024, min(sizes.max_length, 4096) + 1, 1024):
-            if length % sizes.block_size == 0:
-                plan.random_blocks(drawn, length, training=True)
-    except ValueError:
-        return False
-    return True
+    try:  # otherwise training would end at the first batch of a length with a rule of its own
+        for width in (1024, 3072, 4096):
+            if sizes.sparse_above < width <= length and width % block == 0:
+                plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
+    except ValueError as error:
+        raise UserError(
+            f"{given} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer"
+        ) from error
 
 
 def _check_place(output: Path, overwrite: bool) -> None:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from toolkit.errors import UserError, listing
-
-if TYPE_CHECKING:
-    from toolkit.models.to_bigbird import Converted
+from toolkit.errors import UserError
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -38,38 +34,13 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no accelerator is used: without DeepSpeed's word that it has none
-    from toolkit.models.to_bigbird import to_bigbird
+    from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
+    sizes = SparseSizes(arguments.max_length, arguments.block_size, arguments.num_random_blocks)
     try:
-        done = to_bigbird(
-            arguments.bert,
-            Path(arguments.out),
-            max_length=arguments.max_length,
-            block_size=arguments.block_size,
-            num_random_blocks=arguments.num_random_blocks,
-            overwrite=arguments.overwrite,
-        )
+        print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes, arguments.overwrite)))
     except UserError as error:  # a recipe's setting, which has no name here
         raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
-    print("\n".join(lines(done)))
-
-
-def lines(done: Converted) -> list[str]:
-    """What was made, what of the BERT is in it, and what to type next."""
-    heads = (
-        f"{' and '.join(done.heads)} head{'s' * (len(done.heads) > 1)} kept"
-        if done.heads
-        else "the BERT has no MLM head to keep"
-    )
-    pooler = "" if done.has_pooler else "; no pooler, which the BERT has not"
-    left = f"; left behind: {listing(done.left_behind, 4)}" if done.left_behind else ""
-    return [
-        f"wrote {done.output}: a BigBird of {done.parameters:,} parameters and {done.positions} positions (the BERT "
-        f"had {done.positions_before}), sparse above {done.sparse_above} tokens",
-        f"{heads}{pooler}{left}",
-        f"next: python recipes/bigbird.py --model_name_or_path {shlex.quote(str(done.output))} --train_file "
-        "YOUR_FILE.csv",
-    ]
 
 
 def _end(number: int, frame: object) -> NoReturn:

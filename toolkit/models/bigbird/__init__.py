@@ -11,7 +11,67 @@ alone. A batch too short for the pattern (704 tokens or fewer at block 64 and 3 
 later ones run sparse again. `save_pretrained` writes an ordinary BigBird.
 """
 
-from toolkit.models.bigbird.install import install, uninstall
-from toolkit.models.bigbird.modules import ATTENTIONS
+from __future__ import annotations
 
-__all__ = ["ATTENTIONS", "install", "uninstall"]
+from typing import TypeVar
+
+import torch
+from transformers.models.big_bird import modeling_big_bird as theirs
+from transformers.utils import output_capturing
+
+from toolkit.compat import require
+from toolkit.errors import UserError, did_you_mean
+from toolkit.models.bigbird.modules import ATTENTIONS, BigBirdModel, SparseAttention
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def install(model: Model, attention: str = "auto") -> Model:
+    """Gives every BigBird encoder in `model` the fast attention, in place, and returns `model`.
+
+    `model` is any BigBird of transformers (with any head, bare, wrapped, or the encoder of an EncoderDecoderModel;
+    decoders are left alone). `attention`:
+
+    - `auto`: by the device of each batch: `flex` on CUDA, `gathered` elsewhere.
+    - `gathered`, `flex`: one way to compute the same sparse attention.
+    - `full`: full attention by SDPA for every length, as with `attention_type="original_full"`: other numbers.
+
+    Raises UserError for an unknown name and a model without a sparse BigBird encoder.
+    """
+    if attention not in ATTENTIONS:
+        near = ": gathered took its place" if attention == "blocked" else did_you_mean(attention, ATTENTIONS)
+        raise UserError(
+            f"--attn_implementation {attention}: a BigBird has no such attention{near}. It has {', '.join(ATTENTIONS)} "
+            "(all tokens attend to all), and eager (transformers' own, slow)"
+        )
+    encoders = [
+        part for part in model.modules() if isinstance(part, theirs.BigBirdModel) and not part.config.is_decoder
+    ]
+    if not encoders:
+        raise UserError(f"{type(model).__name__} has no BigBird encoder to make fast")
+    for encoder in encoders:
+        _install(encoder, attention)
+    return model
+
+
+def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
+    if attention != "full":
+        if encoder.config.attention_type != "block_sparse":
+            raise UserError("this BigBird's config.json says attention_type original_full: load it with "
+                            "attention_type='block_sparse', or install attention='full'")  # fmt: skip
+        encoder.set_attention_type("block_sparse")  # a short batch may have changed it, for good
+    for part in (encoder, *(layer.attention for layer in encoder.encoder.layer)):
+        part.__class__ = BigBirdModel if part is encoder else SparseAttention
+        part.fast_attention = attention
+    # hidden states are recorded by the name of the class, which transformers enters when it builds one
+    require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")[encoder] = encoder._can_record_outputs
+
+
+def uninstall(model: Model) -> Model:
+    """Gives transformers' own attention back, in place, and returns `model`."""
+    for part in model.modules():
+        if isinstance(part, SparseAttention):
+            part.__class__ = theirs.BigBirdAttention
+        elif isinstance(part, BigBirdModel):
+            part.__class__ = theirs.BigBirdModel
+    return model

@@ -4,29 +4,28 @@ Both classes take over instances that exist (`toolkit.models.bigbird.install`): 
 saved stay as they are. Which attention runs is decided by the batch and the module's constants alone, never kept:
 a short batch changes nothing for later ones, and a layer recomputed in the backward pass decides alike.
 
-B samples, S tokens, H = nh * hs hidden
+B samples, nh heads, S tokens, H = nh * hs hidden
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions as Output
 from transformers.models.big_bird import modeling_big_bird as theirs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from toolkit.errors import UserError
-from toolkit.models.bigbird import blocked, flex, gathered
+from toolkit.models.bigbird.attention import TILE, flex, gathered
 from toolkit.models.bigbird.plan import Pattern
 from toolkit.pretrained import full_attention_up_to
 
-_BACKENDS: dict[str, ModuleType] = {"blocked": blocked, "gathered": gathered, "flex": flex}
-_BY_DEVICE = {"cpu": "blocked", "cuda": "flex"}
-ATTENTIONS = ("auto", *_BACKENDS, "full")
+_SPARSE = {"gathered": gathered, "flex": flex}
+ATTENTIONS = ("auto", *_SPARSE, "full")
 _HIDDEN_SCORE = -10000.0  # transformers' own: finite, so that a row of nothing but padding stays a number
 
 
@@ -36,54 +35,41 @@ class SparseAttention(theirs.BigBirdAttention):
     fast_attention: str  # one of ATTENTIONS
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, to_mask: torch.Tensor | None = None, **options: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: Tensor, *args: Any, to_mask: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """(B, S, H) -> (B, S, H), and no attention weights."""
-        if self.attention_type != "block_sparse":
-            return super().forward(hidden_states, *args, to_mask=to_mask, **options)
-        query, key, value = (layer(hidden_states) for layer in (self.self.query, self.self.key, self.self.value))
-        if runs_full(self.config, self.fast_attention, hidden_states.shape[1]):
-            context = self._full(query, key, value, to_mask)
-        else:
-            context = self._sparse(query, key, value, to_mask)
+        heads = (self.self.num_attention_heads, -1)
+        projections = (self.self.query, self.self.key, self.self.value)
+        query, key, value = (layer(hidden_states).unflatten(2, heads).transpose(1, 2) for layer in projections)
+        attend = self._full if runs_full(self, hidden_states.shape[1]) else self._sparse
+        context = attend(query, key, value, to_mask).transpose(1, 2).reshape(hidden_states.shape)  # (B, nh, S, hs)
         return self.output(context, hidden_states), None
 
-    def _sparse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _sparse(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        inner, length = self.self, query.shape[2]
+        pattern = Pattern(inner.seed, inner.num_attention_heads, inner.block_size, inner.num_random_blocks,
+                          inner.max_seqlen, length, self.training)  # fmt: skip
         name = self.fast_attention
         if name == "auto":
-            name = _BY_DEVICE.get(query.device.type, "gathered")
-        elif name == "blocked" and query.device.type != "cpu":
-            raise UserError(f"attention='blocked' is for the CPU, the model is on {query.device}: say 'auto'")
-        inner = self.self
-        pattern = Pattern(
-            inner.seed, inner.num_attention_heads, inner.block_size, inner.num_random_blocks, inner.max_seqlen
-        )
+            name = "flex" if query.is_cuda and pattern.block % TILE == 0 else "gathered"
         # transformers leaves attention dropout out here, and so do we
-        context = _BACKENDS[name].attend(
-            query, key, value, _bias(visible, query, _HIDDEN_SCORE), pattern, self.training
-        )
-        return context if visible is None else context * visible.unsqueeze(-1)
+        context = _SPARSE[name](query, key, value, _bias(visible, query, _HIDDEN_SCORE), pattern)
+        return context if visible is None else context * visible[:, None, :, None]
 
-    def _full(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None
-    ) -> torch.Tensor:
-        heads = (*query.shape[:2], self.self.num_attention_heads, -1)
-        q, k, v = (x.view(heads).transpose(1, 2) for x in (query, key, value))  # (B, nh, S, hs)
+    def _full(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         bias = _bias(visible, query, torch.finfo(query.dtype).min)
-        mask = None if bias is None else bias[:, None, None].expand(-1, 1, query.shape[1], -1)
+        mask = None if bias is None else bias[:, None, None].expand(-1, 1, query.shape[2], -1)
         dropout = self.config.attention_probs_dropout_prob if self.training else 0.0
-        context = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        return context.transpose(1, 2).reshape(query.shape)
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
 
 
-def runs_full(config: Any, attention: str, length: int) -> bool:
-    """Whether a batch of so many tokens runs full attention: asked for, or too short for the pattern."""
-    return attention == "full" or length <= full_attention_up_to(config.block_size, config.num_random_blocks)
+def runs_full(part: Any, length: int) -> bool:
+    """Whether a batch of so many tokens runs full attention in a module: asked for, or too short for the pattern."""
+    short = length <= full_attention_up_to(part.config.block_size, part.config.num_random_blocks)
+    return short or part.fast_attention == "full" or part.attention_type != "block_sparse"
 
 
-def _bias(visible: torch.Tensor | None, like: torch.Tensor, hidden: float) -> torch.Tensor | None:
+def _bias(visible: Tensor | None, like: Tensor, hidden: float) -> Tensor | None:
     """What is added to the scores of each key, (B, S), in the type of the queries."""
     if visible is None:
         return None
@@ -98,48 +84,43 @@ class BigBirdModel(theirs.BigBirdModel):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         token_type_ids: torch.LongTensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **options: Any,
     ) -> Any:
         """As transformers' for (B, S) ids or (B, S, H) embeddings and a mask (B, S).
 
         Raises UserError for attention weights, which are never computed, and for inputs that do not fit.
         """
-        inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
-                  "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}  # fmt: skip
-        if self.attention_type != "block_sparse":  # someone called set_attention_type: theirs, slow and full
-            return super().forward(**inputs, **options)
         if options.get("output_attentions", self.config.output_attentions):
             raise UserError("the fast BigBird attention computes no attention weights: leave output_attentions "
                             "out, or call toolkit.models.bigbird.uninstall(model) first")  # fmt: skip
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
-        return self._encode(**inputs, **options)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UserError("BigBird takes either input_ids or inputs_embeds")
+        if attention_mask is None and input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, None)
+        embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
+                    "inputs_embeds": inputs_embeds}  # fmt: skip
+        return self._encode(embedded, _visible(attention_mask), **options)
 
     @merge_with_config_defaults
     @capture_outputs
-    def _encode(self, input_ids: Any, inputs_embeds: Any, attention_mask: Any, **inputs: Any) -> Output:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UserError("BigBird takes either input_ids or inputs_embeds")
-        tokens = input_ids if input_ids is not None else inputs_embeds[..., 0]  # (B, S)
+    def _encode(self, embedded: dict[str, Tensor | None], visible: Tensor | None, **options: Any) -> Output:
+        tokens = next(x[..., 0] if x.dim() == 3 else x for x in embedded.values() if x is not None)  # (B, S)
         length = tokens.shape[1]
-        if attention_mask is None and input_ids is not None:
-            self.warn_if_padding_and_no_attention_mask(input_ids, None)
-        visible = _visible(attention_mask)
-        embedded = {name: inputs.get(name) for name in ("token_type_ids", "position_ids")}
-        embedded |= {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-        if not runs_full(self.config, self.fast_attention, length):
+        if not runs_full(self, length):
             visible, embedded = self._padded(tokens, visible, embedded)
         hidden = self.encoder(self.embeddings(**embedded), to_mask=visible).last_hidden_state
         pooled = None if self.pooler is None else self.activation(self.pooler(hidden[:, 0]))
         return Output(last_hidden_state=hidden[:, :length], pooler_output=pooled)
 
     def _padded(
-        self, tokens: torch.Tensor, visible: torch.Tensor | None, embedded: dict[str, Any]
-    ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+        self, tokens: Tensor, visible: Tensor | None, embedded: dict[str, Tensor | None]
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
         """Everything at a multiple of the block, padded as transformers does."""
         length, block = tokens.shape[1], self.config.block_size
         missing = -length % block
@@ -154,7 +135,7 @@ class BigBirdModel(theirs.BigBirdModel):
             visible = F.pad(visible, (0, missing))
         return visible, embedded
 
-    def _pad(self, name: str, value: torch.Tensor | None, missing: int) -> torch.Tensor | None:
+    def _pad(self, name: str, value: Tensor | None, missing: int) -> Tensor | None:
         """`_pad_to_block_size` without its line in the log, which would break a compiled graph."""
         padding = self.config.pad_token_id or 0
         if value is None:
@@ -165,7 +146,7 @@ class BigBirdModel(theirs.BigBirdModel):
         return F.pad(value, (0, missing), value=0 if name == "token_type_ids" else padding)
 
 
-def _visible(attention_mask: torch.Tensor | None) -> torch.Tensor | None:
+def _visible(attention_mask: Tensor | None) -> Tensor | None:
     """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros."""
     if attention_mask is None:
         return None
