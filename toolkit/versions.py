@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from toolkit import __version__
 
 PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "peft", "numpy")
-_ALSO_COMPARED = ("tokenizers", "safetensors")
+ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent
 _MOST_NAMED = 6
 
@@ -30,7 +31,7 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 def comparable(script: str | Path | None = None) -> dict[str, str | None]:
     """Name -> value, to be compared between machines. `script` is the recipe, which counts as code."""
-    found = versions((*PACKAGES, *_ALSO_COMPARED))
+    found = versions(ALL_PACKAGES)
     found["python"] = str(found["python"]).rpartition(".")[0]  # patch releases read each other's data
     found["code"] = code_digest(script)
     return found
@@ -71,9 +72,10 @@ def remedy(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     _, first = found[0]
     wrong = {name for _, values in found[1:] for name in differing(first, values)}
     libraries = [name for name in first if name in wrong - {"python", "toolkit", "code"}]
-    pins = [f"{name}=={first[name]}" for name in libraries if first[name]]
+    pins = [shlex.quote(f"{name}=={first[name]}") for name in libraries if first[name]]
     lines = [f"`pip install {' '.join(pins)}` on the others"] if pins else []
-    lacking = [f"{name}=={next(v[name] for _, v in found if v.get(name))}" for name in libraries if not first[name]]
+    others = {name: next(v[name] for _, v in found if v.get(name)) for name in libraries if not first[name]}
+    lacking = [shlex.quote(f"{name}=={version}") for name, version in others.items()]
     lines += [f"`pip install {' '.join(lacking)}` on {found[0][0]}"] if lacking else []
     if "code" in wrong or "toolkit" in wrong:
         lines.append("bring the same code to all (`git pull`, or rsync the folder)")

@@ -13,7 +13,7 @@ from toolkit.doctor.devices import Driver, Gpu
 from toolkit.doctor.finding import Finding
 
 GB = 1 << 30
-GPUS = (Gpu("0", "NVIDIA A100", 80 * GB, 500 << 20, "GPU-a"), Gpu("1", "NVIDIA A100", 80 * GB, 40 * GB, "GPU-b"))
+GPUS = (Gpu("0", "NVIDIA A100", 80 * GB, 500 << 20), Gpu("1", "NVIDIA A100", 80 * GB, 40 * GB))
 DRIVER = Driver(GPUS, version="550.54")
 CPU_TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "accelerator": "cpu", "devices": [], "nccl": None,
                              "gloo": True, "warnings": []}  # fmt: skip
@@ -46,7 +46,7 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     driver = smi(NVIDIA_SMI)
     assert driver.version == "550.54.15"
-    assert driver.gpus[0] == Gpu("0", "NVIDIA L4", 23034 << 20, 20000 << 20, "GPU-x")
+    assert driver.gpus[0] == Gpu("0", "NVIDIA L4", 23034 << 20, 20000 << 20, ("4711", "4712"))
     found = devices.check(driver, GPU_TORCH, {})
     assert "by process 4711 4712" in of(found, "gpu 0").text
     assert "kill 4711 4712" in of(found, "gpu 0").remedy
@@ -90,12 +90,10 @@ def test_a_torch_that_sees_no_gpu(torch: dict[str, Any], env: dict[str, str], te
 @pytest.mark.parametrize(("driver", "remedy"), [
     (Driver(fault="Failed to initialize NVML: Driver/library version mismatch"), "sudo reboot"),
     (Driver(fault="NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"), "dmesg"),
-    (Driver(missing=True), "docker run --gpus all"),
 ])  # fmt: skip
 def test_a_driver_that_does_not_answer(driver: Driver, remedy: str) -> None:
     found = devices.check(driver, CPU_TORCH, {})
     assert (of(found, "driver").level, remedy in of(found, "driver").remedy) == ("fail", True)
-    assert not [finding for finding in found if finding.name == "torch"]
 
 
 def test_memory_of_nobody_that_is_seen() -> None:

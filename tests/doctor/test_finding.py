@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from toolkit.doctor.finding import Finding, clean, last_line, plain, report, size_of, table
+from toolkit.doctor.finding import Finding, clean, last_line, plain, report
 
 FOUND = [Finding("network", "port", "fail", "29600 is taken", "kill 7"), Finding("host", "disk", "ok", "64 GB"),
          Finding("host", "shared", "warn", "little", "rm", "hostB")]  # fmt: skip
@@ -28,11 +26,6 @@ def test_whatever_is_sent_is_bounded_and_printable() -> None:
     assert (got["nan"], got["huge"], got["kept"]) == (0, 0, [1, 2.5, None, True])
 
 
-@pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (1500, "1.5 kB"), (64 << 20, "67.1 MB"), (2.5e12, "2.5 TB")])
-def test_sizes_for_people(size: float, text: str) -> None:
-    assert size_of(size) == text
-
-
 def test_the_text_is_grouped_and_aligned() -> None:
     assert report(FOUND) == (
         "host\n"
@@ -51,9 +44,3 @@ def test_the_last_line() -> None:
     assert last_line(FOUND[1:2], "") == "all well"
     assert last_line(FOUND[1:], "go") == "1 warning; first: on hostB: little\nno failure: start with `go`"
     assert last_line(FOUND[:1] * 2, "") == "2 failures; first: 29600 is taken"
-
-
-def test_a_table() -> None:
-    assert table([["", "", "A", "B"], ["!!", "torch", "2.13.0", "2.12.1"]]) == (
-        "             A       B\n  !!  torch  2.13.0  2.12.1"
-    )

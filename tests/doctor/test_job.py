@@ -104,7 +104,8 @@ def test_machines_from_peers_and_from_a_config_file() -> None:
     assert asked.machines is not None
     assert (asked.machines.count, asked.machines.rank, asked.machines.addresses) == (2, 0, (OWN,))
     assert asked.processes == 4
-    assert set(asked.settings) == {"config_file_content", "num_processes"}
+    assert "num_processes" in asked.settings
+    assert "config_file.machine_rank" not in asked.settings
 
 
 def test_a_config_file_of_one_machine_means_one_machine() -> None:
@@ -119,7 +120,7 @@ def test_configs_that_differ_in_content_are_told_apart(tmp_path: Path) -> None:
     found = {}
     for name, text in names.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-        found[name] = read(f"--config_file {tmp_path}/{name}.yaml").settings["config_file_content"]
+        found[name] = read(f"--config_file {tmp_path}/{name}.yaml").settings
     assert found["same"] == found["address"] != found["other"]
 
 
@@ -134,3 +135,6 @@ def test_the_lines_to_type() -> None:
         "--config_file accelerate_configs/2node.yaml"
     )
     assert job.line_to_start(read("--seed 3")) == ""
+    assert job.line_to_start(read("recipes/cls.py --train_file 'it;s here.csv' --json")) == (
+        "accelerate launch recipes/cls.py --train_file 'it;s here.csv'"
+    )

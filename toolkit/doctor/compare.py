@@ -1,13 +1,15 @@
-"""The machines side by side: what each says of itself, a table, and what must not differ."""
+"""The machines side by side: what each says of itself, and what must not differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.doctor.finding import Finding, plain, size_of
+from toolkit.doctor.finding import Finding, plain
 from toolkit.errors import listing
+from toolkit.units import size_text
 from toolkit.versions import differences, remedy
 
 _CLOCK_SECONDS = 2.0
@@ -24,7 +26,6 @@ class Node:
     address: str = ""
     """By which the others reach it."""
     interface: str = ""
-    mtu: int = 0
     facts: dict[str, str] = field(default_factory=dict)
     """Library -> version, and the digest of the code."""
     settings: dict[str, str] = field(default_factory=dict)
@@ -32,7 +33,6 @@ class Node:
     """See `data.checksums`."""
     devices: list[str] = field(default_factory=list)
     """The names of the GPUs torch sees, with their memory."""
-    driver: str = ""
     backend: str = ""
     """`NCCL 2.27.3` or `gloo`; empty where torch does not work."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -45,58 +45,6 @@ class Node:
     clock_offset_seconds: float | None = None
     """What its clock shows more than machine 0's."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-# --- the table
-
-
-def _shown(node: Node) -> dict[str, str]:
-    """Name -> what the table shows of a machine."""
-    return {
-        "machine": str(node.rank),
-        "address": node.address + f" ({node.interface})" * bool(node.interface),
-        **node.facts,
-        "GPUs": _gpus(node),
-        "driver": node.driver,
-        "backend": node.backend,
-        "MTU": str(node.mtu or ""),
-        **node.environment,
-        **{f"--{name}": value for name, value in node.settings.items()},
-        **{f"content of {name}": _content(entry) for name, entry in node.files.items()},
-        "clock": "" if node.clock_offset_seconds is None else f"{node.clock_offset_seconds:+.3f} s",
-    }
-
-
-def rows(nodes: Sequence[Node]) -> list[list[str]]:
-    """A heading, then a row per fact; the first column marks those that differ and should not."""
-    shown = [_shown(node) for node in nodes]
-    made = [["", "", *(node.host for node in nodes)]]
-    by_content = {f"--{name}" for name in _all_names(node.files for node in nodes)}
-    for name in sorted(_all_names(shown), key=lambda name: name == "clock"):
-        values = [one.get(name, "-")[:60] for one in shown]
-        may_differ = name in ("machine", "address", "clock", *_OWN_VARIABLES) or name in by_content
-        if any(values):
-            made.append(["!!" if len(set(values)) > 1 and not may_differ else "", name, *values])
-    return made
-
-
-def _all_names(tables: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for table in tables for name in table))
-
-
-def _gpus(node: Node) -> str:
-    kinds = dict.fromkeys(node.devices)
-    return ", ".join(f"{node.devices.count(kind)} x {kind}" for kind in kinds) or "none"
-
-
-def _content(entry: Mapping[str, Any]) -> str:
-    return "MISSING" if entry.get("missing") else str(entry.get("digest") or "not read")
-
-
-# --- what must not differ
-
 
 def check(nodes: Sequence[Node]) -> list[Finding]:
     """Compares the machines that came."""
@@ -104,10 +52,13 @@ def check(nodes: Sequence[Node]) -> list[Finding]:
     return [finding for check in checks for finding in check(nodes)]
 
 
-def _unlike(nodes: Sequence[Node], name: str, absent: str = "not given") -> str:
-    """`3 on hostA and 4 on hostB, hostC` for a row of the table; empty where all have the same."""
-    found = [(node.host, {name: _shown(node).get(name, absent)}) for node in nodes]
-    return differences(found).removeprefix(f"{name} is ")
+def _all_names(tables: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for table in tables for name in table))
+
+
+def _unlike(nodes: Sequence[Node], value: Callable[[Node], str]) -> str:
+    """`3 on hostA and 4 on hostB, hostC`; empty where all have the same."""
+    return differences([(node.host, {"it": value(node)}) for node in nodes]).removeprefix("it is ")
 
 
 def _check_versions(nodes: Sequence[Node]) -> list[Finding]:
@@ -120,9 +71,8 @@ def _check_versions(nodes: Sequence[Node]) -> list[Finding]:
 
 def _check_settings(nodes: Sequence[Node]) -> list[Finding]:
     """What was typed, or is in the YAML file that was named; of files the content counts, not where they lie."""
-    names = [
-        name for name in _all_names(node.settings for node in nodes) if not any(name in node.files for node in nodes)
-    ]
+    by_content = _all_names(node.files for node in nodes)
+    names = [name for name in _all_names(node.settings for node in nodes) if name not in by_content]
     found = [(node.host, {f"--{name}": node.settings.get(name, "not given") for name in names}) for node in nodes]
     if unlike := differences(found):
         mend = "type the same line on all machines, with the same files of settings"
@@ -138,11 +88,10 @@ def _check_files(nodes: Sequence[Node]) -> list[Finding]:
         if any(entry.get("unread") for entry in entries.values()):
             text = "could not be compared: it was not read to the end everywhere"
             found.append(Finding("machines", name, "note", text))
-        elif unlike := _unlike(nodes, f"content of {name}"):
+        elif unlike := _unlike(nodes, lambda node: str(entries[node.host].get("digest") or "MISSING")):  # noqa: B023
             found.append(_other_content(name, entries, unlike))
-        elif not (entry := entries[nodes[0].host]).get("missing"):
-            text = f"the same content on all ({size_of(entry.get('bytes') or 0)})"
-            found.append(Finding("machines", name, "ok", text))
+        elif size := entries[nodes[0].host].get("bytes"):
+            found.append(Finding("machines", name, "ok", f"the same content on all ({size_text(size)})"))
     return found
 
 
@@ -152,15 +101,22 @@ def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: 
     differ = [file for file in _all_names(parts) if len({str(held.get(file)) for held in parts}) > 1]
     which = f" (in {listing(differ, 3)})" if len(_all_names(parts)) > 1 and differ else ""
     text = plain(f"--{name} has not the same content: {unlike}{which}")
-    host = next(iter(there), "")
-    path = there[host].get("path") if there else ""
-    remedy = f"on the others, if {host}'s is the right one: rsync -a {host}:{path} {path}"
-    return Finding("machines", name, "fail", text, plain(remedy) if there else "bring it to all machines")
+    if not there:
+        return Finding("machines", name, "fail", text, "bring it to all machines")
+    host, entry = next(iter(there.items()))
+    path = str(entry.get("path"))
+    line = f"rsync -a {shlex.quote(f'{host}:{path}')} {shlex.quote(path)}"
+    return Finding("machines", name, "fail", text, plain(f"on the others, if {host}'s is the right one: {line}"))
+
+
+def _gpus(node: Node) -> str:
+    kinds = dict.fromkeys(node.devices)
+    return ", ".join(f"{node.devices.count(kind)} x {kind}" for kind in kinds) or "none"
 
 
 def check_devices(nodes: Sequence[Node]) -> list[Finding]:
     """Every machine runs the same number of processes, one per GPU."""
-    counts, asked, unlike = [len(node.devices) for node in nodes], nodes[0].processes, _unlike(nodes, "GPUs")
+    counts, asked, unlike = [len(node.devices) for node in nodes], nodes[0].processes, _unlike(nodes, _gpus)
     least, most = min(counts), max(counts)
     mend = f"--num_processes {len(nodes) * max(least, 1)} on all machines ({max(least, 1)} on each)"
     if least == most == 0 or (least == most and asked <= least and not unlike):
@@ -182,9 +138,10 @@ def _check_variables(nodes: Sequence[Node]) -> list[Finding]:
     """One side that uses InfiniBand waits for the other."""
     found = []
     for name in _all_names(node.environment for node in nodes):
-        if name not in _OWN_VARIABLES and (unlike := _unlike(nodes, name, "not set")):
-            remedy = f"`export {name}=...` on all machines, or `unset {name}` on all"
-            found.append(Finding("machines", name, "warn", f"{name} is {unlike}", remedy))
+        unlike = _unlike(nodes, lambda node: node.environment.get(name, "not set"))  # noqa: B023
+        if name not in _OWN_VARIABLES and unlike:
+            mend = f"`export {shlex.quote(name)}=...` on all machines, or `unset {shlex.quote(name)}` on all"
+            found.append(Finding("machines", name, "warn", f"{name} is {unlike}", mend))
     return found
 
 
@@ -193,9 +150,8 @@ def _check_clocks(nodes: Sequence[Node]) -> list[Finding]:
     wrong = [f"{host} by {offset:+.1f} s" for host, offset in offsets.items() if abs(offset) > _CLOCK_SECONDS]
     if wrong:
         text = f"clocks are apart: {', '.join(wrong)}, against {nodes[0].host}"
-        return [
-            Finding("machines", "clocks", "warn", text, "sudo timedatectl set-ntp true  (or sudo chronyc makestep)")
-        ]
+        mend = "sudo timedatectl set-ntp true  (or sudo chronyc makestep)"
+        return [Finding("machines", "clocks", "warn", text, mend)]
     if len(offsets) < 2:
         return []
     most = max(max(abs(offset) for offset in offsets.values()) * 1000, 1)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +32,6 @@ class Finding:
     host: str = ""
     """Where; empty for this machine, or for the machines together."""
 
-    def as_dict(self) -> dict[str, str]:
-        return asdict(self)
-
 
 def plain(text: object, most: int = _MOST_CHARACTERS) -> str:
     """Text that may have come from a peer or a program, fit for a terminal."""
@@ -53,15 +50,6 @@ def clean(value: object) -> Any:
     if isinstance(value, int | float):
         return value if abs(value) < 1 << 60 else 0  # NaN is not less
     return None
-
-
-def size_of(count: float) -> str:
-    """Bytes for people: `1.5 GB` (10^9 bytes)."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            value = count / scale
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def read_text(path: str | Path) -> str:
@@ -97,10 +85,3 @@ def last_line(findings: Sequence[Finding], start: str) -> str:
     first = (failures or warnings)[0]
     line = f"{', '.join(counts)}; first: {f'on {first.host}: ' if first.host else ''}{first.text}"
     return line if failures or not start else f"{line}\nno failure: start with `{start}`"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side; the first row is the heading."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(f"  {line}".rstrip() for line in lines)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +29,31 @@ _FOLDERS = ("dataset_name", "model_name_or_path")
 # may differ between machines, or says nothing about the run
 _NOT_COMPARED = ("output_dir", "machine_rank", "main_process_ip", "machines", "local_rank", "config_file",
                  "deepspeed_config")  # fmt: skip
+_WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 
 
 @dataclass(frozen=True)
 class Job:
     """What was asked for, as this machine understands it."""
 
-    script: Path | None = None
-    settings: dict[str, str] = field(default_factory=dict)
+    script: Path | None
+    settings: dict[str, str]
     """Those to be compared, in one spelling."""
-    files: dict[str, Path] = field(default_factory=dict)
+    files: dict[str, Path]
     """Setting -> the file or folder it names, there or not."""
-    output: Path = Path("runs")
-    config_file: Path | None = None
-    processes: int | None = None
+    output: Path
+    config_file: Path | None
+    processes: int | None
     """Over all machines; None where every machine takes its devices."""
-    machines: Nodes | None = None
+    machines: Nodes | None
     """Where there are several."""
-    port: int = relaunch.DEFAULT_PORT
-    uses_gpus: bool = True
-    token: str = ""
-    timeout: float = DEFAULT_TIMEOUT
+    port: int
+    uses_gpus: bool
+    token: str
+    timeout: float
     """Seconds the machines wait for each other."""
-    as_json: bool = False
-    typed: tuple[str, ...] = ()
+    as_json: bool
+    typed: tuple[str, ...]
     """The arguments, for the line to type elsewhere."""
 
 
@@ -94,24 +94,22 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
     if missing := next((path for path in (script, yaml_file) if path and not path.is_file()), None):
         raise UserError(f"there is no {missing} (looked in {Path.cwd()}): bring the same files to all machines")
     _refuse_unknown(given, script)
-    settings = {**_from_yaml(yaml_file), **given}
-    path = _beside(options.config_file, script, "accelerate_configs")
+    path = _found(options.config_file, script, "accelerate_configs")
     launched = relaunch.read_config(path) if path else {}
     machines = _machines(own.peers or options.machines, options, launched, path or Path("--peers"), env)
+    settings = {**_from_yaml(yaml_file), **given}
     settings |= {name: value for name, value in vars(options).items() if value is not None}
-    if launched:
-        content = {name: value for name, value in launched.items() if name not in _NOT_COMPARED}
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
-        settings["config_file_content"] = digest.hexdigest()[:12]
+    in_file = {f"config_file.{name}": str(value) for name, value in launched.items() if name not in _NOT_COMPARED}
+    compared = {**settings, **in_file}
     section = launched.get("deepspeed_config")
     named = options.deepspeed_config or (section.get("deepspeed_config_file") if isinstance(section, dict) else None)
-    deepspeed = _beside(named, script, "ds_configs")
+    deepspeed = _found(named, script, "ds_configs")
     processes = options.num_processes or launched.get("num_processes")
     port = options.main_process_port or launched.get("main_process_port") or relaunch.DEFAULT_PORT
     port = machines.port if machines else check_port(whole("main_process_port", port, None), "main_process_port ")
     return Job(
         script=script,
-        settings={name: one_spelling(value) for name, value in sorted(settings.items()) if name not in _NOT_COMPARED},
+        settings={name: one_spelling(value) for name, value in sorted(compared.items()) if name not in _NOT_COMPARED},
         files={**_named_files(settings), **({"deepspeed_config": deepspeed} if deepspeed else {})},
         output=Path(settings.get("output_dir") or "runs"),
         config_file=path,
@@ -161,15 +159,14 @@ def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
 def _from_yaml(path: Path | None) -> dict[str, str]:
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(loaded, dict):
-        return {}
-    return {str(name): json.dumps(value) if isinstance(value, list | dict) else str(value)
-            for name, value in loaded.items()}  # fmt: skip
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid YAML: {plain(' '.join(str(error).split()))}") from error
+    known = loaded if isinstance(loaded, dict) else {}
+    return {str(name): json.dumps(value, default=str) if isinstance(value, list | dict) else str(value)
+            for name, value in known.items()}  # fmt: skip
 
 
-def _beside(name: object, script: Path | None, folder: str) -> Path | None:
+def _found(name: object, script: Path | None, folder: str) -> Path | None:
     return relaunch.find_file(str(name), str(script or "recipe.py"), folder) if name else None
 
 
@@ -188,7 +185,7 @@ def _machines(
                 f"none of {', '.join(names)} is an address of this machine ({here}): name this one too, or pass "
                 "--machine_rank where its address is another's to translate"
             )
-    if int(launched.get("num_machines") or 1) == 1:
+    if whole("num_machines", launched.get("num_machines") or 1, path) == 1:
         return None
     try:
         return find_nodes({**vars(options), "machines": listed}, launched, path, env)
@@ -201,8 +198,7 @@ def one_spelling(value: str) -> str:
     try:
         return f"{float(value):.12g}"
     except ValueError:
-        words = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
-        return words.get(value.lower(), plain(value, 500))
+        return _WORDS.get(value.lower(), plain(value, 500))
 
 
 def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
@@ -217,7 +213,7 @@ def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
 
 def line_elsewhere(job: Job, rank: int) -> str:
     """What to type on machine `rank`: the same as here, with its own number where a number was typed."""
-    line = re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", _typed(job))
+    line = re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(_typed(job, {"--token"})))
     token = " --token THE_SAME" if job.token and "TOOLKIT_TOKEN" not in os.environ else ""
     return f"toolkit doctor {line}{token}"
 
@@ -226,13 +222,19 @@ def line_to_start(job: Job) -> str:
     """`accelerate launch ...` for what was looked at; empty where no recipe was named."""
     if job.script is None:
         return ""
-    words = re.sub(r"--timeout[ =]\S+|--json|^\S+\.py| (?=\S+\.py)\S+", "", _typed(job)).replace(
-        "--peers", "--machines"
-    )
-    config_file = " --config_file accelerate_configs/2node.yaml" if job.machines and job.config_file is None else ""
-    return f"accelerate launch {job.script} {' '.join(words.split())}{config_file}"
+    words = _typed(job, {"--token", "--timeout", "--json"})
+    words.remove(str(next(word for word in words if Path(word) == job.script)))
+    words = [re.sub("^--peers", "--machines", word) for word in words]
+    more = ["--config_file", "accelerate_configs/2node.yaml"] if job.machines and job.config_file is None else []
+    return shlex.join(["accelerate", "launch", str(job.script), *words, *more])
 
 
-def _typed(job: Job) -> str:
-    """The arguments without the token, which is nobody's to see."""
-    return re.sub(r" ?--token[ =]('[^']*'|\S+)", "", shlex.join(job.typed))
+def _typed(job: Job, without: Collection[str]) -> list[str]:
+    """The arguments without some options; the token is nobody's to see."""
+    kept, words = [], iter(job.typed)
+    for word in words:
+        if word.partition("=")[0] not in without:
+            kept.append(word)
+        elif "=" not in word and word != "--json":
+            next(words, "")
+    return kept

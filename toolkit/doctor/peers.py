@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -21,6 +23,8 @@ from toolkit.launch.channel import ChannelError, Listener, UnreachableError, dia
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.rendezvous import Rendezvous, call_peer, coordinate, join
 
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+"""What messages of another version, or of nobody we know, lead to."""
 _DIAL_SECONDS = 4.0  # an address that nobody has shows after 3 s, while the kernel asks for it
 _EXCHANGE_SECONDS = 25.0
 """How much later than this machine another may be done: it looks at itself, too, and imports torch."""
@@ -62,12 +66,15 @@ class Cluster:
     fault: str = ""
     """Why the machines cannot be looked at together."""
 
+    def link(self, one: int, other: int) -> Link:
+        return self.links.get((one, other), Link())
+
 
 def meet(machines: Nodes, token: str, seconds: float, describe: Callable[[str], Node], line: str) -> Cluster:
     """Meets the other machines within `seconds`, and asks and tells all there is to know.
 
     `describe`: this machine's address on the way to the others -> what it says of itself; `line` is what to type there.
-    Nothing is raised for a machine that does not come, or leaves on the way.
+    A machine that does not come, or leaves on the way, is no error; one that sends what cannot be read is UNREADABLE.
     """
     with contextlib.ExitStack() as closing:
         listener = None
@@ -80,10 +87,7 @@ def meet(machines: Nodes, token: str, seconds: float, describe: Callable[[str], 
         own = describe(next((channel.own for channel in rendezvous.channels.values()), ""))
         if rendezvous.fault:
             return Cluster([own], fault=plain(rendezvous.fault))
-        try:
-            return _talk(machines, token, listener, rendezvous, own)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return Cluster([own], fault=f"a machine sent what this one cannot read ({error!r}): the same code on all?")
+        return _talk(machines, token, listener, rendezvous, own)
 
 
 def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener | None, line: str) -> Rendezvous:
@@ -130,19 +134,19 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
         threading.Thread(target=_answer, args=(listener, machines.rank), daemon=True).start()
     addresses = {rank: str(hello.get("address") or machines.first) for rank, hello in rendezvous.hellos.items()}
     links = _call_all(machines, token, {**addresses, **dict(enumerate(machines.addresses))}, listener)
-    told = {"node": own.as_dict(), "links": {str(other): asdict(link) for other, link in links.items()}}
+    told = {"node": asdict(own), "links": {str(other): asdict(link) for other, link in links.items()}}
     heard = clean(rendezvous.exchange(told, _EXCHANGE_SECONDS)) or {machines.rank: told}
     if listener is not None:
         listener.close()  # the all-reduce needs the port
     found = Cluster()
+    names = [said["node"]["host"] for said in heard.values()]
     for rank, said in sorted((int(rank), said) for rank, said in heard.items()):
         found.links |= {(rank, int(other)): Link(**link) for other, link in said["links"].items()}
         node = Node(**{**said["node"], "rank": rank})
-        same = any(node.host == other["node"]["host"] for other in heard.values() if other is not said)
-        node = replace(node, host=f"{node.host} ({node.address or rank})") if same else node
+        host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
+        found.nodes.append(node := replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
         found.told += [Finding(**{**one, "host": node.host}) for one in node.findings if rank != machines.rank]
-        found.nodes.append(node)
-    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found.links)) for node in found.nodes]
+    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found)) for node in found.nodes]
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
         heard = clean(rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS))
@@ -163,9 +167,9 @@ def _answer(listener: Listener, rank: int) -> None:
 
 def _call_all(machines: Nodes, token: str, addresses: Mapping[int, str], listener: Listener | None) -> dict[int, Link]:
     """Calls every other machine, all at once; whose address is not known has to call itself."""
-    remedy = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
-    remedy += f"{machines.port} proto tcp); --machines A,B tells more"
-    absent = Link(False, "absent", "it has not called, and its address is not known here", remedy)
+    mend = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
+    mend += f"{machines.port} proto tcp); --machines A,B tells more"
+    absent = Link(False, "absent", "it has not called, and its address is not known here", mend)
     found = {rank: absent for rank in range(machines.count) if rank != machines.rank}
 
     def call(rank: int) -> None:
@@ -190,12 +194,14 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
             channel.send({"call": True}, _DIAL_SECONDS)
             said = channel.receive(_DIAL_SECONDS)
             trip = time.perf_counter() - began
+            if said.get("number") == rank:
+                return Link(True, "", "", "", trip * 1000, float(said["time"]) - clock - trip / 2)
     except ChannelError as error:
         return _trouble(error)
-    if said.get("number") != rank:
-        text = f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}"
-        return Link(False, "stranger", text, _SAME_LINE)
-    return Link(True, "", "", "", trip * 1000, float(said.get("time") or clock) - clock - trip / 2)
+    except UNREADABLE:
+        said = {}
+    text = f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}"
+    return Link(False, "stranger", text, _SAME_LINE)
 
 
 def _trouble(error: ChannelError) -> Link:
@@ -210,10 +216,12 @@ def _trouble(error: ChannelError) -> Link:
     return Link(False, "stranger", str(error), mend)
 
 
-def _clock(rank: int, links: Mapping[tuple[int, int], Link]) -> float | None:
+def _clock(rank: int, found: Cluster) -> float | None:
     """What a machine's clock shows more than machine 0's, by either's call."""
-    there, back = links.get((0, rank), Link(ok=rank == 0)), links.get((rank, 0), Link())
-    return there.clock_offset_seconds if there.ok else -back.clock_offset_seconds if back.ok else None
+    there, back = found.link(0, rank), found.link(rank, 0)
+    if rank == 0 or there.ok:
+        return there.clock_offset_seconds
+    return -back.clock_offset_seconds if back.ok else None
 
 
 # --- the all-reduce
@@ -225,7 +233,7 @@ def _why_not(found: Cluster, machines: Nodes) -> str:
         return "not every machine is there"
     if broken := [node.host for node in found.nodes if not node.backend]:
         return f"torch does not work on {', '.join(broken)}"
-    if deaf := [node.host for node in found.nodes[1:] if not found.links.get((node.rank, 0), Link()).ok]:
+    if deaf := [node.host for node in found.nodes[1:] if not found.link(node.rank, 0).ok]:
         return f"{', '.join(deaf)} cannot reach {found.nodes[0].host}"
     return ""
 
@@ -265,7 +273,7 @@ def _check_missing(rank: int, found: Cluster, machines: Nodes, line: str, second
 
 
 def _check_pair(one: Node, other: Node, found: Cluster, machines: Nodes) -> list[Finding]:
-    there, back = (found.links.get(way, Link()) for way in ((one.rank, other.rank), (other.rank, one.rank)))
+    there, back = found.link(one.rank, other.rank), found.link(other.rank, one.rank)
     if there.ok and back.ok:
         text = f"{one.host} and {other.host} reach each other, {there.latency_ms or 0:.2f} ms there and back"
         return [Finding("links", f"{one.rank} <-> {other.rank}", "ok", text)]
@@ -282,7 +290,7 @@ def _check_pair(one: Node, other: Node, found: Cluster, machines: Nodes) -> list
 
 
 def _mend(caller: Node, called: Node, link: Link, port: int) -> str:
-    here, source = f"on {called.host}: ", caller.address or "THAT_MACHINE"
+    here, source = f"on {called.host}: ", shlex.quote(caller.address or "THAT_MACHINE")
     if link.kind == "stranger" or not called.listens:
         return f"{here}`sudo ss -ltnp 'sport = :{port}'` shows what holds the port; or another --main_process_port"
     if link.kind in ("silent", "refused"):
@@ -320,7 +328,8 @@ def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[s
 
 def _mend_all_reduce(backend: str, nodes: Sequence[Node]) -> str:
     """Every port is needed, over the interface that leads to the others, in packets that pass."""
-    other, variable = nodes[1].address, f"{backend.upper()}_SOCKET_IFNAME={nodes[0].interface or 'NAME'}"
-    mend = f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; export {variable}; "
+    other, interface = shlex.quote(nodes[1].address), shlex.quote(nodes[0].interface or "NAME")
+    mend = f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; "
+    mend += f"export {backend.upper()}_SOCKET_IFNAME={interface}; "
     mend += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"
     return mend if backend == "gloo" else f"{mend}; export NCCL_IB_DISABLE=1; `NCCL_DEBUG=INFO` says more"

@@ -13,6 +13,7 @@ from typing import Any
 
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS = 10, 3
 _BANDWIDTH_BYTES = 16 << 20
+NO_ANSWER = "no answer in"
 
 
 def in_time(seconds: float, work: Callable[[], Any], failed: Callable[[str], Any]) -> Any:
@@ -28,7 +29,7 @@ def in_time(seconds: float, work: Callable[[], Any], failed: Callable[[str], Any
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else failed(f"no answer in {seconds:.0f} s")
+    return found[0] if found else failed(f"{NO_ANSWER} {seconds:.0f} s")
 
 
 def see(seconds: float) -> dict[str, Any]:
