@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.conftest import Made, names
 from tests.checkpoint.handmade import read_folder, same_bits
 from tests.checkpoint.test_open_deepspeed import read_reference
-from toolkit.checkpoint.convert.conversion import ConvertSettings, described, plan, write
+from toolkit.checkpoint.convert import conversion
+from toolkit.checkpoint.convert.conversion import ConvertSettings
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import Member
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -21,7 +24,7 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(checkpoint: Path, out: Path, **options: object) -> list[str]:
-    return write(plan(ConvertSettings(checkpoint, out, **options)))  # type: ignore[arg-type]
+    return conversion.convert(ConvertSettings(checkpoint, out, **options))  # type: ignore[arg-type]
 
 
 def expected_of(made: Made, dtype: str = "fp32") -> dict[str, torch.Tensor]:
@@ -138,9 +141,8 @@ def test_verify_builds_the_model_of_the_config(
     assert not (tmp_path / "out").exists()
 
 
-def data_members(checkpoint: Path) -> list[object]:
-    planned = plan(ConvertSettings(checkpoint, checkpoint.with_name("none")))
-    spans = [span for output in planned.selection.outputs for span in output.stored.spans]
+def data_members(checkpoint: Path) -> list[Member]:
+    spans = [span for stored in open_checkpoint(checkpoint).weights.values() for span in stored.spans]
     return list(dict.fromkeys(span.member for span in spans if span.member.size))
 
 
@@ -175,10 +177,8 @@ def test_a_dry_run_says_and_writes_nothing(
     deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:
     config = bert_config(tiny_model, tmp_path / "config")
-    planned = plan(ConvertSettings(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config))
-    text = "\n".join(described(planned))
+    text = "\n".join(
+        convert(deepspeed_checkpoints["zero3-bert x2"].folder, tmp_path / "out", config_from=config, dry_run=True)
+    )
     assert all(name in text for name in ("model.safetensors", "config.json", "vocab.txt"))
     assert not (tmp_path / "out").exists()
-    write(planned)
-    size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
-    assert abs(size - planned.size) < 8192

@@ -1,4 +1,4 @@
-"""toolkit/models/lora.py and toolkit/checkpoint/adapter.py: LoRA in, a plain model out."""
+"""toolkit/models/lora.py and toolkit/checkpoint/model_folder.py: LoRA in, a plain model out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tests.models.test_classifier import FAMILIES, SIZES, THREE, fault_of, load
-from toolkit.checkpoint import adapter
+from toolkit.checkpoint.model_folder import merge_lora, write_adapter
 from toolkit.config import ModelSettings, TaskSettings, parse
 from toolkit.errors import UserError
 from toolkit.models import classifier
@@ -77,7 +77,7 @@ def test_what_stands_behind_the_encoder_is_trained_whole(family: Path, head: set
     assert not any(part in name for name in names for part in (".original_module.", ".base_layer."))
     model(input_ids=IDS).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-    plain = adapter.merge(model.state_dict(), 2.0)
+    plain = merge_lora(model.state_dict(), 2.0)
     merged = copy.deepcopy(model).merge_and_unload()
     assert plain.keys() == merged.state_dict().keys()
     assert all(torch.equal(plain[name], tensor) for name, tensor in merged.state_dict().items())
@@ -146,7 +146,7 @@ def test_settings_of_lora_without_lora(setting: str) -> None:
 
 def test_the_adapter_alone_is_as_peft_writes_and_reads_it(tiny_model: Path, tmp_path: Path) -> None:
     model = stirred(load(tiny_model, **LORA)).eval()
-    adapter.write(model, model.state_dict(), tmp_path / "ours")
+    write_adapter(model, model.state_dict(), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()

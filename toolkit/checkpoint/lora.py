@@ -1,4 +1,4 @@
-"""LoRA by names: what peft calls the parameters of a live model, and what they add to a weight. Imports no torch.
+"""LoRA by names: what peft calls the parameters of a live model, and what becomes of them. No peft, no torch.
 
 Under `base_model.model.` a live model holds
 
@@ -13,12 +13,34 @@ NAME is the adapter's, `default` where none was given.
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-PREFIX = "base_model.model."
-FACTOR = re.compile(r"(?P<layer>.*)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])\.(?P<adapter>[^.]+)(?P<end>\.weight)?$")
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.errors import UserError, listing
+
+ADAPTER_CONFIG = "adapter_config.json"
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(?P<layer>.*)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])\.(?P<name>[^.]+)(?P<end>\.weight)?$")
 _TRAINED_HEAD = re.compile(r"\.modules_to_save\.[^.]+\.")
+# Variants that change what a merged weight is; each key is in adapter_config.json when it is in use.
+_UNSUPPORTED = (
+    "use_dora", "lora_bias", "use_qalora", "use_bdlora", "layer_replication", "target_parameters",
+    "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
+    "velora_config", "monteclora_config",
+)  # fmt: skip
+# Ways to initialise that change the base weights too: a base model from elsewhere does not fit.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def is_lora(reader: CheckpointReader) -> bool:
+    """Whether the parameters are those of a model with a LoRA adapter."""
+    return any(_FACTOR.match(name) for name in reader.weights)
 
 
 def is_adapters(name: str) -> bool:
@@ -33,19 +55,120 @@ def stays(name: str) -> bool:
 
 def merged_name(name: str) -> str:
     """A live parameter's name in the merged model."""
-    return _TRAINED_HEAD.sub(".", name.removeprefix(PREFIX).replace(".base_layer.", "."))
+    return _TRAINED_HEAD.sub(".", name.removeprefix(_PREFIX).replace(".base_layer.", "."))
 
 
 def saved_name(name: str) -> str:
     """A live parameter's name in `adapter_model.safetensors`, as peft has it there."""
-    if match := FACTOR.match(name):
+    if match := _FACTOR.match(name):
         return f"{match['layer']}.lora_{match['kind'] or ''}{match['factor']}{match['end'] or ''}"
     return _TRAINED_HEAD.sub(".", name)
 
 
-def weight_change(a: Any, b: Any, scaling: float) -> Any:
-    """scaling * B A (Hu et al., 2021, section 4.1): what is added to a weight of shape (out, in), in the factors' kind
-    (numpy's or torch's arrays, fp32)."""
-    change = b @ a
-    change *= scaling
-    return change
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What adapter_config.json says, as far as it bears on the weights."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def scaling(self, layer: str, rank: int) -> float:
+        """What B @ A is multiplied by. `layer`: without `base_model.model.`.
+
+        Raises UserError when the config is not of this adapter.
+        """
+        expected = self._pattern("rank_pattern", layer, self.content.get("r"))
+        if expected != rank:
+            raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
+        alpha = self._pattern("alpha_pattern", layer, self.content.get("lora_alpha"))
+        if not isinstance(alpha, int | float):
+            raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
+        return float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
+
+    def _pattern(self, key: str, layer: str, default: Any) -> Any:
+        patterns = self.content.get(key) or {}
+        return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", layer)), default)
+
+    @property
+    def transposes(self) -> bool:
+        """Whether weights are of shape (in, out)."""
+        return bool(self.content.get("fan_in_fan_out"))
+
+    def check_mergeable(self, base_left_out: bool) -> None:
+        """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
+        if used := [key for key in _UNSUPPORTED if self.content.get(key)]:
+            raise UserError(
+                f"{self.path} uses {listing(used)}: such adapters are merged by peft alone (merge_and_unload)"
+            )
+        initial = str(self.content.get("init_lora_weights")).lower()
+        if base_left_out and initial.startswith(_CHANGES_BASE):
+            raise UserError(f"{self.path}: {initial} changes the base weights, which the checkpoint leaves out")
+
+
+def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
+    """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
+    if folder is None or not (path := folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there: "
+            "name the folder that has it with --config_from FOLDER"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["peft_type"] != "LORA":
+            raise ValueError(f"peft_type {content['peft_type']}")
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is not of LoRA ({error}): only LoRA adapters can be converted") from None
+    return AdapterConfig(path, content)
+
+
+def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
+    """Weight (its name in the merged model) -> (A, B, whether it is an embedding's).
+
+    Raises UserError where there are several adapters, or half of one.
+    """
+    found: dict[str, dict[str, TensorIndex]] = {}
+    adapters = set()
+    for name, tensor in held.items():
+        if ".lora_" not in name:
+            continue
+        match = _FACTOR.match(name)
+        if match is None or len(tensor.shape) != 2:
+            raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here")
+        adapters.add(match["name"])
+        weight = f"{merged_name(match['layer'])}.weight"
+        found.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
+    if len(adapters) != 1:
+        raise UserError(f"{path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
+    for weight, pair in found.items():
+        if set(pair) not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
+            raise UserError(f"{path} holds only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
+    return {
+        weight: (*(pair[key] for key in sorted(pair)), "embedding_A" in pair)  # type: ignore[misc]
+        for weight, pair in found.items()
+    }
+
+
+def adapter_tensors(
+    reader: CheckpointReader, held: Mapping[str, TensorIndex], config: AdapterConfig
+) -> dict[str, TensorIndex]:
+    """The adapter under the names of peft's adapter_model.safetensors.
+
+    Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
+    """
+    factors_of(held, reader.path)  # one adapter, whole
+    buffers, frozen, trained = (
+        {name[max(name.find(_PREFIX), 0) :] for name in names}
+        for names in (reader.buffers, reader.frozen, reader.optimizer_state)
+    )
+    adapters = {}
+    for name, tensor in held.items():
+        is_trained = name in trained if trained else bool(frozen) and name not in frozen
+        if is_adapters(name):
+            adapters[saved_name(name)] = tensor
+        elif is_trained and name not in buffers:
+            if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
+                raise UserError(
+                    f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"
+                )
+            adapters[name] = tensor
+    return adapters

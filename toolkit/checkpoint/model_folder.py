@@ -1,27 +1,34 @@
-"""A Hugging Face folder from a model under any strategy, and its weights back into one."""
+"""A Hugging Face folder from a model under any strategy, and its weights back into one.
+
+With LoRA the folder is the merged model's, and the adapter alone stands beside it in adapter/. What LoRA calls its
+parameters is in `lora`; nothing here imports peft, so that the folder needs it as little as its readers do.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint import adapter
 from toolkit.checkpoint.live import tied_names
+from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.files import replace_folder
 from toolkit.pretrained import quiet_transformers
 
+ADAPTER_FOLDER = "adapter"
 _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
+_BASE, _LORA_A, _LORA_B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def save_model(
@@ -29,17 +36,16 @@ def save_model(
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    Each folder appears whole: a reader finds the old one or the new one, never a half. With LoRA the model is the
-    merged one, which needs no peft, and the adapter alone stands beside it in adapter/. A model that is not from
+    Each folder appears whole: a reader finds the old one or the new one, never a half. A model that is not from
     `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
     the optimizer steps taken, is kept in the folder: see `step_of`.
     """
     state = accelerator.get_state_dict(model)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
         unwrapped = accelerator.unwrap_model(model)
-        lora = adapter.config_of(unwrapped)
+        lora = lora_config(unwrapped)
         plain = unwrapped.get_base_model() if lora else unwrapped
-        merged = adapter.merge(state, lora.lora_alpha / lora.r) if lora else state
+        merged = merge_lora(state, lora.lora_alpha / lora.r) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
             _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
             if hasattr(tokenizer, "save_pretrained"):
@@ -48,8 +54,8 @@ def save_model(
                 (draft / _STATE).write_text(json.dumps({"global_step": step}), encoding="utf-8")
             _make_readable(draft)
         if lora:  # after the model, whose step tells a resumed run whether both are of one step
-            with replace_folder(folder.with_name(adapter.FOLDER), overwrite=True) as draft:
-                adapter.write(unwrapped, state, draft)
+            with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
+                write_adapter(unwrapped, state, draft)
                 _make_readable(draft)
     accelerator.wait_for_everyone()
 
@@ -65,6 +71,14 @@ def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> 
         module.save(folder, state)
 
 
+def _make_readable(folder: Path) -> None:
+    """As any other file: safetensors leaves its files to their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
 def step_of(folder: Path) -> int | None:
     """The optimizer step whose weights a model folder holds, where it says so."""
     try:
@@ -73,79 +87,96 @@ def step_of(folder: Path) -> int | None:
         return None
 
 
+# LoRA
+
+
+def lora_config(model: torch.nn.Module) -> Any | None:
+    """The LoraConfig of an unwrapped model, or None for one without LoRA."""
+    configs = getattr(model, "peft_config", None)
+    return configs.get("default") if isinstance(configs, dict) and hasattr(model, "get_base_model") else None
+
+
+def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
+    """A whole state dict with LoRA -> the plain model's: W + scaling * B A (Hu et al., 2021, section 4.1).
+
+    `scaling` is lora_alpha / r. The sum is made in float32, the result has the base weight's type.
+    """
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if not stays(name):
+            continue
+        layer = name.removesuffix(_BASE)
+        if layer != name and layer + _LORA_A in state:
+            delta = scaling * (state[layer + _LORA_B].float() @ state[layer + _LORA_A].float())
+            tensor = (tensor.float() + delta).to(tensor.dtype)
+        plain[merged_name(name)] = tensor
+    return plain
+
+
+def write_adapter(model: torch.nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Writes the adapter alone, as `PeftModel.from_pretrained(base_model, folder)` reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trained = {saved_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
+    save_file(trained, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    write_adapter_config(model, folder)
+
+
+def write_adapter_config(model: torch.nn.Module, folder: Path) -> None:
+    """adapter_config.json of a model with LoRA: rank, scaling and layers, as they are used, not trained on."""
+    config: Any = copy.copy(lora_config(model))
+    config.inference_mode = True
+    config.save_pretrained(folder)
+
+
+# back into a model
+
+
 def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path) -> None:
     """Copies a saved folder's weights into a prepared model, for evaluation; all processes must call it.
 
-    Only the main process reads the folder, one tensor at a time: other machines need not have it. With
-    LoRA it reads the adapter beside that folder.
+    Only the main process reads the folder: other machines need not have it. With LoRA it reads the adapter beside
+    that folder.
     """
-    if accelerator.distributed_type == DistributedType.FSDP:
-        load_into_shards(model, folder, accelerator.is_main_process)
+    plugin = accelerator.state.deepspeed_plugin
+    if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
+        load_into_shards(accelerator.unwrap_model(model), folder, accelerator.is_main_process)
         return
+    import deepspeed
+
     module = accelerator.unwrap_model(model)
     parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
         read = _tensors(module, folder, stack) if accelerator.is_main_process else {}
-        names = _agree(accelerator, [name for name in parameters if name in read])
-        for name in names:
-            with _gathered(accelerator, parameters[name]) as target, torch.no_grad():
+        for name in broadcast_object_list([[name for name in parameters if name in read]])[0]:
+            # what the main process writes into it reaches the others on leaving
+            with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
-                    target.copy_(read[name]())
-                if accelerator.num_processes > 1 and not _is_sharded(accelerator):
-                    torch.distributed.broadcast(target, src=0)
+                    parameters[name].copy_(read[name]())
     accelerator.wait_for_everyone()
 
 
 def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
-    """Copies a saved folder's weights into parameters that FSDP2 shards; one process reads them."""
+    """Copies a saved folder's weights into parameters that are whole, or that FSDP2 shards; one process reads them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     state: dict[str, Any] = {}
     if reads:
         with contextlib.ExitStack() as stack:
             state = {name: tensor() for name, tensor in _tensors(model, folder, stack).items()}
-    set_model_state_dict(
-        model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    )
+    distributed = torch.distributed.is_initialized()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
+    set_model_state_dict(model, state, options=options)
 
 
 def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) -> dict[str, Callable[[], Any]]:
-    """A tensor's name in the model -> what reads it from the folder."""
+    """A tensor's name in the model -> what reads it from the folder; with LoRA from the adapter beside it, since the
+    base weights are as they were."""
+    names: dict[str, str] = {}
+    if lora_config(model) is not None:
+        folder = folder.with_name(ADAPTER_FOLDER)
+        names = {saved_name(name): name for name in model.state_dict() if is_adapters(name)}
     found: dict[str, Callable[[], Any]] = {}
-    folder, names = adapter.reader(model, folder)
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
     return found
-
-
-def _agree(accelerator: Accelerator, names: list[str]) -> list[str]:
-    from accelerate.utils import broadcast_object_list
-
-    return list(broadcast_object_list([names], from_process=0)[0])
-
-
-def _is_sharded(accelerator: Accelerator) -> bool:
-    plugin = accelerator.state.deepspeed_plugin
-    return accelerator.distributed_type == DistributedType.DEEPSPEED and plugin.zero_stage == 3
-
-
-@contextlib.contextmanager
-def _gathered(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The whole parameter; what the main process writes into it reaches the others on leaving."""
-    if _is_sharded(accelerator) and hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            yield parameter.data
-    else:
-        yield parameter.data
-
-
-def _make_readable(folder: Path) -> None:
-    """As any other file: safetensors leaves its files to their owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~mask)

@@ -16,11 +16,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
-from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.disks import Disks, find_disks
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
-from toolkit.checkpoint.model_folder import save_model
+from toolkit.checkpoint.model_folder import lora_config, save_model, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
 from toolkit.checkpoint.publish import (
     Background,
@@ -184,14 +183,14 @@ class Checkpoints:
         if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
             module.generation_config.save_pretrained(folder / "model")
         self.state.tokenizer.save_pretrained(folder / "model")
-        if adapter.config_of(module):
-            adapter.write_config(module, folder / "model")
+        if lora_config(module):
+            write_adapter_config(module, folder / "model")
         return names
 
     def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         steps, accelerator = self.steps, self.accelerator
         frozen = {n: list(whole_shape(p)) for n, p in state.module.named_parameters() if not p.requires_grad}
-        with_adapter = adapter.config_of(state.module) is not None
+        with_adapter = lora_config(state.module) is not None
         epoch, position = divmod(metrics.step, steps.schedule.steps_per_epoch)
         return {
             "format": 1,

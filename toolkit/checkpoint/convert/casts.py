@@ -7,89 +7,60 @@ from functools import lru_cache
 
 import numpy as np
 
-from toolkit.checkpoint.lora import weight_change
-from toolkit.checkpoint.reader import FLOATS, TensorIndex
+from toolkit.checkpoint.reader import TensorIndex
+from toolkit.errors import UserError
 
 _NUMPY: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+_ROWS = 64  # of a merged weight, summed at a time
 
 
-class TooLargeError(Exception):
-    """A finite number that the wanted dtype can only hold as infinity."""
+def widen(block: bytearray | memoryview, dtype: str, name: str = "") -> np.ndarray:
+    """The numbers of a block as fp32. `name`: of the tensor, for the error where one would become infinite."""
+    if dtype == "BF16":
+        bits = np.frombuffer(block, np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
+    return _as(np.frombuffer(block, _NUMPY[dtype]), "F32", name)
 
 
-class Caster:
-    """Casts blocks of at most `elements` numbers. One for each thread: the buffers are its own.
+def narrow(values: np.ndarray, dtype: str, name: str = "") -> memoryview:
+    """fp32 numbers as bytes of `dtype`. Raises UserError where one becomes infinite."""
+    numbers = _rounded(values) if dtype == "BF16" else _as(values, dtype, name)
+    return numbers.data.cast("B")
 
-    What comes out lies in those buffers, and is good until the next call.
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """To bf16, ties to even, as torch rounds; a NaN stays one, with its sign.
+
+    bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
     """
-
-    def __init__(self, elements: int) -> None:
-        self._bits = np.empty(elements, np.uint32)
-        self._values = np.empty(elements, np.float32)
-        self._halves = np.empty(elements, np.uint16)
-
-    def cast(self, block: memoryview, dtype: str, wanted: str) -> memoryview:
-        """The numbers of `block` as `wanted`. Raises TooLargeError where one becomes infinite."""
-        if dtype == wanted or dtype not in FLOATS:
-            return block
-        return self.narrow(self.widen(block, dtype), wanted)
-
-    def widen(self, block: memoryview, dtype: str) -> np.ndarray:
-        """The numbers as fp32: a view of the block where they are, else in this caster's buffer."""
-        if dtype == "F32":
-            return np.frombuffer(block, np.float32)
-        if dtype == "BF16":
-            halves = np.frombuffer(block, np.uint16)
-            bits = self._values.view(np.uint32)[: len(halves)]
-            bits[:] = halves
-            np.left_shift(bits, 16, out=bits)
-            return bits.view(np.float32)
-        numbers = np.frombuffer(block, _NUMPY[dtype])
-        values = self._values[: len(numbers)]
-        _copy(values, numbers)
-        return values
-
-    def narrow(self, values: np.ndarray, wanted: str) -> memoryview:
-        """fp32 numbers as `wanted`. Raises TooLargeError where one becomes infinite."""
-        if wanted == "F32":
-            return values.data.cast("B")
-        halves = self._halves[: len(values)]
-        if wanted == "BF16":
-            self._round(values, halves)
-        else:
-            _copy(halves.view(np.float16), values)
-        return halves.data.cast("B")
-
-    def _round(self, values: np.ndarray, halves: np.ndarray) -> None:
-        """To bf16, ties to even, as torch rounds; a NaN stays one, with its sign.
-
-        bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
-        """
-        found = values.view(np.uint32)
-        bits = self._bits[: len(found)]
-        np.right_shift(found, 16, out=bits)
-        np.bitwise_and(bits, 1, out=bits)
-        np.add(bits, 0x7FFF, out=bits)
-        np.add(bits, found, out=bits)
-        np.right_shift(bits, 16, out=bits)
-        halves[:] = bits
-        if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
-            lost = np.isnan(values)
-            halves[lost] = (found[lost] >> 16) | 0x0040
+    found = values.view(np.uint32)
+    bits = found >> 16
+    bits &= 1
+    bits += 0x7FFF
+    bits += found
+    bits >>= 16
+    halves = bits.astype(np.uint16)
+    if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
+        lost = np.isnan(values)
+        halves[lost] = (found[lost] >> 16) | 0x0040
+    return halves
 
 
-def _copy(target: np.ndarray, numbers: np.ndarray) -> None:
+def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """numpy's own cast, with an error in place of a warning when a finite number becomes infinite."""
     with np.errstate(all="ignore", over="raise"):
         try:
-            target[:] = numbers
+            return numbers.astype(_NUMPY[dtype], copy=False)
         except FloatingPointError:
-            raise TooLargeError from None
+            raise UserError(
+                f"{name} holds a number that {dtype.lower()} cannot hold, it would become infinite: use --dtype bf16"
+            ) from None
 
 
 @dataclass(frozen=True, eq=False)
 class LoraDelta:
-    """What a LoRA adapter adds to a weight: of the factors only what the asked rows need is read."""
+    """What a LoRA adapter adds to a weight: scaling * B A (Hu et al., 2021, section 4.1)."""
 
     a: TensorIndex  # (rank, in)
     b: TensorIndex  # (out, rank)
@@ -104,30 +75,22 @@ class LoraDelta:
         return shape[::-1] if self.transposed else shape
 
     def added(self, values: np.ndarray, first: int) -> np.ndarray:
-        """A new array: `values`, fp32 elements of the flat weight from `first` on, plus their delta."""
-        columns = self.shape[1]
-        top, bottom = first // columns, -(-(first + len(values)) // columns)
-        rows = weight_change(_right(self), self._left(top, bottom), self.scaling)  # (bottom - top, columns)
+        """A new array: `values`, fp32 elements of the flat weight from `first` on, plus their delta.
+
+        The bits of the sum do not depend on which elements are asked for together.
+        """
+        left, right = _factors(self)
+        columns = right.shape[1]
+        top, bottom = first // columns // _ROWS * _ROWS, -(-(first + len(values)) // columns)
+        rows = np.concatenate([left[row : row + _ROWS] @ right for row in range(top, bottom, _ROWS)])
+        rows *= self.scaling
         added: np.ndarray = rows.reshape(-1)[first - top * columns :][: len(values)]
         added += values
         return added
 
-    def _left(self, top: int, bottom: int) -> np.ndarray:
-        """Rows of the first factor: (bottom - top, rank)."""
-        rank, wide = self.a.shape
-        if not self.transposed:
-            return _numbers(self.b, top * rank, (bottom - top) * rank).reshape(-1, rank)
-        return np.stack([_numbers(self.a, row * wide + top, bottom - top) for row in range(rank)], axis=1)
 
-
-@lru_cache(maxsize=8)  # as many as there are threads: each is at one weight at a time
-def _right(delta: LoraDelta) -> np.ndarray:
-    """The second factor: (rank, columns)."""
-    factor = delta.b if delta.transposed else delta.a
-    numbers = _numbers(factor, 0, factor.count).reshape(factor.shape)
-    return numbers.T.copy() if delta.transposed else numbers
-
-
-def _numbers(stored: TensorIndex, first: int, count: int) -> np.ndarray:
-    """Elements as fp32."""
-    return Caster(count).widen(memoryview(stored.read(first, count)), stored.dtype)
+@lru_cache(maxsize=4)  # as many as there are threads: each is at one weight at a time
+def _factors(delta: LoraDelta) -> tuple[np.ndarray, np.ndarray]:
+    """Those whose product is of the weight's shape: (rows, rank), (rank, columns)."""
+    a, b = (widen(factor.read(), factor.dtype, factor.name).reshape(factor.shape) for factor in (delta.a, delta.b))
+    return (a.T.copy(), b.T.copy()) if delta.transposed else (b, a)

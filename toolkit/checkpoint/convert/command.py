@@ -10,14 +10,13 @@ import re
 import signal
 from pathlib import Path
 
+from toolkit.demo import model_path
 from toolkit.errors import UserError
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
     "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
 )
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -32,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("checkpoint", help="see below")
     parser.add_argument("out", nargs="?", help="the folder to make")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
-    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes",
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
                         help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
     parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
     parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
@@ -64,23 +63,21 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> list[str]:
-    from toolkit.checkpoint.convert.conversion import ConvertSettings, described, located, plan, write
+    from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
     given |= {name: Path(given[name]) for name in ("checkpoint", "out")}
-    given |= {name: located(given[name]) for name in ("config_from", "base_model") if given[name]}
-    given["max_shard_bytes"] = parse_size(given["max_shard_bytes"])
-    conversion = plan(ConvertSettings(**given))
-    return described(conversion) if arguments.dry_run else write(conversion)
+    given |= {name: Path(model_path(given[name])) for name in ("config_from", "base_model") if given[name]}
+    return convert(ConvertSettings(**given))
 
 
 def parse_size(text: str) -> int:
     """`5GB` (10^9), `500MiB` (2^20) -> bytes. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
+    if match is None or size <= 0:
         raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
-    size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if not match[2] and size < 10**6:
+    if not match[2] + match[4] and size < 10**6:
         raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
     return size
 

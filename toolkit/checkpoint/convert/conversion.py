@@ -1,45 +1,38 @@
-"""A conversion from beginning to end: what is decided, and then what is written."""
+"""A conversion from beginning to end: which tensors, under which names, from where; and then the writing of them."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from toolkit.checkpoint.convert import model_files
-from toolkit.checkpoint.convert.model_files import CONFIG, ModelFiles
-from toolkit.checkpoint.convert.select import (
-    ADAPTER_CONFIG,
-    Selection,
-    clean_names,
-    is_lora,
-    read_adapter_config,
-    select_adapter,
-    select_merged,
-    select_plain,
-)
-from toolkit.checkpoint.convert.transfer import Shard, into_shards, write_shards
+from toolkit.checkpoint import lora
+from toolkit.checkpoint.convert.model_files import CONFIG, ModelFiles, check_config, verify_names
+from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex
+from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
 from toolkit.units import size_text
 
+if TYPE_CHECKING:  # numpy, which most conversions do without
+    from toolkit.checkpoint.convert.casts import LoraDelta
+
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_BAR_FROM_BYTES = 10**9  # smaller ones are done before a bar would be read
 # What conversions write: --overwrite removes nothing else.
 _OURS = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
     r"|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
 )
+# Layers of wrapping that are no part of a model: torch.compile, FSDP, activation checkpointing.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -58,60 +51,80 @@ class ConvertSettings:
     verify: bool = False
     sync: bool = False
     """Wait until the output is on the disk; always so where it replaces another."""
+    dry_run: bool = False
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """Everything that is decided before a byte is written."""
+def convert(settings: ConvertSettings) -> list[str]:
+    """Does what was asked, and returns the lines to print.
 
-    settings: ConvertSettings
-    reader: CheckpointReader
-    selection: Selection
-    shards: list[Shard]
-    files: ModelFiles
-
-    @property
-    def size(self) -> int:
-        """Bytes of the output."""
-        return self.files.size + self.shards_size
-
-    @property
-    def shards_size(self) -> int:
-        return sum(shard.layout.size for shard in self.shards)
-
-
-def plan(settings: ConvertSettings) -> Conversion:
-    """Opens and checks everything. Raises UserError for whatever is wrong with it; writes nothing."""
-    inputs = [settings.checkpoint, settings.config_from, settings.base_model]
-    _check_place(settings.out, settings.overwrite, [path for path in inputs if path is not None])
+    Raises UserError for whatever is wrong; nothing is changed then.
+    """
+    _check_place(settings)
     reader = open_checkpoint(settings.checkpoint)
-    selection, config_folder = _select(settings, reader)
-    files = model_files.find(config_folder, selection.is_adapter)
-    if files.config is not None and files.folder is not None:
-        shapes = {output.name: output.stored.shape for output in selection.outputs}
+    tensors, deltas, folder = _select(settings, reader)
+    is_adapter = lora.is_lora(reader) and not settings.merge_lora
+    files = ModelFiles.of(folder, is_adapter)
+    if files.config is not None and folder is not None:
+        shapes = {name: stored.shape for name, stored in tensors.items()}
         tied = clean_names([*shapes, *reader.tied])
         shapes |= {tied[other]: reader.weights[name].shape for other, name in reader.tied.items()}
-        model_files.check_config(shapes, files.config, files.folder / CONFIG, str(reader.path))
-    shards = into_shards(selection.outputs, DTYPES[settings.dtype], settings.max_shard_bytes, selection.is_adapter)
-    return Conversion(settings, reader, selection, shards, files)
+        check_config(shapes, files.config, folder / CONFIG, str(reader.path))
+    dtype = DTYPES[settings.dtype]
+    outputs = [Output(name, stored, written_dtype(stored, dtype), deltas.get(name)) for name, stored in tensors.items()]
+    shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
+    lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files)
+    if not files.names:
+        lines.insert(
+            0, f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
+        )
+    return lines
 
 
-def _check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
-    """Raises UserError when `out` cannot be written, or writing it would destroy something.
+def _described(settings: ConvertSettings, shards: list[Shard], files: ModelFiles) -> list[str]:
+    size = size_text(sum(shard.layout.size for shard in shards))
+    lines = [f"  {shard.name}: {size_text(shard.layout.size)}, {len(shard.outputs)} tensors" for shard in shards]
+    return [f"would write {settings.out}: {size}, {settings.dtype}", *lines, *(f"  {name}" for name in files.names)]
 
-    `inputs`: files and folders that are read. None may lie in a folder that is to be replaced.
-    """
+
+def _write(settings: ConvertSettings, reader: CheckpointReader, shards: list[Shard], files: ModelFiles) -> list[str]:
+    began = time.monotonic()
+    out, lines = settings.out, []
+    # as `cp` does not; but what replaces another must be on the disk before that one is removed
+    flushes = settings.sync or os.path.lexists(out)
+    with writing(out), replace_folder(out, settings.overwrite, flushes) as draft:
+        read = write_shards(draft, shards)
+        files.write(draft, DTYPES[settings.dtype])
+        seconds = time.monotonic() - began
+        if settings.verify:
+            lines.append(verify_numbers(draft, shards))
+        if settings.verify and files.config is not None:
+            shapes = {output.name: output.stored.shape for shard in shards for output in shard.outputs}
+            lines.append(verify_names(draft, shapes, reader.tied))
+    # a run's folder stands for its newest checkpoint, which need not be the best: say which it was
+    named = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
+    step = f" from step {reader.step}{named}" if reader.step is not None else ""
+    size = size_text(sum(shard.layout.size for shard in shards))
+    lines.append(
+        f"wrote {out}{step}: {size} of {settings.dtype} in {len(shards)} file{'s' * (len(shards) > 1)}, "
+        f"read {size_text(read)}, {seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
+    )
+    return lines
+
+
+def _check_place(settings: ConvertSettings) -> None:
+    """Raises UserError when the output cannot be written, or writing it would destroy something."""
+    out = settings.out
     if not out.name or out.name == "..":
         raise UserError(f"the output {str(out)!r} is no name of a folder to make: toolkit convert CHECKPOINT OUT")
     inside = next((folder for folder in out.absolute().parents if (folder / MANIFEST).is_file()), None)
     if inside is not None:
         raise UserError(f"{out} lies in the checkpoint {inside}, and would be removed with it: name another folder")
-    for path in inputs:
-        if path.resolve().is_relative_to(out.resolve()):
+    for path in (settings.checkpoint, settings.config_from, settings.base_model):
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise UserError(f"{out} holds {path}, which is to be read: name another folder for the output")
     if not os.path.lexists(out):
         return
-    if not overwrite:
+    if not settings.overwrite:
         raise UserError(f"{out} is already there: name another folder, or replace it with --overwrite")
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
@@ -123,24 +136,29 @@ def _check_place(out: Path, overwrite: bool, inputs: Iterable[Path]) -> None:
         )
 
 
-def _select(settings: ConvertSettings, reader: CheckpointReader) -> tuple[Selection, Path | None]:
-    """(what is written, the folder of its config)."""
+# which tensors
+
+_Tensors = dict[str, TensorIndex]
+_Shapes = dict[str, tuple[int, ...] | None]
+
+
+def _select(settings: ConvertSettings, reader: CheckpointReader) -> tuple[_Tensors, dict[str, LoraDelta], Path | None]:
+    """(what is written, in the model's order; what LoRA adds to some of it; the folder of its config)."""
     own = reader.model_folder
-    if not is_lora(reader):
+    if not lora.is_lora(reader):
         if settings.merge_lora:
             raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
-        return select_plain(reader, _open_base(settings, reader)), settings.config_from or _having(CONFIG, own)
-    if (settings.checkpoint / ADAPTER_CONFIG).is_file():
+        return _plain(settings, reader), {}, settings.config_from or _having(CONFIG, own)
+    if (settings.checkpoint / lora.ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{settings.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
             "loads; to merge it, convert the run's checkpoint with --merge_lora"
         )
-    config = read_adapter_config(_having(ADAPTER_CONFIG, own) or settings.config_from, reader)
+    config = lora.read_adapter_config(_having(lora.ADAPTER_CONFIG, own) or settings.config_from, reader)
     if not settings.merge_lora:
-        return select_adapter(reader, config), config.path.parent
+        return lora.adapter_tensors(reader, _tensors_of(reader)[0], config), {}, config.path.parent
     # an adapter's folder has no config of the model
-    folder = _having(CONFIG, settings.config_from, own, settings.base_model)
-    return select_merged(reader, config, _open_base(settings, reader)), folder
+    return *_merged(settings, reader, config), _having(CONFIG, settings.config_from, own, settings.base_model)
 
 
 def _having(name: str, *folders: Path | None) -> Path | None:
@@ -148,104 +166,117 @@ def _having(name: str, *folders: Path | None) -> Path | None:
     return next((folder for folder in folders if folder is not None and (folder / name).is_file()), None)
 
 
-def _open_base(settings: ConvertSettings, reader: CheckpointReader) -> CheckpointReader | None:
-    """What has the parameters that the checkpoint leaves out: as named, or as the run noted."""
-    if settings.base_model is not None:
-        return open_checkpoint(settings.base_model)
-    folder = located(str(reader.details.get("base_model", ""))) if reader.excluded else Path()
-    return open_checkpoint(folder) if reader.excluded and (folder / CONFIG).is_file() else None
+def written_dtype(stored: TensorIndex, wanted: str) -> str:
+    """Floating numbers become `wanted`; whole numbers and truth values stay as they are."""
+    return wanted if stored.dtype in FLOATS else stored.dtype
 
 
-def located(name: str) -> Path:
-    """A demo model's name -> its folder, asked of a process of its own: the answer needs large libraries."""
-    if not name.startswith("demo:"):
-        return Path(name)
-    program = "import sys; from toolkit.demo import model_path; print(model_path(sys.argv[1]))"
-    asked = subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
-    return Path(asked.stdout.strip() if asked.returncode == 0 else name)
+def clean_names(names: Iterable[str]) -> dict[str, str]:
+    """Name in the checkpoint -> the model's own: without wrappers, and without a prefix that all have."""
+    cleaned = {name: _WRAPPERS.sub("", name) for name in names}
+    while cleaned and all(short.startswith("module.") for short in cleaned.values()):
+        cleaned = {name: short.removeprefix("module.") for name, short in cleaned.items()}
+    return cleaned
 
 
-def described(conversion: Conversion) -> list[str]:
-    """What `--dry_run` prints."""
-    settings, files = conversion.settings, conversion.files
-    lines = [f"would write {settings.out}: {size_text(conversion.size)}, {settings.dtype}"]
-    for shard in conversion.shards:
-        lines.append(f"  {shard.name}: {size_text(shard.layout.size)}, {len(shard.outputs)} tensors")
-    configs = [ADAPTER_CONFIG] * conversion.selection.is_adapter + [CONFIG] * (files.config is not None)
-    lines += [f"  {name}" for name in (*configs, *(path.name for path in files.copied))]
-    return [*lines, *_notes(conversion)]
+def _tensors_of(reader: CheckpointReader) -> tuple[_Tensors, _Shapes]:
+    """(parameters and buffers, parameters left out of the checkpoint with their shapes), by the model's names.
+
+    Raises UserError when the checkpoint holds no tensor, or two under one name.
+    """
+    stored = {**reader.weights, **reader.buffers}
+    names = clean_names([*stored, *reader.excluded])
+    if not stored:
+        raise UserError(f"{reader.path} holds no weights")
+    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
+    if twice:
+        raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
+    held = {names[name]: tensor for name, tensor in stored.items()}
+    return held, {names[name]: tuple(shape) for name, shape in reader.excluded.items()}
 
 
-def _notes(conversion: Conversion) -> list[str]:
-    """What the user should know of the output."""
-    if conversion.selection.is_adapter or conversion.files.config is not None:
-        return []
-    path = conversion.reader.path
-    return [f"weights only: {path} has no config beside it; name a folder that has with --config_from"]
+def _plain(settings: ConvertSettings, reader: CheckpointReader) -> _Tensors:
+    """Every parameter and buffer of a plain model; those left out of the checkpoint come from the base model.
+
+    A tied parameter is written once, under the name that the checkpoint keeps it by: `from_pretrained`
+    ties the others to it. Raises UserError when a parameter is neither in the checkpoint nor in the base model.
+    """
+    held, left_out = _tensors_of(reader)
+    tied = clean_names([*held, *reader.tied])
+    return held | _from_base(settings, reader, held, left_out, {tied[name] for name in reader.tied})
 
 
-def write(conversion: Conversion) -> list[str]:
-    """Converts, and returns the lines to print. Raises UserError; `out` is then as it was before."""
-    began = time.monotonic()
-    settings, dtype, verified, verifying = conversion.settings, DTYPES[conversion.settings.dtype], [], 0.0
-    _check_space(settings.out, conversion.size)
-    # as `cp` does not; but what replaces another must be on the disk before that one is removed
-    flushes = settings.sync or os.path.lexists(settings.out)
-    with writing(settings.out), replace_folder(settings.out, settings.overwrite, flushes) as draft:
-        with _progress_bar(conversion.shards_size, "converting") as progress:
-            read = write_shards(draft, conversion.shards, dtype, conversion.selection.checked, progress)
-        conversion.files.write(draft, dtype, conversion.selection.is_adapter)
-        if settings.verify:
-            started = time.monotonic()
-            verified = _verify(conversion, draft)
-            verifying = time.monotonic() - started
-    seconds = time.monotonic() - began - verifying
-    files = f"{len(conversion.shards)} file" + ("s" if len(conversion.shards) > 1 else "")
-    wrote = (
-        f"wrote {settings.out}{_step(conversion.reader)}: {size_text(conversion.size)} of {settings.dtype} in {files}, "
-        f"read {size_text(read)}, {seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
-    )
-    return [*_notes(conversion), *verified, wrote]
+def _merged(
+    settings: ConvertSettings, reader: CheckpointReader, config: lora.AdapterConfig
+) -> tuple[_Tensors, dict[str, LoraDelta]]:
+    """The plain model, W + scaling * B @ A with the trained heads in place of the old ones, and its deltas."""
+    from toolkit.checkpoint.convert.casts import LoraDelta
+
+    held, left_out = _tensors_of(reader)
+    factors = lora.factors_of(held, reader.path)
+    plain = {lora.merged_name(name): tensor for name, tensor in held.items() if lora.stays(name)}
+    wanted: _Shapes = dict.fromkeys(factors)
+    wanted |= {lora.merged_name(name): shape for name, shape in left_out.items() if lora.stays(name)}
+    wanted = {name: shape for name, shape in wanted.items() if name not in plain}
+    config.check_mergeable(bool(wanted))
+    plain |= _from_base(settings, reader, plain, wanted)
+    deltas = {}
+    for name, (a, b, is_embedding) in factors.items():
+        layer = name.removesuffix(".weight")
+        delta = LoraDelta(a, b, config.scaling(layer, a.shape[0]), is_embedding or config.transposes)
+        if delta.shape != plain[name].shape or a.shape[0] != b.shape[1]:
+            raise UserError(
+                f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(plain[name].shape)}"
+            )
+        deltas[name] = delta
+    return plain, deltas
 
 
-def _check_space(out: Path, needed: int) -> None:
-    """Raises UserError when the disk of `out` has not `needed` bytes left."""
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def _from_base(
+    settings: ConvertSettings,
+    reader: CheckpointReader,
+    held: Collection[str],
+    wanted: _Shapes,
+    tied: Collection[str] = (),
+) -> _Tensors:
+    """What the base model adds to the parameters that a checkpoint holds (`held`; `tied` are other names of them).
+
+    `wanted`: those that are known to be left out -> shape, or None where the checkpoint does not say. DeepSpeed does
+    not write down which it leaves out: then everything of the base model is taken that the checkpoint does not hold.
+    Raises UserError when there is no base model, or it lacks a wanted parameter, or has it in another shape.
+    """
+    named = str(reader.details.get("base_model") or "")
+    folder = settings.base_model
+    if folder is None and reader.excluded and named and (noted := Path(model_path(named)) / CONFIG).is_file():
+        folder = noted.parent
+    if folder is None and wanted:
         raise UserError(
-            f"{folder} has {size_text(free)} left and the output needs {size_text(needed)}: free some space"
+            f"{reader.path} leaves {len(wanted)} frozen parameters out ({listing(wanted, 3)}): "
+            f"say where the base model{named and f', {named},'} is with --base_model FOLDER"
         )
+    if folder is None:
+        return {}
+    base = open_checkpoint(folder)
+    known = _renamed({**base.weights, **base.buffers}, {*held, *wanted})
+    if missing := [name for name in wanted if name not in known]:
+        raise UserError(
+            f"--base_model {base.path} lacks {len(missing)} of the {len(wanted)} parameters that "
+            f"{reader.path} leaves out: {listing(missing, 5)}"
+        )
+    for name, shape in wanted.items():
+        if shape is not None and known[name].shape != shape:
+            raise UserError(
+                f"{name} is of shape {list(known[name].shape)} in {base.path} and of {list(shape)} in the model of "
+                f"{reader.path}: --base_model is not the model that was trained"
+            )
+    taken = wanted if reader.excluded else [name for name in known if name not in held and name not in tied]
+    return {name: known[name] for name in taken}
 
 
-def _step(reader: CheckpointReader) -> str:
-    """A run's folder stands for its newest checkpoint, which need not be the best: say which it was."""
-    if reader.step is None:
-        return ""
-    folder = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
-    return f" from step {reader.step}{folder}"
-
-
-def _verify(conversion: Conversion, draft: Path) -> list[str]:
-    from toolkit.checkpoint.convert.verify import verify
-
-    with _progress_bar(conversion.shards_size, "verifying") as progress:
-        count, merged = verify(draft, conversion.shards, progress)
-    rounded = f"; {merged} merged ones agree to rounding" if merged else ""
-    lines = [f"verified: {count - merged} tensors are the checkpoint's, bit for bit{rounded}"]
-    if conversion.files.config is not None:
-        shapes = {output.name: output.stored.shape for output in conversion.selection.outputs}
-        lines.append("verified: " + model_files.check_built(draft, shapes, conversion.reader.tied))
-    return lines
-
-
-@contextmanager
-def _progress_bar(size: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Gives what is to be called with the bytes done since; a bar is shown where there are many."""
-    if size < _BAR_FROM_BYTES:
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        yield bar.update
+def _renamed(known: Mapping[str, TensorIndex], names: Collection[str]) -> _Tensors:
+    """The base model's tensors by the model's names: as they are, or with one prefix (`bert.`) more or less."""
+    prefixes = sorted({name.split(".")[0] + "." for name in (*known, *names)})
+    ways = [dict(known)]
+    ways += [{prefix + name: tensor for name, tensor in known.items()} for prefix in prefixes]
+    ways += [{name.removeprefix(prefix): tensor for name, tensor in known.items()} for prefix in prefixes]
+    return max(ways, key=lambda way: sum(name in way for name in names))  # the first of equals

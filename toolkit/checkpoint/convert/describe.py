@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from typing import Any
 
-from toolkit.checkpoint.convert.select import Output, clean_names, is_lora
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.convert.conversion import clean_names, written_dtype
+from toolkit.checkpoint.lora import is_lora
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.units import size_text
 
 _WRITERS = {
@@ -17,7 +18,7 @@ _WRITERS = {
 
 
 def describe(reader: CheckpointReader) -> dict[str, Any]:
-    """What a checkpoint holds, as `--inspect --json` prints it."""
+    """What `--json` prints."""
     weights, stored = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
     missing = []
     if reader.model_folder is None:
@@ -46,7 +47,8 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
         "missing": missing,
         "output_bytes": {
-            dtype: sum(Output(each.name, each).size(dtype) for each in stored) for dtype in ("F32", "BF16")
+            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in stored)
+            for dtype in ("F32", "BF16")
         },
         "shapes": {short: reader.weights[name].shape for name, short in clean_names(reader.weights).items()},
         "details": reader.details,
@@ -54,13 +56,11 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def lines(reader: CheckpointReader) -> list[str]:
-    """The same for a reader."""
+    """The same for a person."""
     facts = describe(reader)
     step = "step not recorded" if reader.step is None else f"step {reader.step}"
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
-    sizes = [size_text(facts["output_bytes"][dtype]) for dtype in ("F32", "BF16")]
-    details = [f"{name} {value}" for name, value in reader.details.items() if not isinstance(value, dict)]
-    moments = f"moments of {facts['moments']} parameters" if facts["moments"] else "no state"
+    sizes = [size_text(size) for size in facts["output_bytes"].values()]
     return [
         f"{reader.path}: {_WRITERS.get(reader.strategy, reader.strategy)}, {reader.world} "
         f"process{'es' * (reader.world > 1)}, {step}",
@@ -68,9 +68,10 @@ def lines(reader: CheckpointReader) -> list[str]:
         f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
         f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
         + (", a LoRA adapter" if facts["lora"] else ""),
-        f"  optimizer   {moments}",
+        f"  optimizer   moments of {facts['moments']} parameters",
         f"  config      {reader.model_folder or 'none'}",
         f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
-        f"  details     {', '.join(details) or 'none'}",
+        "  details     "
+        + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
         *(f"  missing     {what}" for what in facts["missing"]),
     ]

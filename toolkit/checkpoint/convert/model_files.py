@@ -7,17 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.convert.select import ADAPTER_CONFIG
+from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
 
 CONFIG = "config.json"
-TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
 _KEPT = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
@@ -25,13 +24,9 @@ _KEPT = (
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
 )  # fmt: skip
 
-# Models of one kind of layer, each with the same parameters, and the config's key of how many there are.
-_LAYERS = {
-    "bert": "num_hidden_layers", "roberta": "num_hidden_layers", "xlm-roberta": "num_hidden_layers",
-    "camembert": "num_hidden_layers", "electra": "num_hidden_layers", "big_bird": "num_hidden_layers",
-    "ernie": "num_hidden_layers", "nezha": "num_hidden_layers", "distilbert": "n_layers",
-}  # fmt: skip
-_LAYER = re.compile(r"(?P<stack>.*\blayer)\.(?P<number>\d+)\.(?P<rest>.*)$")
+# Models of one kind of layer, each with the same parameters.
+_KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
+_LAYER = re.compile(r"\blayer\.(\d+)\.")
 _ROWS = {
     "embeddings.word_embeddings.weight": "vocab_size",
     "embeddings.position_embeddings.weight": "max_position_embeddings",
@@ -45,42 +40,36 @@ _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 class ModelFiles:
     """The files beside the weights."""
 
-    folder: Path | None
     config: dict[str, Any] | None
-    """config.json, where there is one."""
+    """Of config.json, where there is one and it is to be written."""
     copied: list[Path]
 
-    @property
-    def size(self) -> int:
-        """Bytes, nearly."""
-        return sum(path.stat().st_size for path in self.copied) + (8192 if self.config else 0)
+    @classmethod
+    def of(cls, folder: Path | None, is_adapter: bool) -> ModelFiles:
+        """Raises UserError when the folder has no config of a model that could be read."""
+        if folder is None:
+            return cls(None, [])
+        config = None if is_adapter else _read_config(folder)
+        found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
+        copied = sorted(path for path in found if not path.name.endswith(".index.json"))
+        return cls(config, [folder / ADAPTER_CONFIG] * is_adapter + copied)
 
-    def write(self, folder: Path, dtype: str, is_adapter: bool) -> None:
+    @property
+    def names(self) -> list[str]:
+        return [CONFIG] * (self.config is not None) + [path.name for path in self.copied]
+
+    def write(self, folder: Path, dtype: str) -> None:
         """`dtype`: of the weights, so that `from_pretrained` gives the model in it."""
         for path in self.copied:
             shutil.copyfile(path, folder / path.name)
-        if is_adapter:
-            assert self.folder is not None
-            shutil.copyfile(self.folder / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
-        elif self.config is not None:
-            name = TORCH_NAMES[dtype]  # `torch_dtype`: as transformers before 5 called it
+        if self.config is not None:
+            name = _TORCH_NAMES[dtype]  # `torch_dtype`: as transformers before 5 called it
             changed = {**self.config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in self.config else {})
             text = json.dumps(changed, ensure_ascii=False, indent=2)
             (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
-def find(folder: Path | None, is_adapter: bool) -> ModelFiles:
-    """Raises UserError when the folder has no config of a model that could be read."""
-    if folder is None:
-        return ModelFiles(None, None, [])
-    config = None if is_adapter else read_config(folder)
-    found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
-    names = (CONFIG, ADAPTER_CONFIG)
-    copied = sorted(path for path in found if path.name not in names and not path.name.endswith(".index.json"))
-    return ModelFiles(folder, config, copied)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     """A model's config.json. Raises UserError when there is none, or it is of something else."""
     path = folder / CONFIG
     try:
@@ -96,66 +85,35 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-# the weights against the config
-
-
 def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
-    """Raises UserError naming every parameter that is missing or left over, as far as the config tells.
+    """Raises UserError naming what the weights lack or have left over, as far as the config tells.
 
     `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
     """
-    known = config.get("model_type") in _LAYERS
-    found = [
-        *(_faults_of_layers(shapes, config, path) if known else ()),
-        *(_faults_of_rows(shapes, config, path, known)),
-    ]
     faults = Faults()
-    for fault in found:
-        faults.add(f"{where} {fault}")
+    rows, heads = {}, {}
+    if config.get("model_type") in _KNOWN:
+        key = "n_layers" if config["model_type"] == "distilbert" else "num_hidden_layers"
+        found = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
+        if (key in config and found != list(range(len(found)))) or len(found) != config[key]:
+            faults.add(f"{where} holds the layers {listing(found)}, and {path} has {key} = {config[key]}")
+        rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items()}
+    if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
+        labels = config.get("id2label")
+        count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
+        heads = dict.fromkeys(_HEADS, (count, f"{count} labels"))
+    for end, (wanted, said) in {**rows, **heads}.items():
+        for name, shape in shapes.items():
+            if (name == end or (end in rows and name.endswith(end))) and wanted is not None and shape[0] != wanted:
+                faults.add(f"{where} has {name} with {shape[0]} rows, and {path} has {said}")
+    if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
+        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
+    if rows and heads and not any(head in shapes for head in _HEADS):
+        faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has")
     faults.raise_if_any()
 
 
-def _faults_of_layers(shapes: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> Iterator[str]:
-    key = _LAYERS[str(config["model_type"])]
-    count = config.get(key)
-    layers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in shapes:
-        if match := _LAYER.match(name):
-            layers[match["stack"]][int(match["number"])].add(match["rest"])
-    if count and not layers:
-        yield f"holds no layers, and {path} has {key} = {count}"
-    for stack, found in layers.items():
-        wanted = set(range(count)) if isinstance(count, int) else set(found)
-        for what, numbers in (("lacks", wanted - set(found)), ("has left over", set(found) - wanted)):
-            if numbers:
-                yield f"{what} {listing(sorted(numbers))} of {stack}: {path} has {key} = {count}"
-        every = set().union(*found.values())
-        lacking = [f"{stack}.{number}.{rest}" for number in sorted(found) for rest in sorted(every - found[number])]
-        if lacking:
-            yield f"lacks {len(lacking)} parameters that other layers have: {listing(lacking, 5)}"
-
-
-def _faults_of_rows(
-    shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, known: bool
-) -> Iterator[str]:
-    """Embeddings and heads whose first dimension the config tells."""
-    expected = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items() if known}
-    labelled = any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ())
-    if labelled:
-        labels = config.get("id2label")
-        count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
-        expected |= dict.fromkeys(_HEADS, (count, f"{count} labels"))
-    for end, (rows, said) in expected.items():
-        for name, shape in shapes.items():
-            if (name == end if end in _HEADS else name.endswith(end)) and isinstance(rows, int) and shape[0] != rows:
-                yield f"has {name} with {shape[0]} rows, and {path} has {said}"
-    if known and not any(name.endswith("word_embeddings.weight") for name in shapes):
-        yield f"lacks embeddings.word_embeddings.weight, which {path} asks for"
-    if known and labelled and not any(head in shapes for head in _HEADS):
-        yield f"lacks classifier.weight, which {config['architectures'][0]} of {path} has"
-
-
-def check_built(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:
+def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:
     """Compares with the model that transformers builds of the folder's config, without its weights.
 
     It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
@@ -164,10 +122,10 @@ def check_built(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mappi
     finished = subprocess.run([sys.executable, "-c", _BUILD, str(folder)], capture_output=True, text=True, check=False)
     if finished.returncode:
         reason = finished.stderr.strip().split("\n")[-1]
-        return f"not compared with the model's class: {reason[:200]}"
+        return f"verified: not compared with the model's class: {reason[:200]}"
     built = json.loads(finished.stdout.strip().split("\n")[-1])
     expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
-    others = set(built["tied"]) | set(tied)
+    others = {*built["tied"], *tied}
     missing = [name for name in expected if name not in shapes and name not in others]
     over = [name for name in shapes if name not in expected]
     wrong = [name for name, shape in shapes.items() if expected.get(name, shape) != shape]
@@ -175,7 +133,7 @@ def check_built(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mappi
     faults = [f"{what} {listing(names, 5)}" for what, names in parts if names]
     if faults:
         raise UserError(f"against {built['class']}, which {folder.name}'s config names, the output {'; '.join(faults)}")
-    return f"the {len(expected)} names and shapes are those of {built['class']}"
+    return f"verified: the {len(expected)} names and shapes are those of {built['class']}"
 
 
 _BUILD = """
