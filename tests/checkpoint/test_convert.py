@@ -44,8 +44,8 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 
 @pytest.mark.parametrize(
     "name",
-    ["zero0 x1", "zero1-bf16-optimizer x3", "zero1-frozen x2", "zero2-aligned x2", "zero2-round-robin x2",
-     "zero2-elastic x2", "zero3-frozen x3", "zero3-groups x2", "zero3-subgroups x2"],
+    ["zero0 x1", "zero1-bf16-optimizer x3", "zero2-aligned x2", "zero2-round-robin x2", "zero2-elastic x2",
+     "zero3-frozen x3", "zero3-groups x2", "zero3-subgroups x2"],
 )  # fmt: skip
 def test_the_output_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
     made = deepspeed_checkpoints[name]
@@ -57,8 +57,7 @@ def test_the_output_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict
     assert "bit for bit" in said[1]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["zero2-fp32 x2", "zero3-subgroups x2", "zero1-frozen x2", "zero3-frozen x2"])
+@pytest.mark.parametrize(("name", "dtype"), [("zero2-fp32 x2", "bf16"), ("zero3-frozen x2", "fp16")])
 def test_other_dtypes_are_torchs_casts(
     name: str, dtype: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path
 ) -> None:
@@ -78,8 +77,7 @@ def bert_config(model: Path, folder: Path, labels: int = 3) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("most", ["5GB", "20KB"])
-@pytest.mark.parametrize("name", ["zero1-bert x2", "zero2-bert x2", "zero3-bert x2"])
+@pytest.mark.parametrize(("name", "most"), [("zero2-bert x2", "5GB"), ("zero3-bert x2", "20KB")])
 def test_from_pretrained_loads_it(
     name: str, most: str, deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -146,9 +144,7 @@ def data_members(checkpoint: Path) -> list[Member]:
     return list(dict.fromkeys(span.member for span in spans if span.member.size))
 
 
-@pytest.mark.parametrize(
-    "name", ["zero1-bf16 x2", "zero2-groups x2", "zero3-frozen x2", "zero3-subgroups x2", "zero0 x1"]
-)
+@pytest.mark.parametrize("name", ["zero1-bf16 x2", "zero3-frozen x2", "zero0 x1"])
 def test_a_flipped_bit_is_found_and_named(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
     copy = shutil.copytree(deepspeed_checkpoints[name].folder, tmp_path / "saved")
     members = data_members(copy)

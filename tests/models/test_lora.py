@@ -146,6 +146,7 @@ def test_settings_of_lora_without_lora(setting: str) -> None:
 
 def test_the_adapter_alone_is_as_peft_writes_and_reads_it(tiny_model: Path, tmp_path: Path) -> None:
     model = stirred(load(tiny_model, **LORA)).eval()
+    (tmp_path / "ours").mkdir()
     write_adapter(model, model.state_dict(), tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))

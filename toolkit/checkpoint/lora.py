@@ -89,11 +89,6 @@ class AdapterConfig:
         patterns = self.content.get(key) or {}
         return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", layer)), default)
 
-    @property
-    def transposes(self) -> bool:
-        """Whether weights are of shape (in, out)."""
-        return bool(self.content.get("fan_in_fan_out"))
-
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
         if used := [key for key in _UNSUPPORTED if self.content.get(key)]:

@@ -115,7 +115,6 @@ def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, t
 
 def write_adapter(model: torch.nn.Module, state: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Writes the adapter alone, as `PeftModel.from_pretrained(base_model, folder)` reads it."""
-    folder.mkdir(parents=True, exist_ok=True)
     trained = {saved_name(name): tensor.contiguous() for name, tensor in state.items() if is_adapters(name)}
     save_file(trained, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     write_adapter_config(model, folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.checkpoint import lora
-from toolkit.checkpoint.convert.model_files import CONFIG, ModelFiles, check_config, verify_names
+from toolkit.checkpoint.convert.model_files import CONFIG, check_config, files_beside, verify_names, write_files
 from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -63,52 +63,51 @@ def convert(settings: ConvertSettings) -> list[str]:
     reader = open_checkpoint(settings.checkpoint)
     tensors, deltas, folder = _select(settings, reader)
     is_adapter = lora.is_lora(reader) and not settings.merge_lora
-    files = ModelFiles.of(folder, is_adapter)
-    if files.config is not None and folder is not None:
+    dtype = DTYPES[settings.dtype]
+    config, files = files_beside(folder, is_adapter, dtype)
+    if config is not None and folder is not None:
         shapes = {name: stored.shape for name, stored in tensors.items()}
         tied = clean_names([*shapes, *reader.tied])
         shapes |= {tied[other]: reader.weights[name].shape for other, name in reader.tied.items()}
-        check_config(shapes, files.config, folder / CONFIG, str(reader.path))
-    dtype = DTYPES[settings.dtype]
+        check_config(shapes, config, folder / CONFIG, str(reader.path))
     outputs = [Output(name, stored, written_dtype(stored, dtype), deltas.get(name)) for name, stored in tensors.items()]
     shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files)
-    if not files.names:
-        lines.insert(
-            0, f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
-        )
-    return lines
+    without = f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
+    return lines if files else [without, *lines]
 
 
-def _described(settings: ConvertSettings, shards: list[Shard], files: ModelFiles) -> list[str]:
+def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
     size = size_text(sum(shard.layout.size for shard in shards))
     lines = [f"  {shard.name}: {size_text(shard.layout.size)}, {len(shard.outputs)} tensors" for shard in shards]
-    return [f"would write {settings.out}: {size}, {settings.dtype}", *lines, *(f"  {name}" for name in files.names)]
+    return [f"would write {settings.out}: {size}, {settings.dtype}", *lines, *(f"  {name}" for name in files)]
 
 
-def _write(settings: ConvertSettings, reader: CheckpointReader, shards: list[Shard], files: ModelFiles) -> list[str]:
+def _write(
+    settings: ConvertSettings, reader: CheckpointReader, shards: list[Shard], files: Mapping[str, Path | str]
+) -> list[str]:
     began = time.monotonic()
     out, lines = settings.out, []
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
     flushes = settings.sync or os.path.lexists(out)
     with writing(out), replace_folder(out, settings.overwrite, flushes) as draft:
         read = write_shards(draft, shards)
-        files.write(draft, DTYPES[settings.dtype])
+        write_files(draft, files)
         seconds = time.monotonic() - began
         if settings.verify:
             lines.append(verify_numbers(draft, shards))
-        if settings.verify and files.config is not None:
+        if settings.verify and CONFIG in files:
             shapes = {output.name: output.stored.shape for shard in shards for output in shard.outputs}
             lines.append(verify_names(draft, shapes, reader.tied))
     # a run's folder stands for its newest checkpoint, which need not be the best: say which it was
     named = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
     step = f" from step {reader.step}{named}" if reader.step is not None else ""
     size = size_text(sum(shard.layout.size for shard in shards))
-    lines.append(
+    wrote = (
         f"wrote {out}{step}: {size} of {settings.dtype} in {len(shards)} file{'s' * (len(shards) > 1)}, "
         f"read {size_text(read)}, {seconds:.2f} s, {read / seconds / 1e9:.2f} GB/s"
     )
-    return lines
+    return [*lines, wrote]
 
 
 def _check_place(settings: ConvertSettings) -> None:
@@ -148,7 +147,7 @@ def _select(settings: ConvertSettings, reader: CheckpointReader) -> tuple[_Tenso
     if not lora.is_lora(reader):
         if settings.merge_lora:
             raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
-        return _plain(settings, reader), {}, settings.config_from or _having(CONFIG, own)
+        return *_whole(settings, reader), settings.config_from or _having(CONFIG, own)
     if (settings.checkpoint / lora.ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{settings.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
@@ -158,7 +157,7 @@ def _select(settings: ConvertSettings, reader: CheckpointReader) -> tuple[_Tenso
     if not settings.merge_lora:
         return lora.adapter_tensors(reader, _tensors_of(reader)[0], config), {}, config.path.parent
     # an adapter's folder has no config of the model
-    return *_merged(settings, reader, config), _having(CONFIG, settings.config_from, own, settings.base_model)
+    return *_whole(settings, reader, config), _having(CONFIG, settings.config_from, own, settings.base_model)
 
 
 def _having(name: str, *folders: Path | None) -> Path | None:
@@ -195,41 +194,44 @@ def _tensors_of(reader: CheckpointReader) -> tuple[_Tensors, _Shapes]:
     return held, {names[name]: tuple(shape) for name, shape in reader.excluded.items()}
 
 
-def _plain(settings: ConvertSettings, reader: CheckpointReader) -> _Tensors:
-    """Every parameter and buffer of a plain model; those left out of the checkpoint come from the base model.
+def _whole(
+    settings: ConvertSettings, reader: CheckpointReader, config: lora.AdapterConfig | None = None
+) -> tuple[_Tensors, dict[str, LoraDelta]]:
+    """Every parameter and buffer of a plain model, and what LoRA (with a `config`) adds to some of them.
 
-    A tied parameter is written once, under the name that the checkpoint keeps it by: `from_pretrained`
-    ties the others to it. Raises UserError when a parameter is neither in the checkpoint nor in the base model.
+    With LoRA the trained heads stand in place of the old ones. Raises UserError when a parameter is neither in the
+    checkpoint nor in the base model.
     """
     held, left_out = _tensors_of(reader)
-    tied = clean_names([*held, *reader.tied])
-    return held | _from_base(settings, reader, held, left_out, {tied[name] for name in reader.tied})
-
-
-def _merged(
-    settings: ConvertSettings, reader: CheckpointReader, config: lora.AdapterConfig
-) -> tuple[_Tensors, dict[str, LoraDelta]]:
-    """The plain model, W + scaling * B @ A with the trained heads in place of the old ones, and its deltas."""
-    from toolkit.checkpoint.convert.casts import LoraDelta
-
-    held, left_out = _tensors_of(reader)
+    # a tied parameter is written once, by the name that the checkpoint has: `from_pretrained` ties the others to it
+    names = clean_names([*held, *reader.tied])
+    tied = {names[name] for name in reader.tied}
+    if config is None:
+        return held | _from_base(settings, reader, held, left_out, tied), {}
     factors = lora.factors_of(held, reader.path)
     plain = {lora.merged_name(name): tensor for name, tensor in held.items() if lora.stays(name)}
     wanted: _Shapes = dict.fromkeys(factors)
     wanted |= {lora.merged_name(name): shape for name, shape in left_out.items() if lora.stays(name)}
     wanted = {name: shape for name, shape in wanted.items() if name not in plain}
     config.check_mergeable(bool(wanted))
-    plain |= _from_base(settings, reader, plain, wanted)
-    deltas = {}
-    for name, (a, b, is_embedding) in factors.items():
-        layer = name.removesuffix(".weight")
-        delta = LoraDelta(a, b, config.scaling(layer, a.shape[0]), is_embedding or config.transposes)
-        if delta.shape != plain[name].shape or a.shape[0] != b.shape[1]:
-            raise UserError(
-                f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(plain[name].shape)}"
-            )
-        deltas[name] = delta
-    return plain, deltas
+    plain |= _from_base(settings, reader, plain, wanted, {lora.merged_name(name) for name in tied})
+    return plain, {name: _delta(name, plain[name], *pair, config) for name, pair in factors.items()}
+
+
+def _delta(
+    name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool, config: lora.AdapterConfig
+) -> LoraDelta:
+    from toolkit.checkpoint.convert.casts import LoraDelta
+
+    layer = name.removesuffix(".weight")
+    delta = LoraDelta(
+        a, b, config.scaling(layer, a.shape[0]), is_embedding or bool(config.content.get("fan_in_fan_out"))
+    )
+    if delta.shape != weight.shape or a.shape[0] != b.shape[1]:
+        raise UserError(
+            f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
+        )
+    return delta
 
 
 def _from_base(

@@ -11,11 +11,6 @@ from toolkit.checkpoint.lora import is_lora
 from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.units import size_text
 
-_WRITERS = {
-    "single": "one process", "ddp": "data parallel", "zero1": "DeepSpeed ZeRO-1", "zero2": "DeepSpeed ZeRO-2",
-    "zero3": "DeepSpeed ZeRO-3", "fsdp2": "PyTorch FSDP2", "model": "a model's folder",
-}  # fmt: skip
-
 
 def describe(reader: CheckpointReader) -> dict[str, Any]:
     """What `--json` prints."""
@@ -62,8 +57,7 @@ def lines(reader: CheckpointReader) -> list[str]:
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
     sizes = [size_text(size) for size in facts["output_bytes"].values()]
     return [
-        f"{reader.path}: {_WRITERS.get(reader.strategy, reader.strategy)}, {reader.world} "
-        f"process{'es' * (reader.world > 1)}, {step}",
+        f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
         f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
         f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
         f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,37 +35,31 @@ _HEADS = ("classifier.weight", "classifier.out_proj.weight")
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """The files beside the weights."""
+def files_beside(
+    folder: Path | None, is_adapter: bool, dtype: str
+) -> tuple[dict[str, Any] | None, dict[str, Path | str]]:
+    """(the model's config; name -> a file to copy, or a text to write). An adapter has no config of the model.
 
-    config: dict[str, Any] | None
-    """Of config.json, where there is one and it is to be written."""
-    copied: list[Path]
+    `dtype`: of the weights, so that `from_pretrained` gives the model in it. Raises UserError when the folder has no
+    config of a model that could be read.
+    """
+    if folder is None:
+        return None, {}
+    found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
+    copied = {path.name: path for path in sorted(found) if not path.name.endswith(".index.json")}
+    if is_adapter:
+        return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **copied}
+    config, name = _read_config(folder), _TORCH_NAMES[dtype]
+    changed = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
+    return config, {CONFIG: json.dumps(changed, ensure_ascii=False, indent=2) + "\n", **copied}
 
-    @classmethod
-    def of(cls, folder: Path | None, is_adapter: bool) -> ModelFiles:
-        """Raises UserError when the folder has no config of a model that could be read."""
-        if folder is None:
-            return cls(None, [])
-        config = None if is_adapter else _read_config(folder)
-        found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
-        copied = sorted(path for path in found if not path.name.endswith(".index.json"))
-        return cls(config, [folder / ADAPTER_CONFIG] * is_adapter + copied)
 
-    @property
-    def names(self) -> list[str]:
-        return [CONFIG] * (self.config is not None) + [path.name for path in self.copied]
-
-    def write(self, folder: Path, dtype: str) -> None:
-        """`dtype`: of the weights, so that `from_pretrained` gives the model in it."""
-        for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
-        if self.config is not None:
-            name = _TORCH_NAMES[dtype]  # `torch_dtype`: as transformers before 5 called it
-            changed = {**self.config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in self.config else {})
-            text = json.dumps(changed, ensure_ascii=False, indent=2)
-            (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
+    for name, content in files.items():
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_text(content, encoding="utf-8")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -137,19 +130,15 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapp
 
 
 _BUILD = """
-import json, os, sys
+import collections, json, os, sys
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 import torch, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])
 kind = getattr(transformers, config.architectures[0])
 with torch.device("meta"):
-    model = kind(config)
-shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-names = {}
-tied = []
-for name, tensor in model.state_dict(keep_vars=True).items():
-    if id(tensor) in names:
-        tied += [name, names[id(tensor)]]
-    names.setdefault(id(tensor), name)
+    state = kind(config).state_dict(keep_vars=True)
+shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+names = collections.Counter(map(id, state.values()))
+tied = [name for name, tensor in state.items() if names[id(tensor)] > 1]
 print(json.dumps({"class": kind.__name__, "shapes": shapes, "tied": tied}))
 """

@@ -133,29 +133,23 @@ def _write_at(file: int, content: memoryview, place: int) -> None:
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
     """The file that tells `from_pretrained` where each tensor is."""
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
-    outputs = [output for shard in shards for output in shard.outputs]
-    metadata = {
-        "total_parameters": sum(output.stored.count for output in outputs),
-        "total_size": sum(output.size for output in outputs),
-    }
+    metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
     (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of a member that belong to one tensor."""
+    """Bytes of a member, from `start` to `end`, that belong to one tensor: its elements from `first` on."""
 
     output: Output
     file: int
     """Descriptor of the open output file."""
     offset: int
     """Of the tensor's first byte in it."""
-    start: int
-    """Bytes from the member's beginning."""
-    end: int
     first: int
-    """Which element of the tensor the part begins with."""
+    start: int
+    end: int
 
     def write(self, low: int, numbers: memoryview) -> None:
         """`numbers`: the member's bytes from `low` on."""
@@ -167,16 +161,16 @@ class _Part:
 def _parts(output: Output, file: int, offset: int) -> Iterator[tuple[Member, _Part]]:
     stored, first = output.stored, 0
     item = ITEM_BYTES[stored.dtype]
-    if sum(span.count for span in stored.spans) != stored.count:
-        raise UserError(f"{stored.name} is not whole in the checkpoint: the output would have a hole")
     for span in stored.spans:
         end = span.start + span.count * item
         if span.start % item or end > span.member.size:
             where = f"{span.member.name} of {span.member.file}"
             raise UserError(f"{stored.name} does not lie within {where}: the checkpoint is damaged")
         if span.count:
-            yield span.member, _Part(output, file, offset, span.start, end, first)
+            yield span.member, _Part(output, file, offset, first, span.start, end)
         first += span.count
+    if first != stored.count:
+        raise UserError(f"{stored.name} is not whole in the checkpoint: the output would have a hole")
 
 
 def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
@@ -188,7 +182,7 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     checksums = dict.fromkeys(members, 0)
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), len(chunks)) or 1) as pool:
         # after Ctrl-C or a fault what has not begun is dropped
-        values = pool.map(lambda chunk: _copy(*chunk, parts=parts[chunk[0]]), chunks)
+        values = pool.map(lambda chunk: _copy(parts[chunk[0]], *chunk), chunks)
         for (member, start, end), value in zip(chunks, values, strict=True):
             checksums[member] = combine(checksums[member], value, end - start)
     for member, value in checksums.items():
@@ -200,7 +194,7 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     return sum(end - start for _, start, end in chunks)
 
 
-def _copy(member: Member, start: int, end: int, parts: Iterable[_Part]) -> int:
+def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
     """Does the bytes [start, end) of a member, and returns their CRC32."""
     value = 0
     parts = [part for part in parts if part.start < end and part.end > start]

@@ -1,0 +1,176 @@
+"""Which tensors are written under which names: the config, the base model, wrappers; without real checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.checkpoint.handmade import read_folder, same_bits, write_run
+from tests.checkpoint.test_convert import convert
+from toolkit.checkpoint.convert.command import parse_size
+from toolkit.checkpoint.convert.conversion import clean_names
+from toolkit.checkpoint.convert.model_files import check_config
+from toolkit.checkpoint.convert.transfer import Output, into_shards
+from toolkit.checkpoint.reader import TensorIndex
+from toolkit.errors import UserError
+
+HEAD = {"classifier.weight": torch.randn(3, 5)}
+BASE = {"embeddings.weight": torch.randn(7, 5), "dense.bias": torch.randn(5)}
+EXCLUDED = {f"bert.{name}": list(tensor.shape) for name, tensor in BASE.items()}
+
+CONFIG = {
+    "model_type": "bert", "num_hidden_layers": 2, "vocab_size": 9, "max_position_embeddings": 8, "type_vocab_size": 2,
+    "architectures": ["BertForSequenceClassification"], "id2label": {"0": "a", "1": "b"},
+}  # fmt: skip
+SHAPES = {
+    "bert.embeddings.word_embeddings.weight": (9, 4),
+    "bert.embeddings.position_embeddings.weight": (8, 4),
+    **{f"bert.encoder.layer.{layer}.{part}": (4,) for layer in range(2) for part in ("a.weight", "a.bias", "b.bias")},
+    "classifier.weight": (2, 4),
+}
+
+
+def faults(shapes: dict[str, tuple[int, ...]], **config: Any) -> str:
+    try:
+        check_config(shapes, {**CONFIG, **config}, Path("c/config.json"), "ckpt")
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def without(*names: str) -> dict[str, tuple[int, ...]]:
+    return {name: shape for name, shape in SHAPES.items() if name not in names}
+
+
+def test_what_is_missing_or_left_over_is_named() -> None:
+    assert faults(SHAPES) == ""
+    assert faults({"x": (1,)}, model_type="mamba", architectures=["MambaModel"]) == ""  # not judged by BERT's rules
+    whole = without(*(name for name in SHAPES if ".layer.1." in name))
+    assert "holds the layers 0, and c/config.json has num_hidden_layers = 2" in faults(whole)
+    assert "holds the layers 0, 1, and c/config.json has num_hidden_layers = 1" in faults(SHAPES, num_hidden_layers=1)
+    assert "lacks embeddings.word_embeddings.weight" in faults(without("bert.embeddings.word_embeddings.weight"))
+    assert "lacks classifier.weight" in faults(without("classifier.weight"))
+
+    rows = faults(SHAPES, max_position_embeddings=512)
+    assert "position_embeddings.weight with 8 rows, and c/config.json has max_position_embeddings = 512" in rows
+    labels = faults(SHAPES, id2label={"0": 1, "1": 2, "2": 3})
+    assert "classifier.weight with 2 rows, and c/config.json has 3 labels" in labels
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "is not JSON"), ('{"world": 2}', "has no model_type")])
+def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
+    other = tmp_path / "other"
+    (other / "model").mkdir(parents=True)
+    (other / "config.json").write_text(content)
+    (other / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=message) as caught:
+        convert(run, tmp_path / "out", config_from=other)
+    if "model_type" in message:
+        assert f"did you mean {other / 'model'}?" in str(caught.value)
+
+
+def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
+    names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model"]
+    for name in [*names, "optimizer.pt", "training_args.bin", "model.safetensors.index.json", "README.md"]:
+        (run / "model" / name).write_text("{}")
+    (run / "model" / "config.json").write_text(json.dumps({"model_type": "new", "torch_dtype": "float64"}))
+    convert(run, tmp_path / "out", dtype="fp16")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "config.json", "model.safetensors"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"model_type": "new", "torch_dtype": "float16", "dtype": "float16"}
+
+
+def test_sizes() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 MB": 1_500_000, "2GiB": 2**31, "7000000": 7_000_000, "10kb": 10_000}
+    assert {text: parse_size(text) for text in sizes} == sizes
+    for text in ("", "GB", "-1GB", "0", "5XB", "5GBs"):
+        with pytest.raises(UserError, match="--max_shard_size"):
+            parse_size(text)
+
+
+def test_shards_are_no_larger_than_asked() -> None:
+    outputs = [Output(f"x.{size}", TensorIndex("", (size,), "F32", ()), "F32") for size in (10, 10, 50, 5, 5, 5)]
+    shards = into_shards(outputs, 80)
+    assert [[output.stored.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
+    assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert len(into_shards(outputs, 10**6)) == 1
+
+
+def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_they_come_from_the_base_model(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
+    with pytest.raises(UserError, match=r"leaves 2 frozen parameters out .*--base_model"):
+        convert(run, tmp_path / "out")
+    base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
+    convert(run, tmp_path / "out", base_model=base, verify=True)
+    found = read_folder(tmp_path / "out")
+    assert set(found) == {*HEAD, *EXCLUDED}  # and no pooler, which the run's model has not
+    assert all(same_bits(found[f"bert.{name}"], tensor) for name, tensor in BASE.items())
+
+
+def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED)
+    short = base_folder(tmp_path / "short", {"embeddings.weight": BASE["embeddings.weight"]})
+    with pytest.raises(UserError, match=r"lacks 1 of the 2 parameters .*bert.dense.bias"):
+        convert(run, tmp_path / "out", base_model=short)
+    other = base_folder(tmp_path / "other", {**BASE, "dense.bias": torch.ones(6)})
+    with pytest.raises(UserError, match=r"bert.dense.bias is of shape \[6\].*not the model that was trained"):
+        convert(run, tmp_path / "out", base_model=other)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_runs_own_base_model_is_taken_when_it_is_a_folder(tmp_path: Path) -> None:
+    base = base_folder(tmp_path / "base", BASE)
+    (base / "config.json").write_text('{"model_type": "bert"}')
+    run = write_run(tmp_path / "run", HEAD, excluded=EXCLUDED, base_model=str(base))
+    convert(run, tmp_path / "out")
+    assert set(read_folder(tmp_path / "out")) == {*HEAD, *EXCLUDED}
+
+
+@pytest.mark.parametrize(
+    ("names", "clean"),
+    [
+        (["module.a.weight", "module.b.bias"], ["a.weight", "b.bias"]),
+        (["module._orig_mod.a", "module._orig_mod.b"], ["a", "b"]),
+        (["x._fsdp_wrapped_module.a", "b"], ["x.a", "b"]),
+        (["module.weight", "b.bias"], ["module.weight", "b.bias"]),  # a module of that name
+    ],
+)
+def test_wrappers_leave_no_trace(names: list[str], clean: list[str]) -> None:
+    assert clean_names(names) == dict(zip(names, clean, strict=True))
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a.weight": torch.ones(2), "_orig_mod.a.weight": torch.ones(2)})
+    with pytest.raises(UserError, match=r"several tensors under one name: a.weight"):
+        convert(run, tmp_path / "out")
+
+
+def test_integers_and_buffers_stay(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(5), "ids": torch.arange(9), "mask": torch.tensor([True, False]),
+               "double": torch.randn(3, dtype=torch.float64), "none": torch.empty(0, 4)}  # fmt: skip
+    convert(write_run(tmp_path / "run", tensors), tmp_path / "out", dtype="bf16", verify=True)
+    found = read_folder(tmp_path / "out")
+    for name, tensor in tensors.items():
+        wanted = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
+        assert same_bits(found[name], wanted), name
+
+
+def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"fine": torch.ones(5), "large.weight": torch.tensor([1.0, 7e4])})
+    with pytest.raises(UserError, match=r"large.weight holds a number that f16 cannot hold.*--dtype bf16"):
+        convert(run, tmp_path / "out", dtype="fp16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    convert(run, tmp_path / "out", dtype="bf16")
