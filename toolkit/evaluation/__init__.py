@@ -2,8 +2,7 @@
 
 from toolkit.evaluation.best import Best
 from toolkit.evaluation.classification import classification_evaluation, classification_metrics
-from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation
-from toolkit.evaluation.outputs import Outputs, evaluation_batches
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches
 
 __all__ = [
     "Best",

@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit.config import Task, TrainingSettings
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 
 USUAL: dict[Task, str] = {
     "single_label_classification": "f1_macro",

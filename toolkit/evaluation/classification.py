@@ -11,8 +11,7 @@ import torch
 
 from toolkit.config import ProblemType
 from toolkit.data.labels import Labels
-from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation, Lines, evaluation_of
-from toolkit.evaluation.outputs import Outputs
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Lines, Outputs
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100
@@ -26,7 +25,7 @@ def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics:
         lines = partial(prediction_lines, outputs.split.rows, logits, outputs.split.labels, labels)
         return losses, compute_metrics(logits, outputs.split.labels), lines
 
-    return evaluation_of(outputs, numbers_of)
+    return outputs.evaluation(numbers_of)
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:

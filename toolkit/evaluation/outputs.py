@@ -6,7 +6,7 @@ with the data set before any number is computed from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,22 @@ from toolkit.data import batches
 from toolkit.data.batches import Batch, collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+
+ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
+"""(outputs, what is true) of all samples -> names and numbers, as transformers' Trainer calls it: logits (N, C) and
+labels (N,) or (N, C); of titles, two lists of texts. It runs on the main process only."""
+Lines = Callable[[], Iterator[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation: the numbers everywhere, the predictions on the main process."""
+
+    split: str
+    numbers: dict[str, Any]
+    """`num_samples`, `loss` and what the recipe's metrics are."""
+    predictions: Lines | None
+    """Makes the lines of predictions.jsonl."""
 
 
 class ExactlyOnceError(RuntimeError):
@@ -98,6 +114,21 @@ class Outputs:
         order = np.argsort(columns[0], kind="stable")
         return [column[order] for column in columns[1:]]
 
+    def evaluation(
+        self, numbers_of: Callable[[list[np.ndarray]], tuple[np.ndarray, dict[str, Any], Lines]]
+    ) -> Evaluation:
+        """Checks that each sample is there once, and computes the numbers on the main process; all call this.
+
+        `numbers_of` turns the outputs, (N, ...) each, into (losses (N,), the metrics, the prediction lines). The loss
+        is the sum of all over the split's loss denominator, as a training step has it.
+        """
+        arrays, numbers, lines = self.in_order(), {}, None
+        if self.accelerator.is_main_process:
+            losses, metrics, lines = numbers_of(arrays)
+            loss = float(losses.sum(dtype=np.float64) / self.split.loss_denominators.sum())
+            numbers = {"num_samples": len(self.split), "loss": loss, **metrics}
+        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], lines)
+
     def _raise_everywhere(self, fault: str, kind: type[Exception]) -> None:
         found: list[str] = broadcast_object_list([fault])
         if found[0]:
@@ -124,10 +155,8 @@ def predict(
 
 def _finite_fault(columns: Sequence[np.ndarray]) -> str:
     """A model that diverged has no metric, only rows it fails on."""
-    finite = np.ones(len(columns[0]), bool)
-    for column in columns[1:]:
-        finite &= np.isfinite(column.reshape(len(column), -1)).all(axis=1)
-    bad = np.sort(columns[0][~finite])
+    finite = [np.isfinite(column.reshape(len(column), -1)).all(axis=1) for column in columns[1:]]
+    bad = np.sort(columns[0][~np.logical_and.reduce(finite)])
     if not len(bad):
         return ""
     rows = listing((bad + 1).tolist())
@@ -137,16 +166,9 @@ def _finite_fault(columns: Sequence[np.ndarray]) -> str:
 def ids_fault(found: np.ndarray, expected: np.ndarray) -> str:
     """What differs between the ids that came back and those of the data set, or nothing."""
     unique, counts = np.unique(found, return_counts=True)
-    missing = np.setdiff1d(expected, unique)
-    foreign = np.setdiff1d(unique, expected)
-    twice = unique[counts > 1]
-    faults = [
-        f"{name} {listing(some.tolist())}"
-        for name, some in (
-            ("never predicted: rows", missing),
-            ("more than once: rows", twice),
-            ("unknown:", foreign),
-        )
-        if len(some)
-    ]
-    return "; ".join(faults)
+    faults = {
+        "never predicted: rows": np.setdiff1d(expected, unique),
+        "more than once: rows": unique[counts > 1],
+        "unknown:": np.setdiff1d(unique, expected),
+    }
+    return "; ".join(f"{name} {listing(some.tolist())}" for name, some in faults.items() if len(some))

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toolkit import launch
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels, problem_of
@@ -16,7 +18,7 @@ from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, read_file
 from toolkit.data.rows import columns_of, pair_column, text_column, texts_of
-from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
+from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import decide, probabilities_of
 from toolkit.evaluation.outputs import predict
@@ -45,7 +47,8 @@ def predict_file(options: Any) -> None:
     labels = None if titles else labels_of(model.config)
     table = read_file(options.file, options.encoding)
     flat = format_of(output) in _SEPARATORS
-    _refuse_columns(table, _names(labels, flat) if labels else {"prediction": []})
+    added = class_columns(np.zeros((0, labels.size), np.float32), labels, flat) if labels else ["prediction"]
+    _refuse_columns(table, added)
     column = text_column(table, options.text_column or _learned_from(Path(options.model), table, "text_column"))
     pair = pair_column(table, options.text_pair or _learned_from(Path(options.model), table, "text_pair"), column)
     max_length = choose_max_length(options.max_length, tokenizer, model.config, pair is not None)
@@ -54,21 +57,21 @@ def predict_file(options: Any) -> None:
     split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator, pair)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
+    sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
     if labels is None:
-        columns = _titles(accelerator, model, split, tokenizer, options)
+        found: Any = generate_titles(accelerator, model, split, tokenizer, *sizes)
     else:
-        columns = _classes(accelerator, model, split, tokenizer, options, labels, flat)
-    if columns is None:
+        found = predict(accelerator, model, split, tokenizer, *sizes)
+    if found is None:  # not the main process
         return
-    seconds = time.monotonic() - started
+    columns = {"prediction": found} if labels is None else class_columns(found, labels, flat)
     write(table, columns, output, options.encoding)
     empty = sum(not text.strip() for text in texts_of(table, column))
     if empty:
         print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
-    print(
-        f"{len(split)} rows in {seconds:.1f} s ({len(split) / max(seconds, 1e-9):.0f} a second): {output}",
-        file=sys.stderr,
-    )
+    seconds = max(time.monotonic() - started, 1e-9)
+    speed = f"{len(split) / seconds:.0f} a second"
+    print(f"{len(split)} rows in {seconds:.1f} s ({speed}): {output}", file=sys.stderr)
 
 
 def _learned_from(model: Path, table: Table, setting: str) -> str | None:
@@ -80,23 +83,6 @@ def _learned_from(model: Path, table: Table, setting: str) -> str | None:
     return named if all(part in table.rows.column_names for part in columns_of(table, named)) else None
 
 
-def _titles(accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any) -> dict[str, Any] | None:
-    most = options.max_tokens_per_batch
-    found = generate_titles(accelerator, model, split, tokenizer, options.per_device_batch_size, most)
-    return None if found is None else {"prediction": found}
-
-
-def _classes(
-    accelerator: Any, model: Any, split: Split, tokenizer: Any, options: Any, labels: Labels, flat: bool
-) -> dict[str, Any] | None:
-    size, most = options.per_device_batch_size, options.max_tokens_per_batch
-    logits = predict(accelerator, model, split, tokenizer, size, most)
-    if logits is None:
-        return None
-    chances = probabilities_of(logits, labels.problem_type)
-    return _columns([decide(row, labels) for row in chances], labels, flat)
-
-
 def labels_of(config: Any) -> Labels:
     """A saved model's labels, in the order of its outputs."""
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
@@ -105,10 +91,8 @@ def labels_of(config: Any) -> Labels:
 
 def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) -> None:
     """The input's rows and columns, with what was predicted, written whole or not at all."""
-    frame = table.rows.to_pandas()
+    frame = table.rows.to_pandas().assign(**columns)
     kind = format_of(output)
-    for name, values in columns.items():
-        frame[name] = values
     packed: Any = "gzip" if output.suffix == ".gz" else None
     with replace_file(output, flush=False) as draft:
         if kind in _SEPARATORS:
@@ -120,9 +104,10 @@ def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) ->
             frame.to_json(draft, orient="records", lines=lines, force_ascii=False, compression=packed)
 
 
-def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[str, list[Any]]:
-    """Columns to add: lists where the format has them, else one column of probability per class."""
-    columns: dict[str, list[Any]] = {"prediction": [line["prediction"] for line in decided]}
+def class_columns(logits: np.ndarray, labels: Labels, flat: bool) -> dict[str, list[Any]]:
+    """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class."""
+    decided = [decide(row, labels) for row in probabilities_of(logits, labels.problem_type)]
+    columns = {"prediction": [line["prediction"] for line in decided]}
     if labels.problem_type == "regression":
         return columns
     if not flat:
@@ -132,11 +117,6 @@ def _columns(decided: list[dict[str, Any]], labels: Labels, flat: bool) -> dict[
     for place, name in enumerate(labels.names):
         columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
     return columns
-
-
-def _names(labels: Labels, flat: bool) -> list[str]:
-    """Of the columns that will be added."""
-    return list(_columns([{"prediction": "", "probabilities": [0.0] * labels.size}], labels, flat))
 
 
 def _refuse_columns(table: Table, columns: Iterable[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 from toolkit.data.readable import HAN, KANA
@@ -51,44 +52,25 @@ def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Seg
     """One {rouge1, rouge2, rougeL} a pair, F-measures from 0 to 1; the mean is the caller's.
 
     An empty text has 0, and so has ROUGE-2 where a text has a single token.
-    Raises UserError when rouge-score (or jieba, where it is used) is not installed, ValueError for unequal numbers.
+    Raises UserError when jieba is used and not installed, ValueError for unequal numbers.
     """
-    tokenizer = _Tokenizer(resolve(segmenter, references))
-    try:
-        from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
-    except ImportError as error:
-        raise UserError("ROUGE needs rouge-score: pip install rouge-score==0.1.2") from error
+    from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
+
+    tokenizer = SimpleNamespace(tokenize=tokenize_of(resolve(segmenter, references)))
     scorer = RougeScorer(KINDS, tokenizer=tokenizer)
     pairs = zip(predictions, references, strict=True)
     results = (scorer.score(reference, prediction) for prediction, reference in pairs)
     return [{kind: float(result[kind].fmeasure) for kind in KINDS} for result in results]
 
 
-def tokens(text: str, segmenter: Literal["word", "jieba", "char"]) -> list[str]:
-    """The words that are counted."""
-    return _Tokenizer(segmenter).tokenize(text)
-
-
-class _Tokenizer:
-    """As RougeScorer wants it."""
-
-    def __init__(self, segmenter: Literal["word", "jieba", "char"]) -> None:
-        self.tokenize = {"word": _words, "jieba": _jieba_words, "char": _characters}[segmenter]()
-
-
-def _words() -> Callable[[str], list[str]]:
-    try:
+def tokenize_of(segmenter: Literal["word", "jieba", "char"]) -> Callable[[str], list[str]]:
+    """A function from a text to the words of it that are counted."""
+    if segmenter == "word":
         from rouge_score.tokenizers import DefaultTokenizer
-    except ImportError as error:
-        raise UserError("ROUGE needs rouge-score: pip install rouge-score==0.1.2") from error
-    return DefaultTokenizer(use_stemmer=False).tokenize
 
-
-def _characters() -> Callable[[str], list[str]]:
-    return lambda text: _CHARACTERS.findall(_uniform(text))
-
-
-def _jieba_words() -> Callable[[str], list[str]]:
+        return DefaultTokenizer(use_stemmer=False).tokenize
+    if segmenter == "char":
+        return lambda text: _CHARACTERS.findall(_uniform(text))
     from toolkit.data.jieba_tokenizer import load_jieba
 
     cutter = load_jieba().cutter

@@ -14,8 +14,7 @@ from toolkit.data.batches import Batch
 from toolkit.data.readable import readable
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation import rouge
-from toolkit.evaluation.evaluation import ComputeMetrics, Evaluation, Lines, evaluation_of
-from toolkit.evaluation.outputs import Outputs, batches_of
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Lines, Outputs, batches_of
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
 
@@ -43,13 +42,13 @@ def title_evaluation(outputs: Outputs, tokenizer: Any, compute_metrics: ComputeM
         segmenter = metrics.get("rouge_segmenter", "auto")
         return losses, metrics, lambda: _lines(split.rows, titles, references, segmenter)
 
-    return evaluation_of(outputs, numbers_of)
+    return outputs.evaluation(numbers_of)
 
 
 def _lines(
     rows: np.ndarray, titles: Sequence[str], references: Sequence[str], segmenter: Any
 ) -> Iterator[dict[str, Any]]:
-    scores = rouge.scores(titles, references, rouge.resolve(segmenter, references))
+    scores = rouge.scores(titles, references, segmenter)
     for row, title, reference, score in zip(rows, titles, references, scores, strict=True):
         rounded = {name: round(value, 6) for name, value in score.items()}
         yield {"id": int(row), "title": title, "reference": reference, "scores": rounded}
