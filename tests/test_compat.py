@@ -39,6 +39,7 @@ NAMES = {
     "transformers.models.big_bird.modeling_big_bird": ("BigBirdModel", "BigBirdAttention"),
     "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
+    "pickle": ("_Unpickler", "dispatch", "pop_mark"),
 }  # fmt: skip
 
 

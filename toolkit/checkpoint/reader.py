@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Member:
-    """A run of bytes that is written, and checked, as one: a member of a zip file, a tensor of a
-    safetensors file."""
+    """Bytes that are written, and checked, as one: a member of a zip file, a tensor of a safetensors file."""
 
     file: Path
     name: str
@@ -72,20 +71,6 @@ class TensorIndex:
         """Bytes."""
         return self.count * ITEM_BYTES[self.dtype]
 
-    def pieces(self, start: int = 0, count: int | None = None) -> Iterator[tuple[Member, int, int]]:
-        """(member, byte offset in the *file*, bytes) that hold elements [start, start + count), in order."""
-        item = ITEM_BYTES[self.dtype]
-        left = self.count - start if count is None else count
-        for span in self.spans:
-            if left <= 0:
-                return
-            if start >= span.count:
-                start -= span.count
-                continue
-            taken = min(span.count - start, left)
-            yield span.member, span.member.offset + span.start + start * item, taken * item
-            start, left = 0, left - taken
-
     def number(self) -> int | float | bool | None:
         """What a tensor of one element holds: a few bytes are read. None for any other."""
         if self.count != 1:
@@ -98,12 +83,14 @@ class TensorIndex:
 
     def read(self, start: int = 0, count: int | None = None) -> bytearray:
         """The bytes of elements [start, start + count), as stored. Raises UserError on a short file."""
-        count = self.count - start if count is None else count
-        content = bytearray(count * ITEM_BYTES[self.dtype])
-        view, done = memoryview(content), 0
-        for member, offset, size in self.pieces(start, count):
-            read_into(member.file, offset, view[done : done + size])
-            done += size
+        item = ITEM_BYTES[self.dtype]
+        content = bytearray((self.count - start if count is None else count) * item)
+        view = memoryview(content)
+        for span in self.spans:
+            size = min(max(0, span.count - start) * item, len(view))
+            if size:
+                read_into(span.member.file, span.member.offset + span.start + start * item, view[:size])
+            view, start = view[size:], max(0, start - span.count)
         return content
 
 
@@ -155,11 +142,13 @@ class CheckpointReader:
 
     def step_counts(self) -> dict[str, float]:
         """Parameter name -> the optimizer's own count of steps."""
-        return step_counts(self.optimizer_scalars)
+        return {name: float(kept["step"].value) for name, kept in self.optimizer_scalars.items() if "step" in kept}
 
-
-def step_counts(scalars: Mapping[str, Mapping[str, Scalar]]) -> dict[str, float]:
-    return {name: float(kept["step"].value) for name, kept in scalars.items() if "step" in kept}
+    def unchecked(self) -> list[Path]:
+        """Files whose writer was told to leave checksums out, so that damage in them cannot be seen."""
+        stored = [*self.weights.values(), *self.buffers.values()]
+        members = {span.member for each in stored for span in each.spans}
+        return sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
 
 
 def split_state(
@@ -174,6 +163,23 @@ def split_state(
         else:
             kept.setdefault(name, {})[key] = replace(stored, name=name)
     return kept, scalars
+
+
+def joined(name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorIndex]]) -> TensorIndex:
+    """A tensor of its shards, (first element, shard) each. Raises UserError unless each element is there once."""
+    spans: list[Span] = []
+    dtypes, place = set(), 0
+    for start, part in sorted(parts, key=lambda part: (part[0], part[1].count)):
+        dtypes.add(part.dtype)
+        if part.count:
+            if start != place or len(dtypes) > 1:
+                raise UserError(f"{part.spans[0].member.file}: its part of {name} does not fit those of the others")
+            spans += part.spans
+            place += part.count
+    if place != math.prod(shape):
+        where = f"{spans[0].member.file} and its siblings" if spans else "the files"
+        raise UserError(f"{where} hold {place:,} of the {math.prod(shape):,} elements of {name}: copy them again")
+    return TensorIndex(name, shape, next(iter(dtypes), "F32"), tuple(spans))
 
 
 def read_into(file: Path, offset: int, view: memoryview) -> None:

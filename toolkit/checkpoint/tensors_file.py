@@ -10,18 +10,16 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
 
-# The library refuses longer ones, and so does every reader built on it.
-MOST_HEADER_BYTES = 100_000_000
+_MOST_HEADER_BYTES = 100_000_000  # the library refuses longer ones, and so does every reader built on it
 # The library's order of dtypes; where sizes are equal the later name comes first.
 _ORDER = ("BOOL", "U8", "I8", "I16", "F16", "BF16", "I32", "F32", "F64", "I64")
-_NO_CHECKSUM = "0" * 8
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,17 @@ class Layout:
         """The file's first bytes; always `min(offsets)` of them. `checksums`: CRC32 by tensor name."""
         metadata = dict(self.metadata)
         if self.with_checksums:
-            known = checksums or {}
-            digits = {name: f"{known[name]:08x}" if name in known else _NO_CHECKSUM for name in self.tensors}
+            digits = {name: f"{(checksums or {}).get(name, 0):08x}" for name in self.tensors}
             metadata["crc32"] = json.dumps(digits, ensure_ascii=False)
-        return _header(self.tensors, metadata)
+        table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        place = 0
+        for name, (dtype, shape) in self.tensors.items():
+            end = place + math.prod(shape) * ITEM_BYTES[dtype]
+            table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
+            place = end
+        text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # so that the data is aligned to the largest element
+        return struct.pack("<Q", len(text)) + text
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,6 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def size_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor."""
-    return math.prod(shape) * ITEM_BYTES[dtype]
-
-
 def lay_out(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]],
     metadata: Mapping[str, str] | None = None,
@@ -68,28 +68,18 @@ def lay_out(
 ) -> Layout:
     """Places tensors, name -> (dtype, shape), in a file. `checksums` leaves room for each tensor's CRC32.
 
-    The order of `tensors` does not matter: the same tensors make the same file.
+    The order of `tensors` does not matter: the same tensors make the same file. Raises UserError for the one name
+    that the format keeps for itself.
     """
+    if "__metadata__" in tensors:
+        raise UserError("a tensor is named __metadata__, which a safetensors file cannot hold: name it otherwise")
     ordered = dict(sorted(tensors.items(), key=lambda item: (-_ORDER.index(item[1][0]), item[0])))
     draft = Layout(ordered, {}, 0, dict(metadata or {}), checksums)
-    place = len(draft.header())
-    offsets = {}
+    place, offsets = len(draft.header()), {}
     for name, (dtype, shape) in ordered.items():
         offsets[name] = place
-        place += size_of(dtype, shape)
-    return Layout(ordered, offsets, place, draft.metadata, checksums)
-
-
-def _header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    place = 0
-    for name, (dtype, shape) in tensors.items():
-        end = place + size_of(dtype, shape)
-        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [place, end]}
-        place = end
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data is aligned to the largest element
-    return struct.pack("<Q", len(text)) + text
+        place += math.prod(shape) * ITEM_BYTES[dtype]
+    return replace(draft, offsets=offsets, size=place)
 
 
 def read_header(path: Path) -> Header:
@@ -126,8 +116,8 @@ def _read_table(path: Path) -> tuple[dict[str, Any], int, int]:
             size = file.seek(0, 2)
             file.seek(0)
             first = file.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else MOST_HEADER_BYTES + 1
-            if length > min(MOST_HEADER_BYTES, size - 8):
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else _MOST_HEADER_BYTES + 1
+            if length > min(_MOST_HEADER_BYTES, size - 8):
                 _refuse(path, "it is truncated, or its first 8 bytes are not the length of a header")
             text = file.read(length)
     except OSError as error:
@@ -154,22 +144,20 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...]
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         _refuse(path, f"the entry of {name} lacks dtype, shape or data_offsets")
-    numbers = [*shape, start, end] if isinstance(shape, list) else [None]
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        _refuse(path, f"the shape or the offsets of {name} are not whole numbers")
+    numbers = [*shape, start, end] if isinstance(shape, list) and len(shape) <= 64 else [None]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        _refuse(path, f"the shape or the offsets of {name} are not whole numbers, or too many")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        _refuse(path, f"{name} is of the unknown dtype {dtype!r}; known: {', '.join(ITEM_BYTES)}")
-    if size_of(dtype, tuple(shape)) != end - start:
+        _refuse(path, f"{name} is of the unknown dtype {str(dtype)[:20]!r}; known: {', '.join(ITEM_BYTES)}")
+    if math.prod(shape) * ITEM_BYTES[dtype] != end - start:
         _refuse(path, f"{name} of shape {shape} and dtype {dtype} does not fill data bytes {start} to {end}")
     return name, dtype, tuple(shape), start, end
 
 
 def _checksums(path: Path, metadata: Mapping[str, str]) -> dict[str, int]:
-    if "crc32" not in metadata:
-        return {}
     try:
-        return {name: int(digits, 16) for name, digits in json.loads(metadata["crc32"]).items()}
-    except (ValueError, AttributeError, TypeError):
+        return {name: int(digits, 16) for name, digits in json.loads(metadata.get("crc32", "{}")).items()}
+    except (ValueError, AttributeError, TypeError, RecursionError):
         _refuse(path, "the checksums in its header cannot be read")
 
 

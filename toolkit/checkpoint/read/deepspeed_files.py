@@ -13,10 +13,11 @@ from toolkit.checkpoint.read.torch_file import TorchFile, open_torch_file
 from toolkit.checkpoint.read.unpickle import DEEPSPEED
 from toolkit.errors import UserError, listing
 
-_OPTIMIZER = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_PIPELINE = re.compile(r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt")
-_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt")
+_OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor>\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_model_states\.pt")
+_PIPELINE_OR_EXPERT = re.compile(
+    r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
+)
 _MOST_PROCESSES = 1 << 20  # a larger number is not believed
 
 
@@ -31,10 +32,6 @@ class Files:
     """By rank; none under stage 0."""
     world: int
     """Processes that saved it."""
-
-    @property
-    def model(self) -> TorchFile:
-        return self.models[0]
 
 
 def is_tag_folder(folder: Path) -> bool:
@@ -66,12 +63,10 @@ def _names(folder: Path) -> list[str]:
 def open_files(folder: Path) -> Files:
     """Opens every file of a tag folder. Raises UserError unless all are there, whole and of one save."""
     names = _names(folder)
-    _refuse_parallel(folder, names)
-    found = {"model": _by_rank(folder, names, _MODEL, 1), "optimizer": _by_rank(folder, names, _OPTIMIZER, 2)}
+    found = {"model": _by_rank(folder, names, _MODEL), "optimizer": _by_rank(folder, names, _OPTIMIZER)}
     models = [_open(path, "module") for path in found["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in found["optimizer"].values()]
-    told = [model.content.get("dp_world_size") for model in models]
-    told += [partition_counts(optimizer)[0] for optimizer in optimizers]
+    told = [*(model.content.get("dp_world_size") for model in models), *(partition_counts(o)[0] for o in optimizers)]
     believable = (count for count in told if type(count) is int and 0 < count <= _MOST_PROCESSES)
     world = next(believable, max([*found["model"], *found["optimizer"]]) + 1)
     # under stage 3 each rank has a model file
@@ -98,23 +93,17 @@ def is_sharded(model: TorchFile) -> bool:
     return model.file.name.startswith("zero_pp_rank_")
 
 
-def _refuse_parallel(folder: Path, names: Iterable[str]) -> None:
-    for name in names:
-        found = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
-        tensor = found is not None and int(found[found.lastindex or 0]) > 0
-        if tensor or _PIPELINE.fullmatch(name) or _EXPERT.fullmatch(name):
-            raise UserError(
-                f"{folder / name}: written with {'tensor' if tensor else 'pipeline or expert'} parallelism, which is "
-                "not supported; DeepSpeed's ds_to_universal.py reads it"
-            )
-
-
-def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str], group: int) -> dict[int, Path]:
-    """`group`: of the pattern, the rank."""
+def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
     found: dict[int, str] = {}
     for name in names:
-        if match := pattern.fullmatch(name):
-            other = found.setdefault(int(match[group] or 0), name)
+        match = pattern.fullmatch(name)
+        if _PIPELINE_OR_EXPERT.fullmatch(name) or (match and int(match["tensor"])):
+            raise UserError(
+                f"{folder / name}: written with {'tensor' if match else 'pipeline or expert'} parallelism, which is "
+                "not supported; DeepSpeed's ds_to_universal.py reads it"
+            )
+        if match:
+            other = found.setdefault(int(match["rank"] or 0), name)
             first = found[min(found)]
             if other != name or name.startswith("bf16_") != first.startswith("bf16_"):
                 raise UserError(
@@ -126,33 +115,21 @@ def _by_rank(folder: Path, names: list[str], pattern: re.Pattern[str], group: in
 
 def _compare_ranks(folder: Path, found: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
     """Raises UserError that names every rank of which a file is missing, or a file that is left of another save."""
-    lacks = {what: [rank for rank in range(counts[what]) if rank not in found[what]] for what in counts}
     for what, paths in found.items():
         if left := [path.name for rank, path in paths.items() if rank >= counts[what]]:
             raise UserError(
                 f"{folder} was saved by {counts['optimizer']} processes, and {listing(left)} is left of a larger save; "
                 "remove the files of the other save"
             )
-    missing, world = sum(map(len, lacks.values())), max(counts.values())
-    if not missing:
-        return
-    if lacks["model"] == lacks["optimizer"]:
-        lacks = {"model and optimizer": lacks["model"]}
-    listed = " and ".join(_files_of(what, ranks) for what, ranks in lacks.items() if ranks)
-    start = f"{folder}: {listed} {'are' if missing > 1 else 'is'} missing"
+    lacks = {what: [rank for rank in range(count) if rank not in found[what]] for what, count in counts.items()}
+    listed = [f"{what} files of ranks {listing(ranks, 16)}" for what, ranks in lacks.items() if ranks]
     path = shlex.quote(str(folder.resolve()))
-    if world == 1:
-        raise UserError(f"{start}; copy the folder again")
-    raise UserError(
-        f"{start} ({world} processes saved it): copy the folder again; where machines share no disk each has the files "
-        f"of its own processes, to be brought together here: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
-    )
-
-
-def _files_of(what: str, ranks: Collection[int]) -> str:
-    """`the optimizer files of ranks 1, 2`."""
-    files = "files" if len(ranks) > 1 or " and " in what else "file"
-    return f"the {what} {files} of rank{'s' * (len(ranks) > 1)} {listing(ranks, 16)}"
+    if listed:
+        raise UserError(
+            f"{folder} lacks the {' and the '.join(listed)} ({max(counts.values())} processes saved it): copy the "
+            "folder again; where machines share no disk each has the files of its own processes, to be brought "
+            f"together here: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+        )
 
 
 def _open(path: Path, key: str) -> TorchFile:
@@ -166,12 +143,13 @@ def _open(path: Path, key: str) -> TorchFile:
     return opened
 
 
-def _same(opened: list[TorchFile], key: str) -> None:
-    for other in opened[1:]:
-        first, value = opened[0].content.get(key), other.content.get(key)
-        if first != value:
-            values = f" ({first!r} and {value!r})" if type(value) in (int, str) else ""
+def _same(opened: Collection[TorchFile], key: str) -> None:
+    first, *others = opened
+    for other in others:
+        one, two = first.content.get(key), other.content.get(key)
+        if one != two:
+            values = f" ({one!r} and {two!r})" if type(two) in (int, str) else ""
             raise UserError(
-                f"{other.file} is of another save than {opened[0].file}: their {key} differ{values}; "
+                f"{other.file} is of another save than {first.file}: their {key} differ{values}; "
                 "copy the folder again or take another checkpoint"
             )

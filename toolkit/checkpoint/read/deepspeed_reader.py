@@ -1,18 +1,33 @@
-"""A DeepSpeed checkpoint as a `CheckpointReader`."""
+"""A DeepSpeed checkpoint as a `CheckpointReader`: from the flat buffers of the ranks' files to named tensors.
+
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer,
+its parameters one after the other in the order of `param_shapes`, with gaps under `parameter_alignment`. It is cut
+into equal partitions, one for each rank. The masters are saved without the padding at the buffer's end, the
+optimizer's state with it (or without it under `elastic_checkpoint`).
+
+Stage 3 (stage3.py): each parameter is cut into equal partitions, the last ones padded. Those of a rank lie one after
+the other in the order of `param_shapes`, cut into sub-groups between parameters.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.deepspeed_files import Files, is_sharded, open_files, optimizer_of, partition_counts
-from toolkit.checkpoint.read.deepspeed_layout import Owned, owned_by_optimizer
+from toolkit.checkpoint.read.torch_file import TorchFile, verify_member
 from toolkit.checkpoint.read.unpickle import Tensor
 from toolkit.checkpoint.read.weights_reader import main_dtype, tied_tensors
-from toolkit.checkpoint.reader import CheckpointReader, Span, TensorIndex
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Scalar, Span, TensorIndex, joined
 from toolkit.errors import UserError
+
+Shapes = Mapping[str, tuple[int, ...]]
+# By parameter name: (rank, first element in that rank's part of the group, elements), in order.
+Pieces = Mapping[str, list[tuple[int, int, int]]]
+_COPY_AGAIN = "they are of different saves; copy the folder again or take another checkpoint"
 
 
 def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> CheckpointReader:
@@ -21,15 +36,17 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
     """
     files = open_files(tag_folder)
-    stage = _stage(files)
-    owned = owned_by_optimizer(files, stage) if stage else Owned()
-    module, step = _Module(files, owned), files.model.content.get("global_steps")
+    stage, content = _stage(files), files.models[0].content
+    owned = _owned_by_optimizer(files, stage) if stage else _Owned()
+    module = _Module(files, owned.weights)
+    weights = {**owned.weights, **module.frozen}
     return CheckpointReader(
         path=path,
         strategy=f"zero{stage}" if stage else "ddp" if files.world > 1 else "single",
         world=files.world,
-        step=step if type(step) is int else None,
-        weights=module.in_order({**owned.weights, **module.frozen}),
+        step=content.get("global_steps") if type(content.get("global_steps")) is int else None,
+        # as the model names them, whatever order the groups have
+        weights={name: weights[name] for name in (*module.tensors, *weights) if name in weights},
         buffers=module.buffers,
         tied=module.tied,
         frozen=frozenset(module.frozen if stage else ()),
@@ -42,8 +59,8 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         model_folder=model_folder,
         details={
             "zero_stage": stage,
-            "ds_version": files.model.content.get("ds_version"),
-            "groups": [len(group) for group in files.model.content.get("param_shapes") or []],
+            "ds_version": content.get("ds_version"),
+            "groups": [len(group) for group in content.get("param_shapes") or []],
             "files": len(files.models) + len(files.optimizers),
         },
     )
@@ -51,10 +68,10 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
 
 def _stage(files: Files) -> int:
     """ZeRO's, alike in all files. Raises UserError."""
-    found = set()
+    found: set[int] = set()
     for opened in files.optimizers:
         state, counts = optimizer_of(opened), partition_counts(opened)
-        plain = 1 if "single_partition_of_fp32_groups" in state else None  # BF16_Optimizer does not say
+        plain: Any = 1 if "single_partition_of_fp32_groups" in state else None  # BF16_Optimizer does not say
         stage = state.get("zero_stage", plain)
         if stage not in (1, 2, 3):
             raise UserError(f"{opened.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
@@ -66,76 +83,251 @@ def _stage(files: Files) -> int:
             )
         found.add(stage)
     stage = max(found, default=0)
-    if stage == 0 and files.model.content.get("param_shapes") is not None:
+    if stage == 0 and files.models[0].content.get("param_shapes") is not None:
         raise UserError(f"{files.folder}: the optimizer files *_optim_states.pt are missing; copy the folder again")
-    if len(found) > 1 or (stage == 3) != is_sharded(files.model):
+    if len(found) > 1 or (stage == 3) != is_sharded(files.models[0]):
         raise UserError(f"{files.folder} holds files of several ZeRO stages: two saves lie in one folder")
     return stage
 
 
-class _Module:
-    """What of the model's own state counts: all that the optimizer does not own."""
+# what the optimizer owns
 
-    def __init__(self, files: Files, owned: Owned) -> None:
-        self.files, self.owned, content = files, owned, files.model.content
-        self.tensors = {name: tensor for name, tensor in content["module"].items() if type(tensor) is Tensor}
-        names = set(content.get("buffer_names") or ())
-        self.buffers = {name: self._stored(name) for name in self.tensors if name in names}
-        self.tied = self._tied()
-        self.excluded: dict[str, tuple[int, ...]] = {}
-        self.frozen = {**self._fragments(), **dict(self._whole())}
+
+@dataclass
+class _Owned:
+    """By parameter name."""
+
+    weights: dict[str, TensorIndex] = field(default_factory=dict)
+    kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+
+
+class _Rank:
+    """One rank's flat groups: the masters, and the optimizer's state of each."""
+
+    def __init__(self, opened: TorchFile, stage: int) -> None:
+        self.opened, self.file, self.content = opened, opened.file, optimizer_of(opened)
+        masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        groups = self.content.get(masters)
+        if type(groups) is not list or not all(type(group) is Tensor for group in groups):
+            raise UserError(f"{self.file}: it has no {masters}, the weights: not a ZeRO file, or damaged")
+        states = self._states(self.content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
+        self.groups = [{"": group, **states.get(number, {})} for number, group in enumerate(groups)]
+        # taken off the masters at the buffer's end; BF16_Optimizer leaves them on
+        paddings = (self.content.get("group_paddings") or []) if "zero_stage" in self.content else []
+        paddings = [*paddings, *[0] * len(groups)]
+        self.parts = [group.count + max(0, padding) for group, padding in zip(groups, paddings, strict=False)]
+
+    def _states(self, found: Any) -> dict[int, dict[str, Any]]:
+        """Group number -> the optimizer's state of it."""
+        if type(found) is list:  # elastic_checkpoint
+            steps = dict.fromkeys(range(len(found)), self.content.get("base_optimizer_state_step"))
+            states = dict(enumerate(found))
+        else:
+            groups, states = (found or {}).get("param_groups") or [], (found or {}).get("state") or {}
+            steps = {index: group.get("step") for group in groups for index in group["params"]}
+        told = {index: {} if step is None else {"step": step} for index, step in steps.items()}
+        return {index: told[index] | states[index] for index in steps if index in states}
+
+    def piece(self, number: int, key: str, start: int, count: int) -> TensorIndex:
+        """Elements of a flat buffer: of the masters (key "") or of a state. Fewer where the rank has no more."""
+        tensor, masters = self.groups[number].get(key), self.groups[number][""]
+        if tensor is None:  # the rank's whole part is padding
+            return TensorIndex(key, (0,), masters.dtype, ())
+        whole = self.opened.stored(f"group {number}", tensor)
+        if whole.shape not in ((self.parts[number],), masters.shape):
+            raise UserError(
+                f"{self.file}: group {number} has {whole.count:,} elements of {key} and {self.parts[number]:,} "
+                "weights: damaged?"
+            )
+        (span,) = whole.spans
+        count = max(0, min(count, span.count - start))
+        return replace(
+            whole,
+            shape=(count,),
+            spans=(Span(span.member, span.start + start * ITEM_BYTES[whole.dtype], count),),
+        )
+
+    def addresses(self, number: int) -> dict[str, tuple[int, int]]:
+        """Parameter -> (first element, elements) in this rank's part of a group, where the file says it."""
+        zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
+        mappings = self.content.get("param_slice_mappings") or []
+        # the mappings of 0.19.8 do not know that round_robin_gradients puts parameters in another order
+        if not zero or zero.get("round_robin_gradients") or number >= len(mappings):
+            return {}
+        return {name: (each.state["start"], each.state["numel"]) for name, each in mappings[number].items()}
+
+
+def _owned_by_optimizer(files: Files, stage: int) -> _Owned:
+    """Masters and optimizer state of the parameters that are trained. Raises UserError where sizes do not add up."""
+    model = files.models[0]
+    owned, groups = _Owned(), model.content.get("param_shapes") or []  # by sub-group under stage 3
+    names = [name for group in groups for name in group]
+    if not groups or len(set(names)) < len(names):
+        raise UserError(f"{model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
+    ranks = [_Rank(opened, stage) for opened in files.optimizers]
+    for rank in ranks:
+        if len(rank.groups) != len(groups):
+            raise UserError(
+                f"{rank.file} holds {len(rank.groups)} groups and {model.file} names parameters of {len(groups)}: "
+                f"{_COPY_AGAIN}"
+            )
+    pieces_of = _pieces_of_stage_3 if stage == 3 else _pieces_of_stage_1_or_2
+    for number, shapes in enumerate(groups):
+        _add_group(owned, ranks, number, shapes, pieces_of(ranks, number, shapes))
+    return owned
+
+
+def _pieces_of_stage_1_or_2(ranks: list[_Rank], number: int, shapes: Shapes) -> Pieces:
+    """Each parameter's place in the flat buffer, cut where a rank's part of the buffer ends."""
+    first, part = ranks[0], ranks[0].parts[number]
+    gaps = first.content.get("param_alignment_paddings")
+    for rank in ranks[1:]:
+        if rank.content.get("param_alignment_paddings") != gaps or rank.parts[number] != part:
+            raise UserError(
+                f"{rank.file} holds {rank.parts[number]:,} elements of group {number} and {first.file} {part:,}, "
+                f"or pads them otherwise, where all ranks have equal parts: {_COPY_AGAIN}"
+            )
+    gaps = gaps[number] if type(gaps) is list and number < len(gaps) else [0] * len(shapes)
+    if min(gaps, default=0) < 0:
+        raise ValueError("param_alignment_paddings below 0")
+    pieces, place = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        end = place + math.prod(shape)
+        owners = range(place // part, min(-(-end // part), len(ranks))) if end > place else range(0)
+        cuts = [(order, max(place, order * part), min(end, (order + 1) * part)) for order in owners]
+        pieces[name] = [(order, low - order * part, high - low) for order, low, high in cuts]
+        place = end + gap
+    found = sum(rank.groups[number][""].count for rank in ranks)
+    # padding of the buffer to a multiple of 2 x world may be left on
+    if not place <= found < place + 2 * len(ranks):
+        raise UserError(
+            f"{first.file} and its {len(ranks) - 1} siblings hold {found:,} elements in group {number} where the "
+            f"parameters of the model file need {place:,}: they are of different saves, or one is damaged"
+        )
+    for order, rank in enumerate(ranks):  # a second opinion on the layout
+        for name, (start, count) in rank.addresses(number).items():
+            if count and (order, start, count) not in pieces.get(name, []):
+                raise UserError(
+                    f"{rank.file}: it has {name} in another place than the parameters of the model file say: "
+                    f"{_COPY_AGAIN}"
+                )
+    return pieces
+
+
+def _pieces_of_stage_3(ranks: list[_Rank], number: int, shapes: Shapes) -> Pieces:
+    """Each parameter's equal parts, the last ones without their padding."""
+    pieces, place = {}, 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        part = -(-count // len(ranks))
+        pieces[name] = [(order, place, min(part, count - order * part)) for order in range(len(ranks))]
+        place += part
+    for rank in ranks:
+        if (found := rank.groups[number][""].count) != place:
+            swapped = (rank.file.parent / "offloaded_tensors").is_dir()
+            why = (
+                "the optimizer was offloaded to NVMe, whose swap files are not read: load the checkpoint in the run "
+                "that wrote it and save it with offload_optimizer on cpu"
+            )
+            raise UserError(
+                f"{rank.file} holds {found:,} elements in sub-group {number} where its parameters need {place:,}: "
+                + (why if swapped else _COPY_AGAIN)
+            )
+    return pieces
+
+
+def _add_group(owned: _Owned, ranks: list[_Rank], number: int, shapes: Shapes, pieces: Pieces) -> None:
+    held = [item for rank in ranks for item in rank.groups[number].items()]
+    for key in dict.fromkeys(key for key, value in held if type(value) is Tensor and (value.shape or not key)):
+        for name, shape in shapes.items():
+            parts, place = [], 0
+            for order, start, count in pieces[name]:
+                parts.append((place, ranks[order].piece(number, key, start, count)))
+                place += max(0, count)
+            stored = joined(name, shape, parts)
+            if key:
+                owned.kept.setdefault(name, {})[key] = stored
+            else:
+                owned.weights[name] = stored
+    owned.scalars.update(dict.fromkeys(shapes, _scalars(ranks, number)))
+
+
+def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
+    """What the optimizer keeps once for a whole group: of each rank, where they differ. They do not in steps."""
+    found: dict[str, list[Scalar]] = {}
+    for rank in ranks:
+        for key, value in rank.groups[number].items():
+            if scalar := _scalar(rank, key, value):
+                found.setdefault(key, []).append(scalar)
+                first = found[key][0].value
+                if key == "step" and scalar.value != first:
+                    raise UserError(
+                        f"{rank.file} is of optimizer step {scalar.value:g} and {ranks[0].file} of step {first:g}: "
+                        f"{_COPY_AGAIN}"
+                    )
+    values = {key: tuple(scalar.value for scalar in scalars) for key, scalars in found.items()}
+    return {
+        key: Scalar(values[key], one.dtype) if len(set(values[key])) > 1 else one for key, (one, *_) in found.items()
+    }
+
+
+def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
+    if type(value) is Tensor and not value.shape:
+        stored = rank.opened.stored(key, value)
+        if stored.spans[0].member.size < 1000:  # its few bytes are read anyway
+            verify_member(stored.spans[0].member)
+        return Scalar(stored.number(), stored.dtype)
+    return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
+
+
+# all that the optimizer does not own
+
+
+class _Module:
+    """What of the model's own state counts."""
+
+    def __init__(self, files: Files, owned: Mapping[str, TensorIndex]) -> None:
+        self.models, self.owned, content = files.models, owned, files.models[0].content
+        self.tensors = self.models[0].tensors(content["module"])
+        buffers = set(content.get("buffer_names") or ())
+        self.buffers = {name: self._stored(name) for name in self.tensors if name in buffers}
+        self.tied = self._tied(content.get("shared_params"))
+        self.shapes: Shapes = content.get("frozen_param_shapes") or {}
+        fragments = [model.content.get("frozen_param_fragments") for model in self.models]
+        left_out = fragments[0] is None
+        self.excluded = dict(self.shapes) if left_out else {}
+        self.frozen = {} if left_out else {name: self._fragment(name, fragments) for name in self.shapes}
+        self.frozen |= dict(self._whole())
         for other, name in self.tied.items():
-            if name not in self.owned.weights and name not in self.frozen and name not in self.excluded:
-                raise UserError(f"{files.model.file}: {other} is tied to {name}, which is not there: damaged?")
+            if name not in {*owned, *self.frozen, *self.excluded}:
+                raise UserError(f"{self.models[0].file}: {other} is tied to {name}, which is not there: damaged?")
 
     def _stored(self, name: str) -> TensorIndex:
-        return self.files.model.stored(name, self.tensors[name])
+        return self.models[0].stored(name, self.tensors[name])
 
-    def _tied(self) -> dict[str, str]:
+    def _tied(self, shared: Any) -> dict[str, str]:
         """Other name -> name."""
-        shared = self.files.model.content.get("shared_params")
         if type(shared) is dict:
-            weights = self.owned.weights
-            return {b if a in weights and b not in weights else a: a if a in weights else b for a, b in shared.items()}
+            owned = self.owned
+            return {b if a in owned and b not in owned else a: a if a in owned else b for a, b in shared.items()}
         return tied_tensors({name: tensor for name, tensor in self.tensors.items() if name not in self.buffers})
 
-    def _fragments(self) -> dict[str, TensorIndex]:
-        """Frozen parameters as stages 2 (whole) and 3 (a part in each rank's file) write them."""
-        shapes = self.files.model.content.get("frozen_param_shapes") or {}
-        held = [model.content.get("frozen_param_fragments") for model in self.files.models]
-        found = {}
-        for name, shape in shapes.items():
-            if held[0] is None:
-                self.excluded[name] = shape
-            else:
-                found[name] = self._fragment(name, shape, [part.get(name) for part in held])
-        return found
-
-    def _fragment(self, name: str, shape: tuple[int, ...], parts: list[Any]) -> TensorIndex:
-        """Chained, each part without the padding at its end."""
-        spans, left = [], math.prod(shape)
-        for model, part in zip(self.files.models, parts, strict=True):
-            span = model.stored(name, part).spans[0]
-            spans.append(Span(span.member, span.start, min(span.count, left)))
-            left -= spans[-1].count
-        if left or len({part.dtype for part in parts}) > 1 or len({part.count for part in parts}) > 1:
-            raise UserError(
-                f"{self.files.model.file} and its siblings hold parts of {name} that do not make shape "
-                f"{list(shape)}: they are of different saves, or one is damaged"
-            )
-        return TensorIndex(name, shape, parts[0].dtype, tuple(span for span in spans if span.count))
+    def _fragment(self, name: str, fragments: list[Any]) -> TensorIndex:
+        """A frozen parameter as stages 2 (whole) and 3 (a part in each rank's file, the last ones padded) write it."""
+        shape, parts, place = self.shapes[name], [], 0
+        for model, held in zip(self.models, fragments, strict=True):
+            part = model.stored(name, held.get(name))
+            count = min(part.count, math.prod(shape) - place)
+            parts.append((place, replace(part, shape=(count,), spans=(replace(part.spans[0], count=count),))))
+            place += count
+        return joined(name, shape, parts)
 
     def _whole(self) -> Iterator[tuple[str, TensorIndex]]:
         """What lies in `module` alone: all under stage 0, frozen parameters under stage 1."""
-        shapes = self.files.model.content.get("frozen_param_shapes") or {}
         for name, tensor in self.tensors.items():
-            if name in self.owned.weights or name in self.buffers or name in self.tied or name in shapes:
+            if name in self.owned or name in self.buffers or name in self.tied or name in self.shapes:
                 continue
-            if len(self.files.models) > 1 and tensor.shape == (0,):
-                raise UserError(f"{self.files.model.file}: {name} is a placeholder, and no file holds its part")
+            if len(self.models) > 1 and tensor.shape == (0,):
+                raise UserError(f"{self.models[0].file}: {name} is a placeholder, and no file holds its part")
             yield name, self._stored(name)
-
-    def in_order(self, weights: Mapping[str, TensorIndex]) -> dict[str, TensorIndex]:
-        """As the model names them, whatever order the groups have."""
-        ordered = {name: weights[name] for name in self.tensors if name in weights}
-        return {**ordered, **weights}

@@ -11,18 +11,18 @@ import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, split_state
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, joined, split_state
 from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
 SHARDED = "pytorch_model_fsdp_0"
 
-# (shape, [(offsets, sizes)]) of a tensor, and (tensor, offsets of a chunk) -> (file, first byte, bytes).
-_Chunks = tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+# (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Places = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 
 
@@ -68,10 +68,9 @@ def _optimizer(file: Path) -> dict[str, TensorIndex]:
     """`NAME.exp_avg`, ... of a whole optimizer, whose state FSDP keeps by name."""
     opened = open_torch_file(file)
     return {
-        f"{name}.{kind}": opened.stored(f"{name}.{kind}", value)
+        f"{name}.{kind}": opened.stored(f"{name}.{kind}", tensor)
         for name, kinds in opened.content["state"].items()
-        for kind, value in kinds.items()
-        if type(value) is Tensor
+        for kind, tensor in opened.tensors(kinds).items()
     }
 
 
@@ -88,21 +87,15 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
     try:
         content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
-        tensors = {
-            name: _chunks(entry)
+        return {
+            name.removeprefix(prefix): _whole(name, prefix, entry.state, places)
             for name, entry in content["state_dict_metadata"].items()
             if entry.name.endswith(".TensorStorageMetadata") and name.startswith(prefix)
         }
-        return {name.removeprefix(prefix): _joined(name, prefix, *tensors[name], places) for name in tensors}
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{metadata} is damaged, or of a version that is not known ({type(error).__name__}: {error})"
         ) from None
-
-
-def _chunks(entry: Inert) -> _Chunks:
-    chunks = [(chunk.state["offsets"], chunk.state["sizes"]) for chunk in entry.state["chunks"]]
-    return entry.state["size"], sorted(chunk for chunk in chunks if math.prod(chunk[1]))
 
 
 def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
@@ -123,25 +116,18 @@ def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
     return places
 
 
-def _joined(
-    name: str,
-    prefix: str,
-    shape: tuple[int, ...],
-    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]],
-    places: _Places,
-) -> TensorIndex:
-    """The whole of a tensor from its chunks. Raises ValueError unless each element is there once."""
-    spans, dtypes, rows = [], set(), 0
-    for offsets, sizes in chunks:
-        if offsets != (rows, *[0] * (len(shape) - 1))[: len(shape)] or sizes[1:] != shape[1:]:
-            raise ValueError(f"{name} has holes, or is sharded along other dimensions than the first")
+def _whole(name: str, prefix: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
+    """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
+    shape, parts = entry["size"], []
+    for chunk in entry["chunks"]:
+        offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+        if not math.prod(sizes):
+            continue
+        if any(offsets[1:]) or sizes[1:] != shape[1:]:
+            raise ValueError(f"{name} is sharded along other dimensions than the first")
         file, start, length = places[name, offsets]
         opened = open_torch_file(file, start=start, size=length)
         if type(opened.content) is not Tensor or opened.content.shape != sizes:
             raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
-        spans.append(opened.span(opened.content, name))
-        dtypes.add(opened.content.dtype)
-        rows += sizes[0] if sizes else 1
-    if sum(span.count for span in spans) != math.prod(shape) or len(dtypes) > 1:
-        raise ValueError(f"the chunks of {name} do not make its shape {list(shape)}")
-    return TensorIndex(name.removeprefix(prefix), shape, next(iter(dtypes), "F32"), tuple(spans))
+        parts.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.stored(name, opened.content)))
+    return joined(name.removeprefix(prefix), shape, parts)

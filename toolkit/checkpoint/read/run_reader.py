@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from toolkit.checkpoint.folder import MANIFEST, fault_of, half_of, read_manifest
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.torch_file import zip_members
-from toolkit.checkpoint.reader import CheckpointReader, Scalar, Span, TensorIndex, split_state
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, TensorIndex, joined, split_state
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
@@ -94,27 +93,51 @@ def _as_the_manifest_says(reader: CheckpointReader, folder: Path, manifest: Mapp
 
 def _open_whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
     tensors = read_header(folder / "weights.safetensors").tensors
-    optimizer = folder / "optimizer.safetensors"
-    state = read_header(optimizer) if optimizer.is_file() else Header({}, {})
-    named = set(manifest.get("buffers") or ())
-    weights = {name: stored for name, stored in tensors.items() if name not in named}
-    buffers = {name: stored for name, stored in tensors.items() if name in named}
-    return _reader(path, manifest, weights, buffers, state.tensors, _table(optimizer, state, "numbers"))
+    named, optimizer = set(manifest.get("buffers") or ()), folder / "optimizer.safetensors"
+    found = {("buffer." if name in named else "weight.") + name: stored for name, stored in tensors.items()}
+    header = read_header(optimizer) if optimizer.is_file() else Header({}, {})
+    return _reader(path, manifest, {**found, **header.tensors}, _table(optimizer, header, "numbers"))
+
+
+def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
+    files = sorted(folder.glob("slices-rank-*.safetensors"))
+    if len(files) != manifest.get("world"):
+        raise UserError(
+            f"{folder} holds {len(files)} files of slices and was written by {manifest.get('world')} processes"
+        )
+    parts: dict[str, list[tuple[int, TensorIndex]]] = defaultdict(list)
+    shapes: dict[str, tuple[int, ...]] = {}
+    whole: dict[str, TensorIndex] = {}
+    numbers: dict[str, Any] = {}
+    for file in files:
+        header = read_header(file)
+        numbers |= _table(file, header, "numbers")
+        places = _table(file, header, "slices")
+        for key, stored in header.tensors.items():
+            place = places.get(key, {"shape": [], "start": 0}) if key.startswith("step.") else places[key]
+            if place["shape"] or key.startswith(("weight.", "buffer.")):
+                parts[key].append((int(place["start"]), stored))
+                if shapes.setdefault(key, tuple(map(int, place["shape"]))) != tuple(place["shape"]):
+                    raise UserError(f"{file}: its slice of {key} is of another shape than in the other files")
+            else:
+                _check_scalar(key, whole.setdefault(key, dataclasses.replace(stored, shape=())), stored)
+    whole |= {key: joined(key, shapes[key], found) for key, found in parts.items()}
+    return _reader(path, manifest, whole, numbers)
 
 
 def _reader(
-    path: Path,
-    manifest: Mapping[str, Any],
-    weights: Mapping[str, TensorIndex],
-    buffers: Mapping[str, TensorIndex],
-    state: Mapping[str, TensorIndex],
-    numbers: Mapping[str, Mapping[str, Any]],
+    path: Path, manifest: Mapping[str, Any], found: Mapping[str, TensorIndex], numbers: Mapping[str, Mapping[str, Any]]
 ) -> CheckpointReader:
-    """`state`: by `KEY.PARAMETER`; `numbers`: parameter -> what the optimizer keeps of it that is no tensor."""
-    entries = ((*entry.partition("."), stored) for entry, stored in state.items())
-    kept, scalars = split_state(((name, key, stored) for key, _, name, stored in entries), weights)
-    for name, found in numbers.items():
-        scalars[name] = {key: Scalar(value) for key, value in found.items()} | scalars.get(name, {})
+    """`found`: by `KIND.PARAMETER`; `numbers`: parameter -> what the optimizer keeps of it that is no tensor."""
+    kinds: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    for key, stored in found.items():
+        kind, _, name = key.partition(".")
+        kinds[kind][name] = dataclasses.replace(stored, name=name)
+    weights, buffers = kinds.pop("weight", {}), kinds.pop("buffer", {})
+    entries = ((name, kind, stored) for kind, tensors in kinds.items() for name, stored in tensors.items())
+    kept, scalars = split_state(entries, weights)
+    for name, values in numbers.items():
+        scalars[name] = {key: Scalar(value) for key, value in values.items()} | scalars.get(name, {})
     return CheckpointReader(
         path=path,
         strategy="single",
@@ -128,35 +151,6 @@ def _reader(
     )
 
 
-def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
-    files = sorted(folder.glob("slices-rank-*.safetensors"))
-    if len(files) != manifest.get("world"):
-        raise UserError(
-            f"{folder} holds {len(files)} files of slices and was written by {manifest.get('world')} processes"
-        )
-    parts: dict[str, list[tuple[int, tuple[int, ...], TensorIndex]]] = defaultdict(list)
-    scalars: dict[str, TensorIndex] = {}
-    numbers: dict[str, Any] = {}
-    for file in files:
-        header = read_header(file)
-        numbers |= _table(file, header, "numbers")
-        places = _table(file, header, "slices")
-        for key, stored in header.tensors.items():
-            place = places.get(key, {"shape": [], "start": 0}) if key.startswith("step.") else places[key]
-            if place["shape"] or key.startswith(("weight.", "buffer.")):
-                parts[key].append((int(place["start"]), tuple(map(int, place["shape"])), stored))
-            else:
-                _check_scalar(key, scalars.setdefault(key, stored), stored)
-    whole = {key: _joined(folder, key, pieces) for key, pieces in parts.items()}
-    weights, buffers = (
-        {stored.name: stored for key, stored in whole.items() if key.startswith(kind)}
-        for kind in ("weight.", "buffer.")
-    )
-    state = {key: stored for key, stored in whole.items() if not key.startswith(("weight.", "buffer."))}
-    state |= {key: dataclasses.replace(stored, shape=()) for key, stored in scalars.items()}
-    return _reader(path, manifest, weights, buffers, state, numbers)
-
-
 def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
     """A table by names that we wrote into a header."""
     try:
@@ -166,26 +160,10 @@ def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _check_scalar(key: str, first: TensorIndex, other: TensorIndex) -> None:
-    if first.number() != other.number():
+    one, two = first.number(), other.number()
+    if one != two:
         what = "optimizer step" if key.startswith("step.") else key
         raise UserError(
-            f"{other.spans[0].member.file} is of {what} {other.number()} and {first.spans[0].member.file} of "
-            f"{what} {first.number()}: they are of different saves; copy the checkpoint again or take another one"
+            f"{other.spans[0].member.file} is of {what} {two} and {first.spans[0].member.file} of {what} {one}: "
+            "they are of different saves; copy the checkpoint again or take another one"
         )
-
-
-def _joined(folder: Path, key: str, pieces: list[tuple[int, tuple[int, ...], TensorIndex]]) -> TensorIndex:
-    """The whole of a tensor from its shards. Raises UserError unless each element is there once."""
-    pieces = sorted(pieces, key=lambda piece: (piece[0], piece[2].count))
-    shape, dtype, place = pieces[0][1], pieces[0][2].dtype, 0
-    spans: list[Span] = []
-    for start, whole, stored in pieces:
-        if stored.count == 0:
-            continue
-        if start != place or whole != shape or stored.dtype != dtype:
-            raise UserError(f"{stored.spans[0].member.file}: its slice of {key} does not fit those of the other files")
-        spans.extend(stored.spans)
-        place += stored.count
-    if place != math.prod(shape):
-        raise UserError(f"{folder}: its files hold {place:,} of the {math.prod(shape):,} elements of {key}")
-    return TensorIndex(key.partition(".")[2], shape, dtype, tuple(spans))

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksum import crc32_of_range
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, TORCH, Global, MalformedError, Tensor, unpickle
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, TORCH, Global, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
 
 _LOCAL, _END = b"PK\3\4", b"PK\5\6"
-_MOST_DIRECTORY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,9 @@ class TorchFile:
 
     def span(self, tensor: Tensor, what: str) -> Span:
         """All elements of a tensor. Raises UserError where they do not follow one another, or are not there."""
-        if not tensor.contiguous:
-            raise UserError(f"{self.file}: {what} is not contiguous; save it again after .contiguous()")
+        if not tensor.contiguous or tensor.bits:
+            why = f"is stored with {tensor.bits}" if tensor.bits else "is not contiguous"
+            raise UserError(f"{self.file}: {what} {why}; save it again after .resolve_neg().contiguous()")
         member = self.members.get(tensor.storage.key)
         if member is None:
             raise UserError(f"{self.file}: the bytes of {what} (data/{tensor.storage.key}) are missing: damaged")
@@ -55,6 +55,15 @@ class TorchFile:
         if type(tensor) is not Tensor:
             raise UserError(f"{self.file}: {name} is a {type(tensor).__name__} where a tensor should be")
         return TensorIndex(name, tensor.shape, tensor.dtype, (self.span(tensor, name),))
+
+    def tensors(self, table: Mapping[Any, Any]) -> dict[str, Tensor]:
+        """The tensors of a state dict by name. Raises UserError where one would be lost."""
+        for name, value in table.items():
+            if type(value) is Tensor and type(name) is not str:
+                raise UserError(f"{self.file}: a tensor is named {name!r}, which is no text: save it under a text")
+            if type(value) is not Tensor and any(type(each) is Tensor for each in walk([value])):
+                raise UserError(f"{self.file}: {name} holds tensors in a {type(value).__name__}: save each by a name")
+        return {name: value for name, value in table.items() if type(value) is Tensor}
 
 
 def open_torch_file(
@@ -133,16 +142,13 @@ class _Range(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        if at < 0:
-            raise MalformedError("a record outside the file")
-        self._at = at
-        return at
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
 
     def read(self, count: int = -1) -> bytes:
         left = max(0, self.size - self._at)
         count = left if count < 0 else min(count, left)
-        if count > _MOST_DIRECTORY_BYTES:
+        if count > MOST_BYTES:
             raise MalformedError(f"a directory of {count:,} bytes")
         content = os.pread(self.opened.fileno(), count, self.start + self._at)
         self._at += len(content)
@@ -150,49 +156,44 @@ class _Range(io.RawIOBase):
 
     def read_at(self, offset: int, count: int) -> bytes:
         self.seek(offset)
-        content = self.read(count)
-        if len(content) < count:
-            raise MalformedError("a record outside the file")
-        return content
+        return self.read(count)
 
 
 def _members(file: Path, archive: _Range) -> dict[str, Member]:
-    end = archive.read_at(archive.size - 22, 22) if archive.size >= 22 else b""
+    end = archive.read_at(max(0, archive.size - 22), 22)
     if not end.startswith(_END):
         raise UserError(f"{file}: {_what_it_is(archive)}")
     if end[-2:] != b"\0\0":
         raise MalformedError("an end record that torch does not write")
     with zipfile.ZipFile(archive) as opened:
         entries, directory = sorted(opened.infolist(), key=lambda entry: entry.header_offset), opened.start_dir
+    # torch.serialization.set_crc32_options(False) leaves zeros
+    checked = any(entry.CRC for entry in entries)
     members: dict[str, Member] = {}
     for entry, end_at in zip(entries, [*(entry.header_offset for entry in entries[1:]), directory], strict=True):
         if entry.filename in members:
             raise MalformedError("two members of one name")
-        members[entry.filename] = _member(file, archive, entry, end_at)
+        begin = _begin(file, archive, entry)
+        if begin + entry.file_size > end_at:
+            raise MalformedError(f"{entry.filename} and what follows it in the same place")
+        checksum = entry.CRC if checked else None
+        members[entry.filename] = Member(file, entry.filename, archive.start + begin, entry.file_size, checksum)
     return members
 
 
-def _member(file: Path, archive: _Range, entry: zipfile.ZipInfo, end: int) -> Member:
-    """`end`: where what comes next begins."""
-    name = entry.filename
+def _begin(file: Path, archive: _Range, entry: zipfile.ZipInfo) -> int:
+    """Where a member's bytes begin."""
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-        raise UserError(f"{file}: {name} is compressed, and torch.save never does that: save it with torch")
+        raise UserError(f"{file}: {entry.filename} is compressed, and torch.save never does that: save it with torch")
     header = archive.read_at(entry.header_offset, 30)
     if not header.startswith(_LOCAL):
-        raise MalformedError(f"no header before {name}")
-    name_bytes, extra_bytes = struct.unpack_from("<2H", header, 26)
-    written = archive.read_at(entry.header_offset + 30, name_bytes)
-    if written.decode("utf-8" if entry.flag_bits & 0x800 else "cp437") != entry.orig_filename:
-        raise MalformedError(f"another name before {name}")
-    begin = entry.header_offset + 30 + name_bytes + extra_bytes
-    if begin + entry.file_size > end:
-        raise MalformedError(f"{name} and what follows it in the same place")
-    return Member(file, name, archive.start + begin, entry.file_size, entry.CRC)
+        raise MalformedError(f"no header before {entry.filename}")
+    return entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))  # a name and what is beside it
 
 
 def _what_it_is(archive: _Range) -> str:
     """Why there is no end record."""
-    first = archive.read_at(0, min(archive.size, 4))
+    first = archive.read_at(0, 4)
     if not first:
         return "the file is empty; copy it again or take another checkpoint"
     if first == _LOCAL:

@@ -1,16 +1,18 @@
 """The structure of a pickle that torch wrote, read without executing anything of it.
 
-`pickle.Unpickler` looks names up and calls them. Here `pickletools` takes the opcodes apart, and a machine of ours
-obeys those that torch, DeepSpeed and torch.distributed.checkpoint write: it builds lists, dicts, tuples, sets, strings
-and numbers, and for each allowed global calls a function of ours that makes an inert value. A global that is not
-allowed is refused before anything is made of it; a deeply nested key or a structure without end is refused, too.
+Python's own machine (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
+torch.distributed.checkpoint write. What could execute, copy or hash without end is ours: a global is looked up in a
+table and stands for an inert value, nothing that is called copies its arguments, keys are short and flat, and the
+number of operations is bounded.
 """
 
 from __future__ import annotations
 
+import io
 import math
-import pickletools
-from collections.abc import Callable, Collection, Mapping
+import pickle
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,8 @@ from toolkit.errors import UserError
 
 MOST_BYTES = 256 << 20
 """A larger structure is refused. A model of 10,000 tensors takes about 1 MiB."""
-_MOST_OPERATIONS = 10_000_000
+_MOST_OPERATIONS = 5_000_000
 _DEEPEST = 100
-_SCALARS = (str, int, float, bytes, bool, type(None))
 
 
 class MalformedError(Exception):
@@ -36,12 +37,11 @@ class Global:
     path: str
     """`module.name`"""
     make: Callable[..., Any] | None = None
-    """Ours, called with the arguments that the pickle calls the global with; None where it must not call it."""
-    is_class: bool = False
-    """Whether objects of it may be made without a call."""
+    """Ours, called with the arguments that the pickle calls the global or makes an object with; None where it must
+    not."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Inert:
     """What stands in for an object of an allowed class: its arguments and its attributes."""
 
@@ -50,7 +50,7 @@ class Inert:
     state: Any = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Storage:
     """The bytes that tensors are views of: a member of the zip file."""
 
@@ -67,7 +67,7 @@ class Storage:
         return self.count * (ITEM_BYTES[self.dtype] if self.dtype else 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Tensor:
     """A view of a storage."""
 
@@ -77,6 +77,8 @@ class Tensor:
     """Elements from the storage's beginning."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    bits: Any = None
+    """What torch does to the stored numbers when they are used (`neg`, `conj`), where it does anything."""
 
     @property
     def count(self) -> int:
@@ -106,213 +108,147 @@ def unpickle(content: bytes, where: Path | str, allowed: Mapping[str, Global]) -
     if len(content) > MOST_BYTES:
         raise UserError(f"{where}: a structure of {len(content):,} bytes, more than is believable: damaged?")
     try:
-        value = _Machine(where, allowed).run(content)
-        _refuse_endless(value)
+        value = _Machine(content, where, allowed).load()
+        for _ in walk([value]):  # raises where a few bytes describe what no one can walk through
+            pass
     except UserError:
         raise
-    except Exception as error:  # whatever a stand-in says of arguments that torch does not write
+    except Exception as error:  # whatever Python says of a pickle that torch does not write
         why = " ".join(f"{type(error).__name__}: {error}"[:200].split())
         raise UserError(f"{where}: its structure is damaged ({why}); copy it again or take another one") from None
     return value
 
 
-def _refuse_endless(value: Any) -> None:
-    """Refuses what a few bytes can describe and no one can walk through: a tree of shared or nested branches."""
+def walk(value: Any) -> Iterator[Any]:
+    """What lies in a value's containers, at any depth; of a shared container each time it occurs."""
     left, branches = _MOST_OPERATIONS, [(value, 0)]
     while branches:
         branch, depth = branches.pop()
-        items: Collection[Any] = ()
-        if type(branch) is Inert:
-            items = (branch.arguments, branch.state)
-        elif type(branch) is dict:
-            items = [*branch, *branch.values()]
-        elif type(branch) in (list, tuple, set):
-            items = branch
+        items = (branch.arguments, branch.state) if type(branch) is Inert else branch
+        items = [*items, *items.values()] if type(items) is dict else items
         left -= 1 + len(items)
         if depth > _DEEPEST or left < 0:
             raise MalformedError("it is nested too deeply, or made to have no end")
-        branches.extend((item, depth + 1) for item in items if type(item) in (dict, list, tuple, set, Inert))
+        for item in items:
+            if type(item) in (dict, list, tuple, Inert):
+                branches.append((item, depth + 1))
+            else:
+                yield item
 
 
-_MARK = object()
+class _Operations(dict[int, Callable[[Any], None]]):
+    """What each opcode does, so many times."""
+
+    left = _MOST_OPERATIONS
+
+    def __getitem__(self, opcode: int) -> Callable[[Any], None]:
+        self.left -= 1
+        if self.left < 0:
+            raise MalformedError("more operations than is believable")
+        return super().__getitem__(opcode)
+
+    def __missing__(self, opcode: int) -> Callable[[Any], None]:
+        raise MalformedError(f"opcode {opcode:#04x}, which torch does not write")
 
 
-class _Machine:
-    def __init__(self, where: Path | str, allowed: Mapping[str, Global]) -> None:
-        self.where, self.allowed = where, allowed
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+_Python: Any = pickle._Unpickler
 
-    def run(self, content: bytes) -> Any:
-        for number, (opcode, argument, at) in enumerate(pickletools.genops(content)):
-            operation = _OPERATIONS.get(opcode.name)
-            if operation is None:
-                raise MalformedError(f"opcode {opcode.name} at byte {at}, which torch does not write")
-            if number > _MOST_OPERATIONS:
-                raise MalformedError("more operations than is believable")
-            operation(self, argument)
-        return self.pop()
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
+class _Machine(_Python):
+    """The places of Python's machine where a pickle could do more than describe."""
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise MalformedError("a mark where a value should be")
-        return value
+    def __init__(self, content: bytes, where: Path | str, allowed: Mapping[str, Global]) -> None:
+        super().__init__(io.BytesIO(content))
+        self.where, self.allowed, self.dispatch = where, allowed, _Operations(_OPERATIONS)
 
-    def pop_to_mark(self) -> list[Any]:
-        values = []
-        while (value := self.stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
-
-    def top(self, kind: type) -> Any:
-        if type(self.stack[-1]) is not kind:
-            raise MalformedError(f"{type(self.stack[-1]).__name__} where {kind.__name__} should be")
-        return self.stack[-1]
-
-    def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
-
-    def make_tuple(self, count: int) -> None:
-        self.push(tuple(reversed([self.pop() for _ in range(count)])))
-
-    def set_items(self, values: list[Any]) -> None:
-        self.top(dict).update({_key(key): value for key, value in zip(values[::2], values[1::2], strict=True)})
-
-    def set_item(self) -> None:
-        value, key = self.pop(), self.pop()
-        self.set_items([key, value])
-
-    def append(self) -> None:
-        value = self.pop()
-        self.top(list).append(value)
-
-    def append_all(self) -> None:
-        values = self.pop_to_mark()
-        self.top(list).extend(values)
-
-    def add_items(self) -> None:
-        values = self.pop_to_mark()
-        self.top(set).update(map(_key, values))
-
-    def find(self, path: str) -> None:
+    def find_class(self, module: str, name: str) -> Global:
+        path = f"{module}.{name}"
         if path not in self.allowed:
             shown = path[:200].encode("unicode_escape").decode()
             raise UserError(f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed")
-        self.push(self.allowed[path])
+        return self.allowed[path]
 
-    def find_on_stack(self) -> None:
-        name, module = self.pop(), self.pop()
-        if type(module) is not str or type(name) is not str:
-            raise MalformedError("a global whose name is not a text")
-        self.find(f"{module}.{name}")
+    def persistent_load(self, pid: Any) -> Storage:
+        """torch's: ("storage", class, key, device, elements)."""
+        kind, cls, key, _, count = pid
+        if kind != "storage" or type(cls) is not Global or type(key) is not str:
+            raise MalformedError("a storage that torch does not write")
+        return Storage(key, None if cls.path == _UNTYPED else _STORAGE_DTYPES[cls.path], _count(count))
 
     def reduce(self) -> None:
-        arguments, name = self.pop(), self.pop()
-        self.push(_call(name, arguments))
-
-    def new_object(self) -> None:
-        arguments, name = self.pop(), self.pop()
-        if type(name) is not Global or not name.is_class or type(arguments) is not tuple:
-            raise MalformedError("an object of something that is not a class")
-        self.push(Inert(name.path, arguments))
+        arguments = self.stack.pop()
+        self.stack[-1] = _call(self.stack[-1], arguments)
 
     def build(self) -> None:
-        state = self.pop()
-        target = self.stack[-1]
+        state, target = self.stack.pop(), self.stack[-1]
         if type(target) is Inert:
-            target.state = _attributes(state)
+            target.state = state
         elif type(target) is not dict or type(state) is not dict:  # an OrderedDict's own attributes do not matter
             raise MalformedError(f"attributes for a {type(target).__name__}")
 
-    def persistent(self) -> None:
-        self.push(_storage(self.pop()))
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._fill([key], [value])
+
+    def set_items(self) -> None:
+        items = self.pop_mark()
+        self._fill(items[::2], items[1::2])
+
+    def _fill(self, keys: list[Any], values: list[Any]) -> None:
+        if type(self.stack[-1]) is not dict:
+            raise MalformedError(f"items for a {type(self.stack[-1]).__name__}")
+        self.stack[-1].update(zip(map(_key, keys), values, strict=True))
+
+    def text(self, length: str) -> None:
+        (size,) = struct.unpack(length, self.read(struct.calcsize(length)))
+        self.append(self.read(size).decode())
 
 
 def _key(value: Any) -> Any:
-    """A key that is cheap to hash, however the pickle nests."""
-    if isinstance(value, (*_SCALARS, Global, Inert)):
-        return value
-    if type(value) is tuple and len(value) < 1000 and all(isinstance(item, _SCALARS) for item in value):
-        return value
-    raise MalformedError(f"a {type(value).__name__} as a key")
+    """A key that is cheap to hash and to compare, however the pickle nests or repeats it."""
+    parts = value if type(value) is tuple and len(value) <= 16 else (value,)
+    for part in parts:
+        kind = type(part)
+        if kind not in (str, int, float, bool, type(None), Inert, Global) or (kind is str and len(part) > 1000):
+            raise MalformedError(f"a {kind.__name__} as a key, or one that is too long")
+    return value
 
 
-def _call(name: Any, arguments: Any) -> Any:
+def _call(function: Any, arguments: Any) -> Any:
     """What an allowed global makes of the arguments."""
-    if type(name) is not Global or name.make is None or type(arguments) is not tuple:
+    if type(function) is not Global or function.make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return name.make(*arguments)
+    return function.make(*arguments)
 
 
-def _attributes(state: Any) -> Any:
-    """Attributes as they are pickled: a dict, or that and one of slots, or what a class makes of itself."""
-    if type(state) is tuple and len(state) == 2 and all(type(part) in (dict, type(None)) for part in state):
-        return {**(state[0] or {}), **(state[1] or {})}
-    if type(state) not in (dict, tuple):
-        raise MalformedError(f"attributes in a {type(state).__name__}")
-    return state
-
-
-_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-           "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES")  # fmt: skip
-_OPERATIONS: dict[str, Callable[[_Machine, Any], object]] = {
-    **dict.fromkeys(_VALUES, _Machine.push),
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, _: None),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, index: m.push(m.memo[index])),
-    "MEMOIZE": lambda m, _: m.put(len(m.memo)),
-    "MARK": lambda m, _: m.push(_MARK),
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "EMPTY_DICT": lambda m, _: m.push({}),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "EMPTY_SET": lambda m, _: m.push(set()),
-    "TUPLE": lambda m, _: m.push(tuple(m.pop_to_mark())),
-    "TUPLE1": lambda m, _: m.make_tuple(1),
-    "TUPLE2": lambda m, _: m.make_tuple(2),
-    "TUPLE3": lambda m, _: m.make_tuple(3),
-    "SETITEM": lambda m, _: m.set_item(),
-    "SETITEMS": lambda m, _: m.set_items(m.pop_to_mark()),
-    "APPEND": lambda m, _: m.append(),
-    "APPENDS": lambda m, _: m.append_all(),
-    "ADDITEMS": lambda m, _: m.add_items(),
-    "GLOBAL": lambda m, names: m.find(names.replace(" ", ".", 1)),
-    "STACK_GLOBAL": lambda m, _: m.find_on_stack(),
-    "REDUCE": lambda m, _: m.reduce(),
-    "NEWOBJ": lambda m, _: m.new_object(),
-    "BUILD": lambda m, _: m.build(),
-    "BINPERSID": lambda m, _: m.persistent(),
+_PYTHONS = (
+    "PROTO FRAME STOP MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+    "LONG1 BINFLOAT BINBYTES SHORT_BINBYTES EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
+    "APPENDS GLOBAL STACK_GLOBAL BINPERSID"
+)
+_OPERATIONS = {code: _Python.dispatch[code] for name in _PYTHONS.split() for code in getattr(pickle, name)} | {
+    pickle.SETITEM[0]: _Machine.set_item,
+    pickle.SETITEMS[0]: _Machine.set_items,
+    pickle.REDUCE[0]: _Machine.reduce,
+    pickle.NEWOBJ[0]: _Machine.reduce,
+    pickle.BUILD[0]: _Machine.build,
+    pickle.SHORT_BINUNICODE[0]: lambda machine: machine.text("<B"),
+    pickle.BINUNICODE[0]: lambda machine: machine.text("<I"),
+    pickle.BINUNICODE8[0]: lambda machine: machine.text("<Q"),
 }
 
 
 # what the allowed globals make
 
-_STORAGES = {
-    "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
-    "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
-    "BoolStorage": "BOOL",
+_NAMES = {
+    "F64": ("float64", "Double"), "F32": ("float32", "Float"), "F16": ("float16", "Half"),
+    "BF16": ("bfloat16", "BFloat16"), "I64": ("int64", "Long"), "I32": ("int32", "Int"), "I16": ("int16", "Short"),
+    "I8": ("int8", "Char"), "U8": ("uint8", "Byte"), "BOOL": ("bool", "Bool"),
 }  # fmt: skip
-_STORAGE_DTYPES = {f"{module}.{name}": dtype for module in ("torch", "torch.cuda") for name, dtype in _STORAGES.items()}
+_DTYPES = {f"torch.{name}": dtype for dtype, (name, _) in _NAMES.items()}
+_STORAGE_DTYPES = {f"{module}.{name}Storage": dtype for module in ("torch", "torch.cuda")
+                   for dtype, (_, name) in _NAMES.items()}  # fmt: skip
 _UNTYPED = "torch.storage.UntypedStorage"
-_DTYPES = {
-    "torch.float64": "F64", "torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16",
-    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8",
-    "torch.bool": "BOOL",
-}  # fmt: skip
-
-
-def _storage(identity: Any) -> Storage:
-    """torch's persistent id: ("storage", class, key, device, elements)."""
-    kind, cls, key, _, count = identity
-    if kind != "storage" or type(cls) is not Global or type(key) is not str:
-        raise MalformedError("a storage that torch does not write")
-    return Storage(key, None if cls.path == _UNTYPED else _STORAGE_DTYPES[cls.path], _count(count))
 
 
 def _count(number: Any) -> int:
@@ -324,73 +260,48 @@ def _count(number: Any) -> int:
 def _counts(numbers: Any) -> tuple[int, ...]:
     if type(numbers) is not tuple or len(numbers) > 64:
         raise MalformedError("a shape that torch does not write")
-    return tuple(map(_count, numbers))
+    for number in numbers:
+        _count(number)
+    return numbers
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-    return _tensor_of_dtype(storage, offset, shape, stride, None, None, None)
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any = 0, _hooks: Any = 0, bits: Any = 0) -> Any:
+    return _tensor_of_dtype(storage, offset, shape, stride, None, None, None, bits)
 
 
 def _tensor_of_dtype(
-    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
 ) -> Tensor:
     if type(storage) is not Storage:
         raise MalformedError("a tensor without a storage")
     held = storage.dtype if dtype is None else _DTYPES.get(dtype.path)
     if held is None:
         raise MalformedError("a dtype that is not supported")
-    tensor = Tensor(storage, held, _count(offset), _counts(shape), _counts(stride))
+    tensor = Tensor(storage, held, _count(offset), _counts(shape), _counts(stride), bits or None)
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
     if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[held] > storage.size:
         raise MalformedError("a tensor larger than its storage")
     return tensor
 
 
-def _parameter(data: Any, *_: Any) -> Tensor:
-    if type(data) is not Tensor:
-        raise MalformedError("a parameter without data")
-    return data
-
-
-def _from_type(make: Any, cls: Any, arguments: Any, state: Any) -> Any:
-    return _call(make, arguments)
-
-
-def _size(*arguments: Any) -> tuple[int, ...]:
-    return _counts(*arguments)
-
-
 def _dict(*arguments: Any) -> dict[Any, Any]:
-    """An OrderedDict, a Counter or a defaultdict; their items may come as one argument or later."""
-    given = arguments[-1] if arguments and type(arguments[-1]) in (dict, list) else {}
-    if type(given) is list:  # pairs, as Python 2 wrote them
-        return {key: value for key, value in given if type(key) in (str, int)}
-    return dict(given)
+    """An OrderedDict, a Counter or a defaultdict; their items come as a dict or later."""
+    given = arguments[-1] if arguments else None
+    if type(given) not in (dict, Global, type(None)):
+        raise MalformedError("a dict of something that is none")
+    return given if type(given) is dict else {}
 
 
-def _set(*arguments: Any) -> set[Any]:
-    (items,) = arguments or ([],)
-    return {_key(item) for item in items}
-
-
-def _number(value: Any) -> Any:
-    if type(value) not in (int, float, str):
-        raise MalformedError("an enumeration's member without a value")
+def _first(value: Any, *_: Any) -> Any:
+    """A set stays the list of its items, bytes the text they are written as, an enumeration's member its value."""
     return value
 
 
-def _bytes(text: Any, encoding: Any = "latin1") -> bytes:
-    if type(text) is not str or encoding != "latin1":
-        raise MalformedError("bytes that Python does not write")
-    return text.encode("latin1")
+def _allow(functions: Mapping[str, Callable[..., Any] | None], *classes: str) -> dict[str, Global]:
+    def inert(path: str) -> Global:
+        return Global(path, lambda *arguments: Inert(path, arguments))
 
-
-def _class(path: str) -> Global:
-    return Global(path, lambda *arguments: Inert(path, arguments), is_class=True)
-
-
-def _allow(functions: dict[str, Callable[..., Any] | None], *classes: str) -> dict[str, Global]:
-    return {path: Global(path, make) for path, make in functions.items()} | {path: _class(path) for path in classes}
+    return {path: Global(path, make) for path, make in functions.items()} | {path: inert(path) for path in classes}
 
 
 _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
@@ -401,17 +312,13 @@ TORCH = _allow(
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-        "torch._utils._rebuild_parameter": _parameter,
-        "torch._utils._rebuild_parameter_with_state": _parameter,
-        "torch._tensor._rebuild_from_type_v2": _from_type,
-        "torch.Size": _size,
-        "torch.serialization._get_layout": _number,
-        "collections.OrderedDict": _dict,
-        "collections.Counter": _dict,
-        "collections.defaultdict": _dict,
-        "__builtin__.set": _set,
-        "builtins.set": _set,
-        "_codecs.encode": _bytes,
+        "torch._utils._rebuild_parameter": _first,
+        "torch._utils._rebuild_parameter_with_state": _first,
+        "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
+        "torch.Size": _counts,
+        "torch.serialization._get_layout": _first,
+        **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
+        **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
     },
     "torch.device",
     # numpy's scalars, where a run's own state holds them
@@ -421,7 +328,7 @@ TORCH = _allow(
 )
 """In what torch.save writes."""
 DEEPSPEED = TORCH | _allow(
-    {"deepspeed.runtime.zero.config.ZeroStageEnum": _number},
+    {"deepspeed.runtime.zero.config.ZeroStageEnum": _first},
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
@@ -429,7 +336,7 @@ DEEPSPEED = TORCH | _allow(
 """In the files of DeepSpeed's save_checkpoint."""
 _DCP = "torch.distributed.checkpoint.metadata."
 DISTRIBUTED = TORCH | _allow(
-    {f"{_DCP}_MEM_FORMAT_ENCODING": _number},
+    {f"{_DCP}_MEM_FORMAT_ENCODING": _first},
     *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
                                "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",

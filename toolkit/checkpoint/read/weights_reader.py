@@ -94,10 +94,9 @@ def _safetensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
 def torch_tensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
     """(tensors by name, other name -> name) of a state dict that torch.save wrote."""
     opened = open_torch_file(file)
-    content = opened.content
-    if type(content) is not dict or not any(type(value) is Tensor for value in content.values()):
+    tensors = opened.tensors(opened.content) if type(opened.content) is dict else {}
+    if not tensors:
         raise UserError(f"{file} holds no tensors by name: not a model's state")
-    tensors = {str(name): value for name, value in content.items() if type(value) is Tensor}
     tied = tied_tensors(tensors)
     return {name: opened.stored(name, tensor) for name, tensor in tensors.items() if name not in tied}, tied
 
