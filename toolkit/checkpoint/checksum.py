@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 from isal import isal_zlib  # 30 GB/s where the standard library's does 1 to 3
@@ -36,16 +35,4 @@ def crc32_of_range(file: Path, start: int = 0, size: int | None = None) -> int:
         left = size if size is not None else file.stat().st_size - start
         while left > 0 and (count := opened.readinto(block[: min(BLOCK, left)])):
             value, left = crc32(block[:count], value), left - count
-    return value
-
-
-def crc32_by_parts(file: Path, parts: Iterable[tuple[int, int, int]]) -> int:
-    """A file's CRC32 from those of parts of it, (offset, bytes, CRC32) each: only what lies between is read.
-
-    What the parts hold is not checked: it tells one file from another in a moment, not damage.
-    """
-    value, place = 0, 0
-    for offset, size, checksum in [*sorted(parts), (file.stat().st_size, 0, 0)]:
-        value = combine(value, crc32_of_range(file, place, offset - place), offset - place)
-        value, place = combine(value, checksum, size), offset + size
     return value

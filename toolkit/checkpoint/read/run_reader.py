@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.checksum import crc32_by_parts
+from toolkit.checkpoint.checksum import combine, crc32_of_range
 from toolkit.checkpoint.folder import MANIFEST, fault_of, half_of, read_manifest
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.torch_file import zip_members
-from toolkit.checkpoint.reader import CheckpointReader, Scalar, TensorIndex, joined, split_state
+from toolkit.checkpoint.reader import CheckpointReader, Member, Scalar, TensorIndex, joined, split_state
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
@@ -51,19 +51,19 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
 def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     """A file of another save has its size and sound checksums of its own: the manifest's CRC32 tells it.
 
-    It is put together from the checksums inside the file, so that nothing has to be read for it.
+    It is put together from the checksums inside the file: only what lies between its members is read for it.
     """
     for name, entry in manifest["files"].items():
-        file = folder / name
+        file, value, place = folder / name, 0, 0
         if file.suffix == ".safetensors":
             members = [span.member for stored in read_header(file).tensors.values() for span in stored.spans]
-        elif file.suffix == ".pt":
-            members = list(zip_members(file).values())
         else:
-            continue
-        parts = {member.offset: (member.offset, member.size, member.crc32) for member in members if member.size}
-        known = [(offset, size, crc) for offset, size, crc in parts.values() if crc is not None]
-        if len(known) == len(parts) and f"{crc32_by_parts(file, known):08x}" != entry["crc32"]:
+            members = list(zip_members(file).values()) if file.suffix == ".pt" else []
+        found = {member.offset: member for member in members if member.size}
+        for offset, member in [*sorted(found.items()), (file.stat().st_size, Member(file, "", 0, 0, 0))]:
+            value = combine(value, crc32_of_range(file, place, offset - place), offset - place) if members else 0
+            value, place = combine(value, member.crc32 or 0, member.size), offset + member.size
+        if members and all(each.crc32 is not None for each in members) and f"{value:08x}" != entry["crc32"]:
             raise UserError(
                 f"{file} is not the file that {folder / MANIFEST} was written for: it is of another save, or "
                 "damaged; copy the checkpoint again or take another one"

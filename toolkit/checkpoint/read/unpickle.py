@@ -56,15 +56,10 @@ class Storage:
 
     key: str
     """The member's name under `data/`."""
-    dtype: str | None
-    """A key of `ITEM_BYTES`; None where each view says it."""
-    count: int
-    """Elements, or bytes where there is no dtype."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.count * (ITEM_BYTES[self.dtype] if self.dtype else 1)
+    dtype: str
+    """A key of `ITEM_BYTES`."""
+    size: int
+    """Bytes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -72,13 +67,16 @@ class Tensor:
     """A view of a storage."""
 
     storage: Storage
-    dtype: str
     offset: int
     """Elements from the storage's beginning."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     bits: Any = None
     """What torch does to the stored numbers when they are used (`neg`, `conj`), where it does anything."""
+
+    @property
+    def dtype(self) -> str:
+        return self.storage.dtype
 
     @property
     def count(self) -> int:
@@ -173,7 +171,8 @@ class _Machine(_Python):
         kind, cls, key, _, count = pid
         if kind != "storage" or type(cls) is not Global or type(key) is not str:
             raise MalformedError("a storage that torch does not write")
-        return Storage(key, None if cls.path == _UNTYPED else _STORAGE_DTYPES[cls.path], _count(count))
+        dtype = _STORAGE_DTYPES[cls.path]
+        return Storage(key, dtype, _count(count) * ITEM_BYTES[dtype])
 
     def reduce(self) -> None:
         arguments = self.stack.pop()
@@ -240,15 +239,11 @@ _OPERATIONS = {code: _Python.dispatch[code] for name in _PYTHONS.split() for cod
 
 # what the allowed globals make
 
-_NAMES = {
-    "F64": ("float64", "Double"), "F32": ("float32", "Float"), "F16": ("float16", "Half"),
-    "BF16": ("bfloat16", "BFloat16"), "I64": ("int64", "Long"), "I32": ("int32", "Int"), "I16": ("int16", "Short"),
-    "I8": ("int8", "Char"), "U8": ("uint8", "Byte"), "BOOL": ("bool", "Bool"),
+_STORAGES = {
+    "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32", "Short": "I16",
+    "Char": "I8", "Byte": "U8", "Bool": "BOOL",
 }  # fmt: skip
-_DTYPES = {f"torch.{name}": dtype for dtype, (name, _) in _NAMES.items()}
-_STORAGE_DTYPES = {f"{module}.{name}Storage": dtype for module in ("torch", "torch.cuda")
-                   for dtype, (_, name) in _NAMES.items()}  # fmt: skip
-_UNTYPED = "torch.storage.UntypedStorage"
+_STORAGE_DTYPES = {f"torch.{place}{name}Storage": dtype for place in ("", "cuda.") for name, dtype in _STORAGES.items()}
 
 
 def _count(number: Any) -> int:
@@ -258,28 +253,19 @@ def _count(number: Any) -> int:
 
 
 def _counts(numbers: Any) -> tuple[int, ...]:
-    if type(numbers) is not tuple or len(numbers) > 64:
+    if type(numbers) is not tuple or len(numbers) > 64 or any(_count(number) != number for number in numbers):
         raise MalformedError("a shape that torch does not write")
-    for number in numbers:
-        _count(number)
     return numbers
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any = 0, _hooks: Any = 0, bits: Any = 0) -> Any:
-    return _tensor_of_dtype(storage, offset, shape, stride, None, None, None, bits)
-
-
-def _tensor_of_dtype(
-    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, bits: Any = None
+def _tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any = None, _hooks: Any = None, bits: Any = None
 ) -> Tensor:
     if type(storage) is not Storage:
         raise MalformedError("a tensor without a storage")
-    held = storage.dtype if dtype is None else _DTYPES.get(dtype.path)
-    if held is None:
-        raise MalformedError("a dtype that is not supported")
-    tensor = Tensor(storage, held, _count(offset), _counts(shape), _counts(stride), bits or None)
+    tensor = Tensor(storage, _count(offset), _counts(shape), _counts(stride), bits)
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
-    if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[held] > storage.size:
+    if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[tensor.dtype] > storage.size:
         raise MalformedError("a tensor larger than its storage")
     return tensor
 
@@ -305,13 +291,14 @@ def _allow(functions: Mapping[str, Callable[..., Any] | None], *classes: str) ->
 
 
 _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
-_CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, _UNTYPED, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
+_DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
+                                        "uint8", "bool")]  # fmt: skip
+_CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
 TORCH = _allow(
     {
         **dict.fromkeys(_CONSTANTS),
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
         "torch._utils._rebuild_parameter": _first,
         "torch._utils._rebuild_parameter_with_state": _first,
         "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
