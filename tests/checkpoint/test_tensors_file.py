@@ -92,6 +92,10 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
         ({"a": entry(shape=[-4])}, "whole numbers"),
         ({"a": entry(shape=[True, 4])}, "whole numbers"),
         ({"a": entry(shape="4")}, "whole numbers"),
+        ({"a": entry(shape=[2**61] * 300_000)}, "too many"),
+        ({"a": entry(dtype="F" * 9_000_000)}, "unknown dtype 'FFFFFFFFFFFFFFFFFFFF';"),
+        (b'{"a\0": 1}', "not JSON"),
+        (b"[" * 300_000, "not JSON"),
         ({"a": {"dtype": "F32"}}, "lacks"),
         ({"a": 3}, "lacks"),
         ([], "not a table"),
@@ -101,6 +105,7 @@ def entry(start: int = 0, end: int = 16, dtype: Any = "F32", shape: Any = (4,)) 
         ({"__metadata__": {"a": 1}, "a": entry()}, "__metadata__"),
         ({"__metadata__": {"crc32": "no"}, "a": entry()}, "checksums"),
         ({"__metadata__": {"crc32": '{"a": "xyz"}'}, "a": entry()}, "checksums"),
+        ({"__metadata__": {"crc32": "[" * 300_000}, "a": entry()}, "checksums"),
     ],
 )
 def test_an_unsound_header_is_refused(table: Any, message: str, tmp_path: Path) -> None:
@@ -108,6 +113,11 @@ def test_an_unsound_header_is_refused(table: Any, message: str, tmp_path: Path) 
     with pytest.raises(UserError, match=message) as caught:
         read_header(path)
     assert str(path) in str(caught.value)
+
+
+def test_the_name_that_the_format_keeps_is_refused() -> None:
+    with pytest.raises(UserError, match="a tensor is named __metadata__"):
+        lay_out({"__metadata__": ("F32", (2,))})
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import DEEPSPEED, DISTRIBUTED, TORCH, Tensor, unpickle
 from toolkit.errors import UserError
@@ -119,6 +120,9 @@ GREEDY = {
     "doubled tuples as a key": b"\x80\x02})" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
     "deeply nested lists": b"\x80\x02" + b"]" * 300_000 + b"a" * 299_999 + b".",
     "doubled lists": b"\x80\x02]" + b"".join(b"q%c]h%ch%c\x86a" % (i, i, i) for i in range(60)) + b".",
+    "a long tuple as a key": b"\x80\x02})(" + b"K\1" * 999 + b"tNs.",
+    "a long text as a key": b"\x80\x02})" + text("x" * 2000) + b"Ns.",
+    "half a character": b"\x80\x02X\3\0\0\0\xed\xa0\x80.",
     "a list in itself": b"\x80\x02]q\0h\0a.",
     "a memo without end": b"\x80\x02" + b"]\x94" * 100_000,
     "marks without end": b"(" * 1_000_000,
@@ -133,6 +137,46 @@ def test_greedy_pickles_cost_nothing(kind: str) -> None:
     with pytest.raises(UserError, match=r"rank\.pt"):
         unpickle(GREEDY[kind], "rank.pt", TORCH)
     assert time.perf_counter() - started < 5
+
+
+def test_what_is_called_copies_nothing() -> None:
+    """Four bytes of a call again and again would make 80 GB of a text of 4 MB."""
+    for function, argument in {
+        name("_codecs", "encode"): text("x" * 1000),
+        name("builtins", "set"): b"]",
+        name("collections", "Counter"): b"}",
+        name("torch", "Size"): b"(K\1K\2K\3t",
+    }.items():
+        content = b"\x80\x02(" + function + argument + b"\x85q\0R" + function + b"h\0Rt."
+        first, second = unpickle(content, "rank.pt", TORCH)
+        assert first is second
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"a": torch._neg_view(torch.ones(2))}, r"a is stored with \{'neg': True\}; save it again after"),
+        ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more holds tensors in a dict"),
+        ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor is named 1, which is no text"),
+        ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is no name of a parameter"),
+        ({"a": torch.nested.nested_tensor([torch.ones(2)])}, "wants torch._utils._rebuild_nested_tensor"),
+    ],
+)
+def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=told):
+        open_checkpoint(tmp_path)
+
+
+def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(3.0)}, tmp_path / "pytorch_model.bin")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    reader = open_checkpoint(tmp_path)
+    assert reader.weights["a"].read() == torch.arange(3.0).numpy().tobytes()
+    assert reader.unchecked() == [tmp_path / "pytorch_model.bin"]
 
 
 def test_every_allowed_name_makes_something_inert() -> None:

@@ -35,6 +35,9 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         if not path.is_dir():
             raise UserError(_not_a_folder(path))
         reader = _open(path)
+        names = (*reader.weights, *reader.buffers, *reader.tied, *reader.excluded)
+        if strange := [name for name in names if not name.isprintable()]:  # half a character, a terminal's command
+            raise UserError(f"{path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
         most = max(reader.step_counts().values(), default=0)
         if reader.step is not None and most > reader.step:
             raise UserError(

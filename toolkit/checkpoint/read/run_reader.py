@@ -155,7 +155,7 @@ def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
     """A table by names that we wrote into a header."""
     try:
         return {key: dict(found) for key, found in json.loads(header.metadata.get(name, "{}")).items()}
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{file}: the table of {name} in its header cannot be read: damaged") from None
 
 

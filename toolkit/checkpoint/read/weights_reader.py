@@ -76,7 +76,7 @@ def _of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
         names = sorted(set(found.values()))
         if not names or not all(name not in ("", "..") and Path(name).name == name for name in names):
             raise ValueError("weight_map")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{index} is not an index of weights (it has no weight_map of file names)") from None
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
