@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import DEEPSPEED, DISTRIBUTED, TORCH, Tensor, unpickle
@@ -176,7 +178,10 @@ def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     reader = open_checkpoint(tmp_path)
     assert reader.weights["a"].read() == torch.arange(3.0).numpy().tobytes()
-    assert reader.unchecked() == [tmp_path / "pytorch_model.bin"]
+    with pytest.raises(UserError, match=r"pytorch_model\.bin .*without checksums .*--without_checksums"):
+        convert(ConvertSettings(tmp_path, tmp_path / "out"))
+    convert(ConvertSettings(tmp_path, tmp_path / "out", without_checksums=True))
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a"], torch.arange(3.0))
 
 
 def test_every_allowed_name_makes_something_inert() -> None:

@@ -144,11 +144,11 @@ class CheckpointReader:
         """Parameter name -> the optimizer's own count of steps."""
         return {name: float(kept["step"].value) for name, kept in self.optimizer_scalars.items() if "step" in kept}
 
-    def unchecked(self) -> list[Path]:
-        """Files whose writer was told to leave checksums out, so that damage in them cannot be seen."""
-        stored = [*self.weights.values(), *self.buffers.values()]
-        members = {span.member for each in stored for span in each.spans}
-        return sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
+
+def unchecked(tensors: Iterable[TensorIndex]) -> list[Path]:
+    """Files of torch.save whose writer was told to leave checksums out, so that damage in them cannot be seen."""
+    members = {span.member for stored in tensors for span in stored.spans}
+    return sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
 
 
 def split_state(

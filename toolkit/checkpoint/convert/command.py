@@ -38,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
+    parser.add_argument("--without_checksums", action="store_true", help="also files that were saved without them")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
     parser.add_argument("--dry_run", action="store_true", help="check everything, say what would be written")
     parser.add_argument("--inspect", action="store_true", help="say what CHECKPOINT holds; takes no OUT")

@@ -16,7 +16,7 @@ from toolkit.checkpoint.convert.model_files import CONFIG, check_config, files_b
 from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex
+from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex, unchecked
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
@@ -52,6 +52,8 @@ class ConvertSettings:
     sync: bool = False
     """Wait until the output is on the disk; always so where it replaces another."""
     dry_run: bool = False
+    without_checksums: bool = False
+    """Also from files in which damage cannot be seen."""
 
 
 def convert(settings: ConvertSettings) -> list[str]:
@@ -62,6 +64,11 @@ def convert(settings: ConvertSettings) -> list[str]:
     _check_place(settings)
     reader = open_checkpoint(settings.checkpoint)
     tensors, deltas, folder = _select(settings, reader)
+    if (without := unchecked([*reader.weights.values(), *tensors.values()])) and not settings.without_checksums:
+        raise UserError(
+            f"{listing(without, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that damage "
+            "in it cannot be seen: convert it all the same with --without_checksums"
+        )
     is_adapter = lora.is_lora(reader) and not settings.merge_lora
     dtype = DTYPES[settings.dtype]
     config, files = files_beside(folder, is_adapter, dtype)
@@ -73,8 +80,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     outputs = [Output(name, stored, written_dtype(stored, dtype), deltas.get(name)) for name, stored in tensors.items()]
     shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files)
-    without = f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
-    return lines if files else [without, *lines]
+    note = f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
+    return lines if files else [note, *lines]
 
 
 def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
