@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.files import draft_of, remove_drafts, replace_file, replace_folder, writing
+from toolkit.files import draft_of, read_table, remove_drafts, replace_file, replace_folder, writing
 from toolkit.units import size_text
 
 
@@ -48,6 +48,44 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
     with pytest.raises(UserError, match=message), writing(path), replace_folder(path) as draft:
         (draft / "x").write_text("third")
     assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])
+
+
+def test_only_what_was_made_here_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def mkdir(path: Path) -> None:
+        if path.name == "theirs":
+            real(path)  # another process is quicker
+        real(path)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    for name in ("ours", "theirs"):
+        with pytest.raises(FileNotFoundError), replace_folder(tmp_path / name / "deep" / "out") as draft:
+            (draft / "x" / "y").touch()
+    assert names(tmp_path) == ["theirs"]
+
+
+def test_what_is_to_be_replaced_can_be_spared(tmp_path: Path) -> None:
+    def spare(old: Path) -> None:
+        raise UserError(f"it holds {names(old)}")
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="thesis"), replace_folder(tmp_path / "out", True, spare=spare):
+        (tmp_path / "out" / "thesis.txt").touch()
+    assert (names(tmp_path), names(tmp_path / "out")) == (["out"], ["thesis.txt"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (r'{"a": "\ud800"}', "is not JSON"), ("[1]", "holds a list"),
+     ("\0", "is not JSON"), ('{"n": "3"}', 'n is "3" and should be a whole number')],
+)  # fmt: skip
+def test_a_malformed_table_is_one_line(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=says) as caught:
+        read_table(tmp_path / "x.json", {"n": (lambda value: type(value) is int, "a whole number")})
+    assert str(tmp_path / "x.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_a_killed_writer_left_is_put_back_or_removed(tmp_path: Path) -> None:

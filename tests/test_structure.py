@@ -168,3 +168,16 @@ def test_nobody_takes_the_process_group_down(path: Path) -> None:
     calls = {node.func.attr for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
              if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}  # fmt: skip
     assert not calls & {"end_training", "destroy_process_group"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_of_a_folder_is_executed_and_no_child_reads_our_input(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if re.match(r"(transformers\.)?Auto\w+\.from_pretrained$", called):
+            assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+        if called.startswith("subprocess."):
+            assert given.get("stdin") == "subprocess.DEVNULL", f"{path}:{node.lineno}"
+            assert "timeout" in given, f"{path}:{node.lineno}"

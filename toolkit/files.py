@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import UserError
 
@@ -43,22 +45,29 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replace_folder(path: Path, overwrite: bool = False, flush: bool = True) -> Iterator[Path]:
+def replace_folder(
+    path: Path, overwrite: bool = False, flush: bool = True, spare: Callable[[Path], object] = lambda old: None
+) -> Iterator[Path]:
     """Gives an empty folder beside `path`, which becomes `path` when the block has succeeded.
 
     With `flush` everything in it is on the disk before. With `overwrite` it takes the place of what is there, which
-    is removed afterwards; without, what was there or appeared meanwhile (but an empty folder) is left alone.
-    Whatever ends the block early, Ctrl-C included, removes the draft and the parent folders made for it. Raises
-    OSError.
+    is removed afterwards, unless `spare`, given it when it has been moved aside, raises; without, what was there or
+    appeared meanwhile (but an empty folder) is left alone. Whatever ends the block early, Ctrl-C included, removes the
+    draft and the parent folders made for it. Raises OSError.
     """
     draft = draft_of(path)
-    made = [parent for parent in draft.parents if not parent.exists()]
+    made: list[Path] = []
     try:
-        draft.mkdir(parents=True)
+        for parent in reversed(draft.parents):
+            if not parent.exists():
+                with contextlib.suppress(FileExistsError):  # another process made it first, and has its own use for it
+                    parent.mkdir()
+                    made.insert(0, parent)
+        draft.mkdir()
         yield draft
         if flush:
             flush_tree(draft)
-        _move(draft, path, overwrite)
+        _move(draft, path, overwrite, spare)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         for parent in made:  # the innermost first, and only when empty
@@ -69,13 +78,14 @@ def replace_folder(path: Path, overwrite: bool = False, flush: bool = True) -> I
         flush_folder(path.parent)
 
 
-def _move(draft: Path, path: Path, overwrite: bool) -> None:
+def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], object]) -> None:
     if not overwrite or not os.path.lexists(path):
         draft.rename(path)  # OSError where something is there, but for an empty folder
         return
     old = draft_of(path, "old")
     path.rename(old)
     try:
+        spare(old)
         draft.rename(path)
     except BaseException:
         old.rename(path)
@@ -108,6 +118,37 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; nothing was left behind") from error
+
+
+def read_table(path: Path, kinds: Mapping[str, tuple[Callable[[Any], bool], str]]) -> dict[str, Any]:
+    """The table that a JSON file holds.
+
+    `kinds`: key -> what its value must fulfil where it is given and not null, and the words for it. Raises UserError
+    naming the file and the key.
+    """
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(table, ensure_ascii=False).encode()  # a lone surrogate can be read, and not be written
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
+    for key, (fits, said) in kinds.items():
+        if table.get(key) is not None and not fits(table[key]):
+            raise UserError(f"{path}: {key} is {json.dumps(table[key])[:60]} and should be {said}")
+    return table
+
+
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """Raises UserError when `path`, within `folder`, is by links a file elsewhere.
+
+    A hub cache's links (snapshots/COMMIT/NAME -> ../../blobs/DIGEST) are what they should be.
+    """
+    target, home = path.resolve(), folder.resolve()
+    if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
+        raise UserError(f"{path} is a link to {target}, outside {folder}: put the file itself there")
 
 
 def flush_tree(folder: Path) -> None:

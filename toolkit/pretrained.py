@@ -21,7 +21,7 @@ from toolkit.errors import UserError, did_you_mean
 def load_config(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     with explained(name):
-        return AutoConfig.from_pretrained(model_path(name))
+        return AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
 
 
 def encoder_config(config: Any) -> Any:
@@ -37,7 +37,7 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
 def load_plain_tokenizer(name: str) -> Any:
     """The tokenizer of a folder, a hub name or a `demo:` name. Raises UserError as `refuse_unusable` does."""
     with explained(name):
-        tokenizer = AutoTokenizer.from_pretrained(model_path(name))
+        tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
     refuse_unusable(tokenizer, name)
     return tokenizer
 

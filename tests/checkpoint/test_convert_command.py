@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
-from toolkit.checkpoint.convert import transfer
+from toolkit.checkpoint.convert import conversion, transfer
 from toolkit.errors import UserError
 
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
@@ -123,6 +124,60 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is not a folder"):
         convert(run, tmp_path / "file", overwrite=True)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_folder_that_appeared_meanwhile_is_left_alone(
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    real = conversion.write_shards
+
+    def write_shards(folder: Path, *arguments: Any) -> int:
+        out.mkdir()
+        (out / "thesis.txt").touch()
+        return real(folder, *arguments)
+
+    monkeypatch.setattr(conversion, "write_shards", write_shards)
+    with pytest.raises(UserError, match=r"holds thesis.txt" if overwrite else "not empty"):
+        convert(run, out, overwrite=overwrite)
+    assert names_in(out) == ["thesis.txt"]
+    assert names_in(tmp_path) == ["out", "run"]
+
+
+@pytest.mark.parametrize("name", ["model/vocab.txt", "model/config.json", "weights.safetensors", "model"])
+def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    run, elsewhere = write_run(tmp_path / "run", TENSORS), tmp_path / "elsewhere"
+    (run / "model" / "config.json").write_text('{"model_type": "new"}')
+    (run / "model" / "vocab.txt").touch()
+    (run / name).rename(elsewhere)
+    (run / name).symlink_to(elsewhere)
+    with pytest.raises(UserError, match=f"{run / name} is a link to {elsewhere}, outside"):
+        convert(run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    save_file(TENSORS, tmp_path / "models--x" / "blobs" / "aa")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/aa")
+    convert(snapshot, tmp_path / "out")
+    assert set(read_folder(tmp_path / "out")) == set(TENSORS)
+
+
+def test_verify_executes_nothing_of_the_folder(tmp_path: Path) -> None:
+    """Whatever is typed meanwhile."""
+    run = write_run(tmp_path / "run", TENSORS)
+    config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    (run / "model" / "config.json").write_text(json.dumps(config))
+    (run / "model" / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass OwnConfig: pass\n")
+    words = [sys.executable, "-m", "toolkit", "convert", str(run), str(tmp_path / "out"), "--verify"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        said, _ = process.communicate("y\n" * 100)
+    assert "not compared with the model's class" in said
+    assert names_in(tmp_path) == ["out", "run"]
 
 
 def test_the_old_folder_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,19 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
         assert f"did you mean {other / 'model'}?" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model_type", []), ("architectures", 5), ("architectures", [5]), ("num_hidden_layers", 3_000_000_000),
+     ("vocab_size", "9"), ("id2label", []), ("num_labels", True)],
+)  # fmt: skip
+def test_a_malformed_value_is_named(key: str, value: Any, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
+    path = run / "model" / "config.json"
+    path.write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(UserError, match=f"^{path}: {key} is .* and should be "):
+        convert(run, tmp_path / "out")
+
+
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
     names = ["tokenizer.json", "vocab.txt", "merges.txt", "special_tokens_map.json", "spiece.model"]

@@ -13,7 +13,6 @@ NAME is the adapter's, `default` where none was given.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 from toolkit.errors import UserError, listing
+from toolkit.files import read_table
 
 ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -65,6 +65,33 @@ def saved_name(name: str) -> str:
     return _TRAINED_HEAD.sub(".", name)
 
 
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value != 0
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether a regular expression ends soon whatever it is matched with: nothing repeats what repeats."""
+    return len(re.findall(r"[*+?{]", pattern)) <= 2 and not re.search(r"\)[*+?{]", pattern)
+
+
+_KINDS = {
+    "r": (_is_rank, "a whole number above zero"),
+    "lora_alpha": (_is_scale, "a finite number that is not zero"),
+    "rank_pattern": (
+        lambda value: isinstance(value, dict) and all(map(_is_rank, value.values())) and all(map(_is_quick, value)),
+        "a table from layers (names, or expressions with at most two repeats) to whole numbers above zero",
+    ),
+    "alpha_pattern": (
+        lambda value: isinstance(value, dict) and all(map(_is_scale, value.values())) and all(map(_is_quick, value)),
+        "a table from layers (names, or expressions with at most two repeats) to finite numbers that are not zero",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What adapter_config.json says, as far as it bears on the weights."""
@@ -81,13 +108,21 @@ class AdapterConfig:
         if expected != rank:
             raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
         alpha = self._pattern("alpha_pattern", layer, self.content.get("lora_alpha"))
-        if not isinstance(alpha, int | float):
+        if alpha is None:
             raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
         return float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
 
     def _pattern(self, key: str, layer: str, default: Any) -> Any:
         patterns = self.content.get(key) or {}
-        return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", layer)), default)
+        if patterns and len(layer) > 1000:
+            raise UserError(f"{self.path}: {key} cannot be matched with a name of {len(layer):,} characters")
+        for pattern, value in patterns.items():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", layer):
+                    return value
+            except re.error as error:
+                raise UserError(f"{self.path}: {pattern!r} in {key} is no regular expression ({error})") from None
+        return default
 
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
@@ -107,12 +142,9 @@ def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> Adapte
             f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there: "
             "name the folder that has it with --config_from FOLDER"
         )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["peft_type"] != "LORA":
-            raise ValueError(f"peft_type {content['peft_type']}")
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is not of LoRA ({error}): only LoRA adapters can be converted") from None
+    content = read_table(path, _KINDS)
+    if content.get("peft_type") != "LORA":
+        raise UserError(f"{path} is not of LoRA (peft_type {content.get('peft_type')}): only LoRA can be converted")
     return AdapterConfig(path, content)
 
 

@@ -102,7 +102,7 @@ def load_words_first(name: str) -> JiebaTokenizer:
     Raises UserError as `words_first` does, and what transformers raises where there is no such folder.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except ValueError:
         tokenizer = None
     if not _is_wordpiece(tokenizer):

@@ -53,7 +53,12 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     with explained(name, attention), whole_weights(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **options
+            path,
+            config=config,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
         )
     fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     _refuse_random_encoder(name, model, fresh)
@@ -137,7 +142,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     name = str(settings.model_name_or_path)
     with explained(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            model_path(name), output_loading_info=True, dtype=torch.float32
+            model_path(name), trust_remote_code=False, output_loading_info=True, dtype=torch.float32
         )
     if loading["missing_keys"]:
         raise UserError(

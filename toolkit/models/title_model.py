@@ -95,7 +95,9 @@ def _encoder(long: PretrainedSettings) -> Any:
     config = load_config(long)
     if long.dropout is not None:
         set_dropout(config, long.dropout)
-    return AutoModel.from_pretrained(str(long.model_name_or_path), config=config, dtype=torch.float32)
+    return AutoModel.from_pretrained(
+        str(long.model_name_or_path), config=config, dtype=torch.float32, trust_remote_code=False
+    )
 
 
 def _decoder(settings: PretrainedSettings) -> Any:
@@ -108,7 +110,7 @@ def _decoder(settings: PretrainedSettings) -> Any:
     if settings.dropout is not None:
         set_dropout(config, settings.dropout)
     path = model_path(str(settings.model_name_or_path))
-    decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
+    decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
     return _as_bert(decoder) if sparse else decoder
 
 

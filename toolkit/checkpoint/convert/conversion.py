@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
@@ -19,7 +20,7 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex, unchecked
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.files import replace_folder, writing
+from toolkit.files import refuse_link_out, replace_folder, writing
 from toolkit.units import size_text
 
 if TYPE_CHECKING:  # numpy, which most conversions do without
@@ -62,7 +63,7 @@ def convert(settings: ConvertSettings) -> list[str]:
     Raises UserError for whatever is wrong; nothing is changed then.
     """
     _check_place(settings)
-    reader = open_checkpoint(settings.checkpoint)
+    reader = _opened(settings.checkpoint)
     tensors, deltas, folder = _select(settings, reader)
     if (without := unchecked([*reader.weights.values(), *tensors.values()])) and not settings.without_checksums:
         raise UserError(
@@ -84,6 +85,17 @@ def convert(settings: ConvertSettings) -> list[str]:
     return lines if files else [note, *lines]
 
 
+def _opened(path: Path) -> CheckpointReader:
+    """Raises UserError, too, where a link would let a file from elsewhere into the output."""
+    reader = open_checkpoint(path)
+    tensors = (*reader.weights.values(), *reader.buffers.values())
+    used = {span.member.file for stored in tensors for span in stored.spans} | {reader.model_folder or path}
+    for inner in sorted(used):
+        if inner.is_relative_to(path):
+            refuse_link_out(inner, path)
+    return reader
+
+
 def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
     size = size_text(sum(shard.layout.size for shard in shards))
     lines = [f"  {shard.name}: {size_text(shard.layout.size)}, {len(shard.outputs)} tensors" for shard in shards]
@@ -97,7 +109,9 @@ def _write(
     out, lines = settings.out, []
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
     flushes = settings.sync or os.path.lexists(out)
-    with writing(out), replace_folder(out, settings.overwrite, flushes) as draft:
+    # what is about to go is looked at again: it may not be what it was
+    spare = functools.partial(_refuse_foreign, out=out)
+    with writing(out), replace_folder(out, settings.overwrite, flushes, spare) as draft:
         read = write_shards(draft, shards)
         write_files(draft, files)
         seconds = time.monotonic() - began
@@ -134,7 +148,12 @@ def _check_place(settings: ConvertSettings) -> None:
         raise UserError(f"{out} is already there: name another folder, or replace it with --overwrite")
     if not out.is_dir() or out.is_symlink():
         raise UserError(f"{out} is not a folder: --overwrite replaces only folders")
-    foreign = sorted(path.name for path in out.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
+    _refuse_foreign(out, out)
+
+
+def _refuse_foreign(folder: Path, out: Path) -> None:
+    """Raises UserError when what is to be removed is not of a conversion. `out`: its name, for the message."""
+    foreign = sorted(path.name for path in folder.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
     if foreign:
         raise UserError(
             f"{out} holds {listing(foreign, 3)}, which a conversion does not write and --overwrite would remove: name "
@@ -265,7 +284,7 @@ def _from_base(
         )
     if folder is None:
         return {}
-    base = open_checkpoint(folder)
+    base = _opened(folder)
     known = _renamed({**base.weights, **base.buffers}, {*held, *wanted})
     if missing := [name for name in wanted if name not in known]:
         raise UserError(

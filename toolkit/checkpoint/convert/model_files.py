@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
+from toolkit.files import read_table, refuse_link_out
 
 CONFIG = "config.json"
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -25,6 +25,7 @@ _KEPT = (
 
 # Models of one kind of layer, each with the same parameters.
 _KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
+_SECONDS = 300  # for transformers to build a model without its weights
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
 _ROWS = {
     "embeddings.word_embeddings.weight": "vocab_size",
@@ -32,6 +33,21 @@ _ROWS = {
     "embeddings.token_type_embeddings.weight": "type_vocab_size",
 }
 _HEADS = ("classifier.weight", "classifier.out_proj.weight")
+_KINDS = {
+    "model_type": (lambda value: isinstance(value, str), "a text"),
+    "architectures": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of texts",
+    ),
+    "id2label": (lambda value: isinstance(value, dict), "a table"),
+    **dict.fromkeys(
+        ("num_labels", *_ROWS.values()), (lambda value: type(value) is int and value >= 0, "a whole number")
+    ),
+    **dict.fromkeys(
+        ("num_hidden_layers", "n_layers"),
+        (lambda value: type(value) is int and 0 <= value <= 10_000, "a whole number up to 10,000"),
+    ),
+}
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -47,6 +63,8 @@ def files_beside(
         return None, {}
     found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
     copied = {path.name: path for path in sorted(found) if not path.name.endswith(".index.json")}
+    for path in (*copied.values(), folder / CONFIG, folder / ADAPTER_CONFIG):
+        refuse_link_out(path, folder)
     if is_adapter:
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **copied}
     config, name = _read_config(folder), _TORCH_NAMES[dtype]
@@ -56,22 +74,17 @@ def files_beside(
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
-        if isinstance(content, Path):
-            shutil.copyfile(content, folder / name)
-        else:
-            (folder / name).write_text(content, encoding="utf-8")
+        with (folder / name).open("xb") as file:
+            file.write(content.read_bytes() if isinstance(content, Path) else content.encode())
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """A model's config.json. Raises UserError when there is none, or it is of something else."""
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{folder} has no {CONFIG}: name a model's folder with --config_from") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error})") from None
-    if not isinstance(config, dict) or not ("model_type" in config or "architectures" in config):
+    if not path.is_file():
+        raise UserError(f"{folder} has no {CONFIG}: name a model's folder with --config_from")
+    config = read_table(path, _KINDS)
+    if not ("model_type" in config or "architectures" in config):
         inner = folder / "model"
         hint = f"; did you mean {inner}?" if (inner / CONFIG).is_file() else ""
         raise UserError(f"{path} is not the config of a model: it has no model_type{hint}")
@@ -112,11 +125,15 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapp
     It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
     not be. Raises UserError naming what is missing or left over.
     """
-    finished = subprocess.run([sys.executable, "-c", _BUILD, str(folder)], capture_output=True, text=True, check=False)
-    if finished.returncode:
-        reason = finished.stderr.strip().split("\n")[-1]
-        return f"verified: not compared with the model's class: {reason[:200]}"
-    built = json.loads(finished.stdout.strip().split("\n")[-1])
+    command = [sys.executable, "-c", _BUILD, str(folder)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or f"it took more than {_SECONDS} s"
+        return f"not compared with the model's class: {str(said).strip().splitlines()[-1][:200]}"
+    built = json.loads(done.stdout.strip().split("\n")[-1])
     expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
     others = {*built["tied"], *tied}
     missing = [name for name in expected if name not in shapes and name not in others]
@@ -130,10 +147,11 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapp
 
 
 _BUILD = """
-import collections, json, os, sys
+import collections, json, os, resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (16 << 30,) * 2)
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
 import torch, transformers
-config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
 kind = getattr(transformers, config.architectures[0])
 with torch.device("meta"):
     state = kind(config).state_dict(keep_vars=True)

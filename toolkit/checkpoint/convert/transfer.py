@@ -135,7 +135,8 @@ def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
-    (folder / "model.safetensors.index.json").write_text(text + "\n", encoding="utf-8")
+    with (folder / "model.safetensors.index.json").open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
 
 
 @dataclass(frozen=True)
