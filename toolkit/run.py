@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import demo, launch
-from toolkit.checkpoint.model_folder import load_weights
+from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
@@ -112,7 +112,7 @@ class Run:
         """Logs an evaluation of the model after `step`, and saves the model where it is the best so far."""
         improved = self.best.improved(evaluation, step.number)
         if improved:
-            self.state.save_model(self.folder.model, step.number)
+            save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step.number)
         self._log_evaluation(evaluation, step.number, improved)
 
     def _log_evaluation(self, evaluation: Evaluation, step: int, improved: bool = False) -> None:

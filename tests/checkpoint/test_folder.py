@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -57,73 +56,6 @@ def test_missing_and_truncated_files_are_seen_by_their_sizes(tmp_path: Path) -> 
     assert folders.fault_of(other) == f"{other / 'weights'} has 99 bytes and should have 100"
 
 
-def half(folder: Path, disks: dict[str, str] | None = None, **places: tuple[str, int]) -> Path:
-    """As if the named files had been written elsewhere. `places`: file -> (host, rank)."""
-    manifest = folders.read_manifest(folder)
-    for name, entry in manifest["files"].items():
-        host, rank = places.get(name, (socket.gethostname(), 0))
-        entry |= {"host": host, "rank": rank}
-        if name in places:
-            (folder / name).unlink()
-    folders.publish(folder, manifest | ({"disks": disks} if disks else {}))
-    return folder
-
-
-def test_half_a_checkpoint_names_what_it_lacks(tmp_path: Path) -> None:
-    one = half(save(tmp_path, 1), weights=("hostB", 1))
-    assert (
-        folders.fault_of(one)
-        == folders.half_of(one)
-        == (
-            f"{one} lacks the files of rank 1, which lie on hostB: bring them together first: "
-            f"`rsync -a hostB:{one}/ {one}/`"
-        )
-    )
-    assert folders.fault_of(one, elsewhere=True) == ""  # the run has that machine
-    assert folders.resumable(tmp_path) == ([], [f"step-00000001: {folders.fault_of(one)}"])
-    assert folders.resumable(tmp_path, elsewhere=True) == ([one], [])
-
-
-def test_all_that_lack_are_named_at_once(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    manifest = folders.read_manifest(folder)
-    for rank in range(2, 7):
-        manifest["files"][f"part-{rank}"] = {"bytes": 1, "crc32": "", "host": "BC"[rank > 3], "rank": rank}
-    folders.publish(folder, manifest)
-    fault = folders.fault_of(folder)
-    assert "lacks the files of ranks 2, 3, which lie on B, and of ranks 4, 5, 6, which lie on C: bring" in fault
-    assert fault.count("rsync -a") == fault.count(" && ") + 1 == 2
-
-
-def test_where_the_other_part_lies(tmp_path: Path) -> None:
-    here, folder = socket.gethostname(), tmp_path / "my run" / "step-00000001"
-    save(tmp_path / "my run", 1)
-    half(folder, {here: str(folder), "hostB": "/data/b/step-00000001"}, weights=("hostB", 1))
-    assert f"`rsync -a hostB:/data/b/step-00000001/ '{folder}'/`" in folders.fault_of(folder)
-    moved = folder.rename(tmp_path / "step-00000001")  # then the other part has been moved, too, as by ourselves
-    assert f"`rsync -a hostB:{moved}/ {moved}/`" in folders.fault_of(moved)
-    manifest = folders.read_manifest(moved)
-    folders.publish(moved, manifest | {"disks": {"hostA": "/data/a", "hostB": "/data/b"}})  # on a third machine
-    assert f"`rsync -a hostB:/data/b/ {moved}/`" in folders.fault_of(moved)
-
-
-def test_a_file_of_this_machine_is_missing_and_not_elsewhere(tmp_path: Path) -> None:
-    folder = half(save(tmp_path, 1), weights=(socket.gethostname(), 0))
-    assert folders.fault_of(folder) == f"{folder / 'weights'} is missing"
-    assert folders.half_of(folder) == ""
-    folder = half(save(tmp_path, 2), weights=("hostB", 1))
-    (folder / "model" / "config.json").write_text("{ }")
-    assert folders.fault_of(folder) == f"{folder / 'model' / 'config.json'} has 3 bytes and should have 2"
-    assert folders.half_of(folder) == ""
-    assert folders.fault_of(folder, elsewhere=True) == folders.fault_of(folder)
-
-
-def test_files_that_do_not_belong_to_a_checkpoint(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    folders.remove_others(folder, ["model/config.json"])
-    assert [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*"))] == ["model", "model/config.json"]
-
-
 @pytest.mark.parametrize("place", [0, 50, 99])
 def test_a_flipped_byte_is_seen_by_its_checksum(tmp_path: Path, place: int) -> None:
     folder = save(tmp_path, 1)
@@ -158,7 +90,15 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
     assert refused > 0.9 * 8 * len(before)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", '{"format": 2, "files": {}}', '{"format": 1}', "\x00" * 50])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "null", '{"format": 2, "files": {}}', '{"format": 1}', "\x00" * 50, "[" * 100_000),
+        '{"format": 1, "files": {"../../.ssh/key": {"bytes": 1, "crc32": "00000000"}}}',
+        '{"format": 1, "files": {"a": {"bytes": "1"}}}',
+        '{"format": 1, "files": {}, "note": "\\ud800", "crc32": "00000000"}',
+    ],
+)
 def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
     folder = folders.step_folder(tmp_path, 1)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""toolkit/training/origin.py: what `--resume` means for the checkpoints that are there."""
+"""toolkit/training/resume.py: what `--resume` means for the checkpoints that are there."""
 
 from __future__ import annotations
 
@@ -117,41 +117,3 @@ def test_settings_that_do_not_matter_are_no_difference(run: Path) -> None:
     facts = {"identity": IDENTITY, "settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3}}
     assert steps(choose_origin("auto", run / "checkpoints", facts)) == [6, 4, 2]
     assert steps(choose_origin("auto", run / "checkpoints", {**FACTS, "identity": {**IDENTITY, "new": 1}})) == [6, 4, 2]
-
-
-def halve(folder: Path) -> Path:
-    """As if rank 1 had written the weights, on another machine."""
-    manifest = folders.read_manifest(folder)
-    manifest["files"]["weights"] |= {"host": "hostB", "rank": 1}
-    folders.publish(folder, manifest)
-    (folder / "weights").unlink()
-    return folder
-
-
-def test_half_a_checkpoint_is_not_passed_over(run: Path) -> None:
-    """It can be mended: going on from an older one would lose what came after."""
-    newest = halve(run / "checkpoints" / "step-00000006")
-    lacks = f"{newest} lacks the files of rank 1, which lie on hostB: bring them together first: `rsync -a hostB:"
-    for resume in ("auto", str(run)):
-        with pytest.raises(UserError) as caught:
-            choose_origin(resume, run / "checkpoints", FACTS)
-        assert str(caught.value).startswith(lacks)
-        older = run / "checkpoints" / "step-00000004"
-        assert str(caught.value).endswith(f". Or go on from an older one: --resume {older}")
-    assert steps(choose_origin(str(older), run / "checkpoints", FACTS)) == [4]
-    for resume in ("last", "step-00000006", str(newest)):
-        with pytest.raises(UserError, match=f"--resume {resume}: {lacks}") as caught:
-            choose_origin(resume, run / "checkpoints", FACTS)
-        assert str(caught.value).endswith("/`")
-    assert steps(choose_origin("auto", run / "checkpoints", FACTS, elsewhere=True)) == [6, 4, 2]
-    assert steps(choose_origin("last", run / "checkpoints", FACTS, elsewhere=True)) == [6]
-
-
-def test_a_link_in_the_same_folder_names_the_checkpoint_beside_it(run: Path, tmp_path: Path) -> None:
-    """Under the path that other machines have, too, though it be a link on this one."""
-    (tmp_path / "linked").symlink_to(run)
-    checkpoints = tmp_path / "linked" / "checkpoints"
-    assert choose_origin("best", checkpoints, FACTS).candidates == [checkpoints / "step-00000004"]
-    (tmp_path / "favourite").symlink_to(run / "checkpoints" / "step-00000002")
-    found = choose_origin(str(tmp_path / "favourite"), checkpoints, FACTS).candidates
-    assert found == [run / "checkpoints" / "step-00000002"]

@@ -3,9 +3,6 @@
 A folder counts once its manifest.json is there: that file is written last, by rename, when every other
 file of every process is whole and flushed. Removing starts with it, so that at no moment a half-made or
 half-removed checkpoint looks like one.
-
-Where machines share no disk, each one's folder holds the files of its own processes and the same manifest,
-which says of every file on which host it lies (see disks.py).
 """
 
 from __future__ import annotations
@@ -13,12 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
-import socket
 import time
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
@@ -45,92 +40,45 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}): take another checkpoint") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != 1 or "files" not in manifest:
-        raise UserError(f"{path} is not a manifest this version reads (format {_format_of(manifest)}, not 1)")
+    if not isinstance(manifest, dict) or manifest.get("format") != 1 or not _names_files(manifest.get("files")):
+        raise UserError(f"{path} is not a manifest that this version reads: take another checkpoint")
     if manifest.get("crc32", digits := _digits(manifest)) != digits:
         raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")
     return manifest
 
 
+def _names_files(files: Any) -> bool:
+    """Whether these are entries of files inside the folder."""
+    return isinstance(files, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("crc32"), str)
+        and not (PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name)
+        for name, entry in files.items()
+    )
+
+
 def _digits(manifest: dict[str, Any]) -> str:
     """The checksum of what a manifest says: it names the step that everything else is believed to be of."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "crc32"}, ensure_ascii=False)
-    return f"{crc32(text.encode()):08x}"
+    return f"{crc32(text.encode(errors='surrogatepass')):08x}"
 
 
-def _format_of(manifest: Any) -> Any:
-    return manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-
-
-def fault_of(folder: Path, elsewhere: bool = False) -> str:
-    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can.
-
-    `elsewhere`: what another machine's disk holds, by the manifest, may be missing here.
-    """
-    fault, half = _looked_at(folder, elsewhere)
-    return fault or ("" if elsewhere else half)
-
-
-def half_of(folder: Path) -> str:
-    """What `fault_of` says where all that is wrong is that other machines have a part of it."""
-    fault, half = _looked_at(folder)
-    return "" if fault else half
-
-
-def _looked_at(folder: Path, elsewhere: bool = False) -> tuple[str, str]:
-    """(what is wrong here, what other machines have)."""
+def fault_of(folder: Path) -> str:
+    """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
     try:
-        manifest = read_manifest(folder)
+        files = read_manifest(folder)["files"]
     except UserError as error:
-        return str(error), ""
-    here, away = socket.gethostname(), []
-    for name, entry in manifest["files"].items():
-        size = size_of(folder / name)
-        if size is None and "host" in entry and (elsewhere or entry["host"] != here):
-            away.append(name)
-        elif size != entry["bytes"]:
-            return size_fault(folder / name, size, entry), ""
-    return "", lacking(folder, manifest, away) if away else ""
-
-
-def size_of(path: Path) -> int | None:
-    """None where there is no such file."""
-    return path.stat().st_size if path.is_file() else None
-
-
-def size_fault(path: Path, size: int | None, entry: Mapping[str, Any]) -> str:
-    return f"{path} " + ("is missing" if size is None else f"has {size} bytes and should have {entry['bytes']}")
-
-
-def lacking(folder: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Half a checkpoint: whose of the named files lie on which other machine, and the command that brings them."""
-    ranks: dict[str, set[int]] = {}
-    for name in names:
-        entry = manifest["files"][name]
-        ranks.setdefault(entry["host"], set()).add(entry["rank"])
-    whose = ", and ".join(f"of {_ranks(found)}, which lie on {host}" for host, found in ranks.items())
-    commands = " && ".join(copy_command(host, _folder_on(host, folder, manifest), folder) for host in ranks)
-    return f"{folder} lacks the files {whose}: bring them together first: `{commands}`"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    texts = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' * (len(texts) > 1)} {', '.join(texts)}"
-
-
-def _folder_on(host: str, folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Where the checkpoint lies there: where it was saved, or, if this machine's part has been moved since, moved
-    alike (under the old name there may be another run by now)."""
-    saved, here = manifest.get("disks") or {}, str(folder.resolve())
-    moved = saved.get(socket.gethostname(), here) != here
-    return here if moved else str(saved.get(host, here))
-
-
-def copy_command(host: str, there: str, folder: Path) -> str:
-    """What to type to get another machine's part of a folder."""
-    return f"rsync -a {host}:{shlex.quote(there)}/ {shlex.quote(str(folder.resolve()))}/"
+        return str(error)
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{path} has {size} bytes and should have {entry['bytes']}"
+    return ""
 
 
 def checksum_fault(folder: Path, names: Iterable[str]) -> str:
@@ -139,17 +87,12 @@ def checksum_fault(folder: Path, names: Iterable[str]) -> str:
     for name in names:
         path = folder / name
         try:
-            found = crc32_of(path)
+            found = f"{crc32_of_range(path):08x}"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
         if found != files[name]["crc32"]:
             return f"{path} is damaged (CRC32 {found}, saved as {files[name]['crc32']})"
     return ""
-
-
-def crc32_of(path: Path) -> str:
-    """8 hexadecimal digits."""
-    return f"{crc32_of_range(path):08x}"
 
 
 def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -159,7 +102,7 @@ def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         path = folder / name
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        entries[name] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
+        entries[name] = {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
     return entries
 
 
@@ -237,38 +180,21 @@ def point_best(checkpoints: Path, step: int) -> None:
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Leaves the newest `keep` complete checkpoints, what `best` and `last` name, and nothing half done."""
-    for folder in superfluous(checkpoints, keep):
-        remove(folder)
-
-
-def superfluous(checkpoints: Path, keep: int) -> list[Path]:
-    """What pruning removes. Takes away what is left of a link whose maker was killed."""
     for draft in checkpoints.glob(".*"):
-        if draft.is_symlink():
+        if draft.is_symlink():  # of a link whose maker was killed
             draft.unlink()
     kept = complete(checkpoints)[:keep]
     named = [pointed(checkpoints, name) for name in ("best", "last")]
-    return [folder for folder in _step_folders(checkpoints) if folder not in kept and folder.resolve() not in named]
+    for folder in _step_folders(checkpoints):
+        if folder not in kept and folder.resolve() not in named:
+            remove(folder)
 
 
-def remove_others(folder: Path, names: Iterable[str]) -> None:
-    """Files of a checkpoint that are none of the named ones."""
-    kept = {folder / name for name in names}
-    for path in folder.rglob("*"):
-        if path not in kept and not path.is_dir():
-            path.unlink()
-
-
-def resumable(checkpoints: Path, elsewhere: bool = False) -> tuple[list[Path], list[str]]:
-    """(complete checkpoints, the newest first; why each of the others is skipped). `elsewhere`: see `fault_of`."""
-    good, skipped = [], []
-    for folder in newest_first(checkpoints):
-        fault = fault_of(folder, elsewhere)
-        if fault:
-            skipped.append(f"{folder.name}: {fault}")
-        else:
-            good.append(folder)
-    return good, skipped
+def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
+    """(complete checkpoints, the newest first; why each of the others is skipped)."""
+    faults = {folder: fault_of(folder) for folder in newest_first(checkpoints)}
+    skipped = [f"{folder.name}: {fault}" for folder, fault in faults.items() if fault]
+    return [folder for folder, fault in faults.items() if not fault], skipped
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

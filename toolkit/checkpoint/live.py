@@ -53,14 +53,14 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
                 "ZeRO stage 0 in bf16 or fp16 keeps its fp32 weights where they cannot be saved by name: "
                 "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
             )
-        return WholeState(module, inner)
+        return LiveState(module, inner)
     if any(_is_sharded(parameter) for parameter in module.parameters()):
         return ShardedState(module, inner)
-    return WholeState(module, inner)
+    return LiveState(module, inner)
 
 
 class LiveState:
-    """What all strategies have in common."""
+    """One process, or data parallel: every process holds everything. Other strategies are subclasses."""
 
     strategy_files = "whole"
     """How docs/checkpoints.md calls the files this state is saved as: whole, slices or deepspeed."""
@@ -68,16 +68,13 @@ class LiveState:
     def __init__(self, module: torch.nn.Module, optimizer: Any) -> None:
         """`optimizer` holds `state` and `param_groups`: under ZeRO that is the one inside DeepSpeed's."""
         self.module, self.optimizer = module, optimizer
+        self.world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         remember_groups(optimizer)
 
     @property
     def strategy(self) -> str:
         """As `CheckpointReader.strategy` names it."""
         return "ddp" if self.world > 1 else "single"
-
-    @property
-    def world(self) -> int:
-        return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         """The tensors that the optimizer keeps state of, each with the trained parameters that lie in it; the same
@@ -96,12 +93,17 @@ class LiveState:
             yield Fragment(name, 0, buffer.data.view(-1))
 
     def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        kept = kept_of(self.optimizer, parameter)
-        parts = {key: _flat(value) for key, value in kept.elements.items()}
-        return Fragment(name, 0, _flat(parameter.data), parts, kept.factors, kept.scalars)
+        fragment = self.frozen(name, parameter)
+        if fragment is not None:
+            kept = kept_of(self.optimizer, parameter)
+            fragment.state = {key: _local(value)[1].view(-1) for key, value in kept.elements.items()}
+            fragment.factors, fragment.scalars = kept.factors, kept.scalars
+        return fragment
 
     def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        return Fragment(name, 0, _flat(parameter.data))
+        """The piece without the optimizer's state. Its values are a view: what is written into them must arrive."""
+        start, local = _local(parameter)
+        return Fragment(name, start, local.view(-1)) if local.numel() or not _is_sharded(parameter) else None
 
     def before_loading(self) -> None:
         """Collective: brings parameters into the form in which fragments may be written."""
@@ -110,8 +112,11 @@ class LiveState:
         """Collective: the weights the model computes with follow the masters. `steps`: taken so far."""
 
 
-class WholeState(LiveState):
-    """One process, or data parallel: every process holds everything."""
+class ShardedState(LiveState):
+    """FSDP2: each process holds some rows of every parameter, as a DTensor."""
+
+    strategy_files = "slices"
+    strategy = "fsdp2"
 
 
 class ZeroState(LiveState):
@@ -157,11 +162,10 @@ class FlatState(ZeroState):
 
     def __init__(self, module: torch.nn.Module, zero: Any, engine: Any) -> None:
         super().__init__(module, zero, engine)
-        # the second names are BF16_Optimizer's
-        second = hasattr(zero, "bf16_groups")
-        masters = "fp32_groups_flat_partition" if second else "single_partition_of_fp32_groups"
-        self.masters = require(zero, masters, "deepspeed")
-        self.groups = require(zero, "bf16_groups" if second else "round_robin_bit16_groups", "deepspeed")
+        names = ("single_partition_of_fp32_groups", "round_robin_bit16_groups")
+        if hasattr(zero, "bf16_groups"):  # BF16_Optimizer
+            names = ("fp32_groups_flat_partition", "bf16_groups")
+        self.masters, self.groups = (require(zero, name, "deepspeed") for name in names)
         self.places = self._places()
 
     def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
@@ -259,28 +263,6 @@ class Stage3State(ZeroState):
         super().after_loading(steps)
 
 
-class ShardedState(LiveState):
-    """FSDP2: each process holds some rows of every parameter, as a DTensor."""
-
-    strategy_files = "slices"
-
-    @property
-    def strategy(self) -> str:
-        return "fsdp2"
-
-    def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        start, local = _local(parameter)
-        if not local.numel():
-            return None
-        kept = kept_of(self.optimizer, parameter)
-        parts = {key: _flat(_local(value)[1]) for key, value in kept.elements.items()}
-        return Fragment(name, start, _flat(local), parts, kept.factors, kept.scalars)
-
-    def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        start, local = _local(parameter)
-        return Fragment(name, start, _flat(local)) if local.numel() else None
-
-
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """What a state_dict holds besides parameters, shared ones once."""
     seen = set()
@@ -301,11 +283,6 @@ def tied_names(module: torch.nn.Module) -> dict[str, str]:
 def whole_shape(parameter: Any) -> tuple[int, ...]:
     """Of a parameter that may be sharded."""
     return tuple(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A view, never a copy: what is written into it must arrive."""
-    return tensor.view(-1)
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:

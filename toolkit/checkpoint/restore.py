@@ -1,22 +1,26 @@
 """A saved state into the live one, whatever strategy and number of processes saved it.
 
-Each process reads the elements it owns, block by block: nobody holds more of the optimizer's state than
-its own shard and one block.
+Each process reads the elements it owns, block by block: nobody holds more of the optimizer's state than its own shard
+and one block. What cannot be carried over is refused before anything is changed.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from toolkit.checkpoint.live import Fragment, LiveState, persistent_buffers, whole_shape
 from toolkit.checkpoint.optimizer_state import TORCH_DTYPES
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
-from toolkit.checkpoint.restore_optimizer import load_groups, make_state, refuse_other_optimizer
-from toolkit.errors import Faults, listing
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, TensorIndex
+from toolkit.errors import Faults, UserError, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
+# They keep the same state for the same algorithm; the toolkit's first checkpoints do not say their class.
+_SAME_AS = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW", "": "AdamW"}
 
 
 def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
@@ -26,11 +30,11 @@ def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
     whose state cannot be carried over.
     """
     _refuse_other_model(state, reader)
-    refuse_other_optimizer(state, reader)
+    _refuse_other_optimizer(state, reader)
     state.before_loading()
     with torch.no_grad():
-        make_state(state, reader)
-        load_groups(state, reader)
+        _make_optimizer_state(state, reader)
+        _load_groups(state, reader)
         for fragment in state.fragments():
             _fill_fragment(fragment, reader)
     state.after_loading(steps)
@@ -65,8 +69,17 @@ def _stored(reader: CheckpointReader, name: str) -> TensorIndex | None:
     return reader.weights.get(name) or reader.buffers.get(name)
 
 
+def _saved(reader: CheckpointReader, names: list[str]) -> list[str]:
+    """Their names in the checkpoint, of those that are there."""
+    return [name for name in (_saved_name(reader, name) for name in names) if name in reader.weights]
+
+
+# what is refused
+
+
 def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
-    parameters = {name: (whole_shape(tensor), tensor.requires_grad) for name, tensor in _named(state)}
+    named = [*state.module.named_parameters(), *persistent_buffers(state.module)]
+    parameters = {name: (whole_shape(tensor), tensor.requires_grad) for name, tensor in named}
     aliases = {name for name, _ in state.module.named_parameters(remove_duplicate=False)}
     faults = Faults()
     missing = [name for name in parameters if _stored(reader, name) is None and name not in reader.excluded]
@@ -86,5 +99,133 @@ def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
     faults.raise_if_any()
 
 
-def _named(state: LiveState) -> list[tuple[str, torch.Tensor]]:
-    return [*state.module.named_parameters(), *persistent_buffers(state.module)]
+def _refuse_other_optimizer(state: LiveState, reader: CheckpointReader) -> None:
+    saved, now = str(reader.optimizer.get("class", "")), type(state.optimizer).__name__
+    if _SAME_AS.get(saved, saved) != _SAME_AS.get(now, now) and (saved or now != "Adam"):
+        raise UserError(
+            f"{reader.path} was saved by {saved or 'AdamW'}, and this run has {now}: take that optimizer again, or "
+            "another --output_dir"
+        )
+    if (reader.strategy, reader.world) != (state.strategy, state.world):
+        _refuse_what_one_strategy_has(state, reader)
+    groups = _facts_of(reader).get("groups", [])
+    keys = ", ".join(dict.fromkeys(key for group in groups for key in group if key != "lr"))  # the schedule sets that
+    if keys and len(groups) != len(state.optimizer.param_groups):
+        raise UserError(
+            f"{reader.path}: {now} had {len(groups)} groups of parameters, in which it changed {keys}, and has "
+            f"{len(state.optimizer.param_groups)} in this run: make the same groups, or take another --output_dir"
+        )
+    if state.strategy_files == "deepspeed":
+        for _, names in state.holders():
+            _refuse_uneven(reader, names)
+
+
+def _refuse_what_one_strategy_has(state: LiveState, reader: CheckpointReader) -> None:
+    """Rows and columns of a parameter, which ZeRO flattens and FSDP2 cuts, and what each process has its own of."""
+    found = []
+    if not (state.strategy_files == "whole" and reader.strategy in ("single", "ddp")):
+        for name, kept in reader.optimizer_state.items():
+            factors = [key for key, stored in kept.items() if stored.shape != reader.weights[name].shape]
+            found += [f"{', '.join(sorted(factors))} of {name} as a whole"] if factors else []
+    for name, scalars in reader.optimizer_scalars.items():
+        own = [key for key, scalar in scalars.items() if isinstance(scalar.value, tuple)]
+        found += [f"another {key} of {name} in each process" for key in own]
+    for table in reader.optimizer.get("ranks", [])[:1]:
+        own = [key for group in table["groups"] for key in group] + list(table["state"])
+        found += [f"another {key} in each process" for key in own]
+    if found:
+        raise UserError(
+            f"{reader.path}: {type(state.optimizer).__name__} keeps {found[0]}, which {state.strategy} on "
+            f"{state.world} cannot take over: resume under {reader.strategy} with {reader.world} processes, or take "
+            "another --output_dir"
+        )
+
+
+def _refuse_uneven(reader: CheckpointReader, names: list[str]) -> None:
+    """Flattened parameters share one count of steps: parts of another age cannot be put among them."""
+    described = {name: _described(reader, name) for name in _saved(reader, names) if reader.weights[name].count}
+    for name, kept in described.items():
+        first, alike = next(iter(described.items()))
+        for key in {**alike, **kept}:
+            if alike.get(key) != kept.get(key):
+                what = "taken the same number of steps" if key == "step" else f"the same {key}"
+                raise UserError(
+                    f"{reader.path}: not all parameters have {what} ({first} {alike.get(key, 'none')} and {name} "
+                    f"{kept.get(key, 'none')}): only one process or data parallel can go on from that"
+                )
+
+
+def _described(reader: CheckpointReader, name: str) -> dict[str, str]:
+    """What must be equal where parameters are flattened together."""
+    scalars = {key: scalar.value for key, scalar in reader.optimizer_scalars.get(name, {}).items()}
+    texts = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in scalars.items()}
+    return {**dict.fromkeys(reader.optimizer_state.get(name, {}), "one"), **texts}
+
+
+# the optimizer's state
+
+
+def _facts_of(reader: CheckpointReader) -> Mapping[str, Any]:
+    """What the optimizer of this process had changed in its groups, and kept beside them."""
+    ranks = reader.optimizer.get("ranks")
+    return ranks[_rank()] if ranks else reader.optimizer
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _make_optimizer_state(state: LiveState, reader: CheckpointReader) -> None:
+    """Gives the optimizer a tensor for all that the checkpoint has of each parameter, takes away what it has not, and
+    sets what is kept once for all elements."""
+    for holder, names in state.holders():
+        own = state.optimizer.state.pop(holder, {})
+        made: dict[str, Any] = {}
+        for name in _saved(reader, names):
+            for key, stored in reader.optimizer_state.get(name, {}).items():
+                made[key] = _tensor_for(made.get(key, own.get(key)), holder, reader.weights[name], stored)
+            for key, scalar in reader.optimizer_scalars.get(name, {}).items():
+                made[key] = _scalar_for(made.get(key, own.get(key)), key, scalar, holder, state.optimizer)
+        if made:
+            state.optimizer.state[holder] = made
+
+
+def _tensor_for(now: Any, holder: torch.Tensor, weight: TensorIndex, stored: TensorIndex) -> torch.Tensor:
+    """The tensor there is, where others may refer to it, or one of zeros. Its type is the holder's where it was that
+    of the weight."""
+    dtype = holder.dtype if stored.dtype == weight.dtype else TORCH_DTYPES[stored.dtype]
+    elementwise = stored.shape == weight.shape
+    shape = holder.shape if elementwise else stored.shape
+    if isinstance(now, torch.Tensor) and now.shape == shape and now.dtype == dtype:
+        return now
+    if elementwise:
+        return torch.zeros_like(holder.data, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=holder.device)
+
+
+def _scalar_for(now: Any, key: str, scalar: Scalar, holder: torch.Tensor, optimizer: Any) -> Any:
+    """A number as it was saved, in the tensor that is there for it."""
+    value = scalar.value[_rank()] if isinstance(scalar.value, tuple) else scalar.value
+    if isinstance(now, torch.Tensor) and now.numel() == 1 and value is not None:
+        return now.fill_(value)
+    if not scalar.dtype:
+        return value
+    # PyTorch's own choice: fused kernels read the count where the parameter lies
+    on_device = key != "step" or any(g.get("fused") or g.get("capturable") for g in optimizer.param_groups)
+    return torch.tensor(value, dtype=TORCH_DTYPES[scalar.dtype], device=holder.device if on_device else "cpu")
+
+
+def _load_groups(state: LiveState, reader: CheckpointReader) -> None:
+    """What the optimizer had changed itself in its groups, and what it kept of no parameter."""
+    facts = _facts_of(reader)
+    for group, changed in zip(state.optimizer.param_groups, facts.get("groups", []), strict=False):
+        for key, value in changed.items():
+            group[key] = _like(group.get(key), value)
+    for key, value in facts.get("state", {}).items():
+        state.optimizer.state[key] = _like(state.optimizer.state.get(key), value)
+
+
+def _like(now: Any, value: Any) -> Any:
+    if isinstance(now, torch.Tensor):
+        return now.copy_(torch.tensor(value, dtype=now.dtype))
+    return tuple(value) if isinstance(now, tuple) else copy.deepcopy(value)

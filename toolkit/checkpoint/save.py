@@ -7,7 +7,8 @@ import json
 import math
 import os
 import random
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from toolkit.checkpoint.checksum import combine, crc32
-from toolkit.checkpoint.disks import Disks
 from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of, plain
 from toolkit.checkpoint.tensors_file import Layout, lay_out
@@ -54,46 +53,26 @@ def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
 
     Whole states are written by rank 0 alone. Nothing is copied: the drafts refer to the live tensors.
     """
+    shapes = {name: whole_shape(tensor) for name, tensor in state.module.named_parameters()}
+    buffers = {name: tuple(tensor.shape) for name, tensor in state.module.named_buffers()}
+    shapes |= buffers
     if state.strategy_files == "slices":
-        return [_slices(state, excluded, rank)]
+        return [_slices(state, excluded, rank, shapes, buffers)]
     if rank != 0:
         return []
-    shapes = _shapes(state)
     fragments = [fragment for fragment in state.fragments() if fragment.name not in excluded]
     weights = {fragment.name: (fragment.values, shapes[fragment.name]) for fragment in fragments}
-    kept = {name: entry for fragment in fragments for name, entry in _kept(fragment, shapes[fragment.name]).items()}
+    kept: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
+    for part in fragments:
+        kept |= {f"{key}.{part.name}": (values, shapes[part.name]) for key, values in part.state.items()}
+        others = {**part.factors, **_counts(part)}
+        kept |= {f"{key}.{part.name}": (values, tuple(values.shape)) for key, values in others.items()}
     return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, kept, _numbers(fragments))]
 
 
-def _shapes(state: LiveState) -> dict[str, tuple[int, ...]]:
-    named = [*state.module.named_parameters(), *state.module.named_buffers()]
-    return {name: whole_shape(tensor) for name, tensor in named}
-
-
-def _kept(fragment: Fragment, shape: tuple[int, ...]) -> dict[str, tuple[torch.Tensor, tuple[int, ...]]]:
-    """The optimizer's tensors of a parameter: KEY.NAME -> (values, shape)."""
-    found = {key: (values, shape) for key, values in fragment.state.items()}
-    found |= {key: (values, tuple(values.shape)) for key, values in {**fragment.factors, **_counts(fragment)}.items()}
-    return {f"{key}.{fragment.name}": entry for key, entry in found.items()}
-
-
-def _counts(fragment: Fragment) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
-
-
-def _numbers(fragments: list[Fragment]) -> dict[str, str]:
-    """For a file's metadata: what the optimizer keeps of a parameter that is no tensor."""
-    numbers = {
-        part.name: {key: value for key, value in part.scalars.items() if not isinstance(value, torch.Tensor)}
-        for part in fragments
-    }
-    numbers = {name: found for name, found in numbers.items() if found}
-    return {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
-
-
-def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
-    shapes = _shapes(state)
-    buffers = {name for name, _ in state.module.named_buffers()}
+def _slices(
+    state: LiveState, excluded: set[str], rank: int, shapes: Mapping[str, tuple[int, ...]], buffers: Container[str]
+) -> Draft:
     tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
     places: dict[str, dict[str, Any]] = {}
     saved = []
@@ -111,6 +90,20 @@ def _slices(state: LiveState, excluded: set[str], rank: int) -> Draft:
             places[f"{key}.{part.name}"] = {"shape": [], "start": 0}
     metadata = {"slices": json.dumps(places, ensure_ascii=False), **_numbers(saved)}
     return Draft(f"slices-rank-{rank:05d}.safetensors", tensors, metadata)
+
+
+def _counts(fragment: Fragment) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
+
+
+def _numbers(fragments: list[Fragment]) -> dict[str, str]:
+    """For a file's metadata: what the optimizer keeps of a parameter that is no tensor."""
+    numbers = {
+        part.name: {key: value for key, value in part.scalars.items() if not isinstance(value, torch.Tensor)}
+        for part in fragments
+    }
+    numbers = {name: found for name, found in numbers.items() if found}
+    return {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
 
 
 def optimizer_facts(state: LiveState) -> dict[str, Any]:
@@ -206,35 +199,10 @@ def written_by(folder: Path, rank: int) -> list[str]:
     """The files of the folder that this process wrote, known by their names; rank 0 wrote the nameless ones."""
     found = []
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and not path.name.startswith(".") and _rank_of(path.name) == rank:
+        named = re.search(r"(?:zero_pp_rank_|-rank-)(\d+)", path.name)
+        if path.is_file() and not path.name.startswith(".") and int(named[1] if named else 0) == rank:
             found.append(path.relative_to(folder).as_posix())
     return found
-
-
-def _rank_of(name: str) -> int:
-    for mark in ("zero_pp_rank_", "-rank-"):
-        _, found, rest = name.partition(mark)
-        digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
-        if found and digits:
-            return int(digits)
-    return 0
-
-
-def write_random_states(accelerator: Accelerator, disks: Disks, folder: Path) -> list[str]:
-    """A file per process, written by itself, or by rank 0 for those that do not find rank 0's disk: what a process
-    draws is no reason for a checkpoint to need the files of two machines.
-
-    All processes call this; returns the names that this one wrote for others.
-    """
-    rank, text = accelerator.process_index, json.dumps(random_states(accelerator))
-    if disks.first:
-        (folder / random_file(rank)).write_text(text, encoding="utf-8")
-    if disks.shared:
-        return []
-    far = [found for found in gather_object([None if disks.first else (random_file(rank), text)]) if found is not None]
-    for name, other in far if rank == 0 else []:
-        (folder / name).write_text(other, encoding="utf-8")
-    return [name for name, _ in far] if rank == 0 else []
 
 
 def random_file(rank: int) -> str:
@@ -244,19 +212,19 @@ def random_file(rank: int) -> str:
 
 def random_states(accelerator: Accelerator) -> dict[str, Any]:
     """Of every generator that training draws from, fit for JSON."""
-
-    def text(state: torch.Tensor) -> str:
-        return base64.b64encode(state.numpy().tobytes()).decode()
-
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    kind, keys, *rest = np.random.get_state()
     states = {
         "python": random.getstate(),
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "torch": text(torch.get_rng_state()),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": _text_of(torch.get_rng_state()),
     }
     if accelerator.device.type == "cuda":
-        states["cuda"] = text(torch.cuda.get_rng_state())
+        states["cuda"] = _text_of(torch.cuda.get_rng_state())
     return states
+
+
+def _text_of(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

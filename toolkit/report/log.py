@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from tqdm import tqdm
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
-from toolkit.training.checkpoints import Saved
 from toolkit.training.steps import StepMetrics
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
@@ -81,11 +81,10 @@ class RunLog:
         self.accelerator.log(numbers, step=metrics.step)
         self.progress.step(metrics)
 
-    def write_line(self, saved: Saved | None = None) -> None:
-        """Appends the step's line to metrics.jsonl."""
+    def write_line(self, more: Mapping[str, Any] | None = None) -> None:
+        """Appends the step's line to metrics.jsonl; `more` belongs to it, too."""
         if self._line is not None:
-            cost = {"checkpoint_seconds": round(saved.seconds, 3), "checkpoint_bytes": saved.size} if saved else {}
-            self.files.append_metrics({**self._line, **cost})
+            self.files.append_metrics({**self._line, **(more or {})})
         self._line = None
 
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:

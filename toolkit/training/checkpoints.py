@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import shutil
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,27 +20,19 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
-from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.disks import Disks, find_disks
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
-from toolkit.checkpoint.model_folder import lora_config, save_model, write_adapter_config
+from toolkit.checkpoint.machines import collect, far_ranks
+from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
-from toolkit.checkpoint.publish import (
-    Background,
-    Completion,
-    begin_on_all,
-    publish_on_all,
-    settle_on_all,
-    why_not_written,
-)
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
     optimizer_facts,
+    random_file,
+    random_states,
     write,
     write_deepspeed,
-    write_random_states,
     written_by,
 )
 from toolkit.errors import UserError
@@ -60,21 +57,6 @@ class TrainingState:
         """Weights and optimizer state where this strategy keeps them."""
         return live_state(self.accelerator, self.model, self.optimizer)
 
-    def save_model(self, folder: Path, step: int) -> None:
-        """Saves the weights of `step` as a Hugging Face folder; all processes call this."""
-        save_model(self.accelerator, self.model, self.tokenizer, folder, step)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What a checkpoint cost."""
-
-    folder: Path
-    seconds: float
-    """That training stood still."""
-    size: int
-    """Bytes, over all processes."""
-
 
 class Checkpoints:
     """The checkpoints of one run; every process calls every method.
@@ -89,103 +71,94 @@ class Checkpoints:
         self.settings = state.steps.settings
         self.path = run_folder / "checkpoints"
         self.evaluations = run_folder / "eval.jsonl"
-        self._writer: Background | None = None
-        self._disks: dict[Path, Disks] = {}
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
         remember_groups(state.optimizer)
 
-    def disks(self, checkpoints: Path) -> Disks:
-        """Which processes find the same folder of checkpoints there. Found out once; all processes ask alike."""
-        if checkpoints not in self._disks:
-            self._disks[checkpoints] = find_disks(self.accelerator, checkpoints)
-        return self._disks[checkpoints]
+    @functools.cached_property
+    def _far(self) -> dict[int, int]:
+        """See `far_ranks`; all processes ask alike."""
+        return far_ranks(self.accelerator, self.path)
 
-    def save_if_due(self, metrics: StepMetrics) -> Saved | None:
+    def save_if_due(self, metrics: StepMetrics) -> dict[str, Any]:
         """Saves where a checkpoint is due after this step: every `checkpoint_every` steps, at the best and the last
-        one, and where a stop signal came."""
-        if self._writer is not None:
-            self._writer.raise_if_failed()
+        one, and where a stop signal came. Returns what the step's line says of it."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
         marked = step in (self.best.step, self.steps.schedule.total_steps) or self.best.gives_up
         if not self.steps.stop_signal and not (every and (step % every == 0 or marked)):
-            return None
-        return self._save(metrics)
-
-    def _save(self, metrics: StepMetrics) -> Saved:
+            return {}
         started = time.perf_counter()
         self.wait()
-        folder = folders.step_folder(self.path, metrics.step)
-        try:
-            complete = self._write(folder, metrics)
-        except (OSError, RuntimeError) as error:
-            why = why_not_written(error)
-            if why is None:
-                raise
-            shutil.rmtree(folder, ignore_errors=True)
-            raise UserError(
-                f"the checkpoint {folder} cannot be written: {why}; those before it are untouched. "
-                "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
-            ) from error
-        size = sum(entry["bytes"] for entry in complete.files.values())
-        size += broadcast_object_list([sum(draft.layout.size for draft in complete.drafts)])[0]
-        if not self.disks(self.path).shared:
-            settle_on_all(self.accelerator, self.disks(self.path), complete)
-            if not self.settings.checkpoint_every:  # otherwise it was said at the start
-                launch.say(self.accelerator, self._note_of_disks(complete.manifest["state"] == "whole"))
-        return Saved(folder, time.perf_counter() - started, size)
+        size = self._save(folders.step_folder(self.path, step), metrics)
+        return {"checkpoint_seconds": round(time.perf_counter() - started, 3), "checkpoint_bytes": size}
 
-    def _write(self, folder: Path, metrics: StepMetrics) -> Completion:
-        accelerator, disks, rank = self.accelerator, self.disks(self.path), self.accelerator.process_index
-        begin_on_all(accelerator, disks, folder)
+    def _save(self, folder: Path, metrics: StepMetrics) -> int:
+        """Returns the bytes of the checkpoint, over all processes."""
+        with _writing(folder):
+            manifest, written, drafts = self._write(folder, metrics)
+            collect(self.accelerator, self._far, folder, written)
+            manifest["files"] = {name: entry for part in written for name, entry in part.items()}
+            size = sum(draft.layout.size for draft in drafts)
+            if drafts and self._in_background(manifest["state"]):
+                drafts = [draft.copied() for draft in drafts]
+                self._pending = self._background.submit(self._complete, folder, manifest, drafts)
+            elif self.accelerator.is_main_process:
+                self._complete(folder, manifest, drafts)
+        self.accelerator.wait_for_everyone()
+        size += sum(entry["bytes"] for part in written for entry in part.values())
+        return int(broadcast_object_list([size])[0])
+
+    def _write(
+        self, folder: Path, metrics: StepMetrics
+    ) -> tuple[dict[str, Any], list[dict[str, dict[str, Any]]], list[Draft]]:
+        """(the manifest, what each process has written, what this one is still to write)."""
+        accelerator, rank = self.accelerator, self.accelerator.process_index
+        if rank in (0, self._far.get(rank)):
+            folders.begin(folder)
+        accelerator.wait_for_everyone()
         state = self.state.live()
         manifest = self._manifest(state, metrics)
-        mine, later = self._write_state(folder, state, manifest)
-        names = [*self._write_small(folder), *written_by(folder, rank)]
-        mine |= folders.described(folder, [name for name in names if name not in mine])
-        if not disks.shared:
-            mine = {name: {**entry, "host": disks.mine.host, "rank": rank} for name, entry in mine.items()}
-        files = {name: entry for part in gather_object([mine]) for name, entry in part.items()}
-        complete = Completion(folder, manifest, files, later, self.settings.keep_checkpoints, self.best.step)
-        if not disks.shared:
-            publish_on_all(accelerator, disks, complete)
-        elif later and accelerator.is_main_process:
-            self._writer = Background(complete)
-        elif accelerator.is_main_process:
-            complete()
-        accelerator.wait_for_everyone()
-        return complete
-
-    def _write_state(
-        self, folder: Path, state: LiveState, manifest: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], list[Draft]]:
-        """(the manifest's entries of files that this process has written, what it is to write in the background)."""
-        excluded = set(manifest["excluded"])
+        drafts: list[Draft] = []
+        mine: dict[str, dict[str, Any]] = {}
         if state.strategy_files == "deepspeed":
-            write_deepspeed(self.state.model, folder, manifest["step"], exclude_frozen=bool(excluded))
-            return {}, []
-        drafts = drafts_of(state, excluded, self.accelerator.process_index)
-        if self._in_background(state):
-            return {}, [draft.copied() for draft in drafts]
-        return {draft.name: write(draft, folder) for draft in drafts}, []
+            write_deepspeed(self.state.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
+        else:
+            drafts = drafts_of(state, set(manifest["excluded"]), rank)
+        if state.strategy_files == "slices":
+            mine = {draft.name: write(draft, folder) for draft in drafts}
+            drafts = []
+        (folder / random_file(rank)).write_text(json.dumps(random_states(accelerator)), encoding="utf-8")
+        if accelerator.is_main_process:
+            self._write_model_folder(folder / "model")
+        mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])
+        return manifest, gather_object([mine]), drafts
 
-    def _in_background(self, state: LiveState) -> bool:
-        asked = self.settings.checkpoint_in_background
-        return asked and state.strategy_files == "whole" and self.disks(self.path).shared
+    def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
+        """Writes what is left on rank 0, from which on the checkpoint counts."""
+        with _writing(folder):
+            manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
+            folders.publish(folder, manifest)
+        folders.point(self.path, "last", folder)
+        if manifest["step"] == manifest["best"]["step"]:
+            folders.point(self.path, "best", folder)
+        folders.prune(self.path, self.settings.keep_checkpoints)
 
-    def _write_small(self, folder: Path) -> list[str]:
-        """Returns the names of files that this process wrote and that are not named as its own."""
-        names = write_random_states(self.accelerator, self.disks(self.path), folder)
-        if not self.accelerator.is_main_process:
-            return names
+    def _in_background(self, strategy_files: str) -> bool:
+        return self.settings.checkpoint_in_background and strategy_files == "whole"
+
+    def _write_model_folder(self, folder: Path) -> None:
+        """What a conversion needs besides the weights."""
         module = self.accelerator.unwrap_model(self.state.model)
         config: Any = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):  # a model class of one's own may have none
-            config.save_pretrained(folder / "model")
+            config.save_pretrained(folder)
         if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
-            module.generation_config.save_pretrained(folder / "model")
-        self.state.tokenizer.save_pretrained(folder / "model")
+            module.generation_config.save_pretrained(folder)
+        self.state.tokenizer.save_pretrained(folder)
         if lora_config(module):
-            write_adapter_config(module, folder / "model")
-        return names
+            write_adapter_config(module, folder)
 
     def _manifest(self, state: LiveState, metrics: StepMetrics) -> dict[str, Any]:
         steps, accelerator = self.steps, self.accelerator
@@ -220,38 +193,29 @@ class Checkpoints:
         }
 
     def notes(self) -> list[str]:
-        """What is asked for and cannot be: a line each. Raises UserError, at the start and not at the first
-        save, where checkpoints are asked for and this strategy's state cannot be saved."""
+        """What is asked for and cannot be, and where checkpoints lie: a line each. Raises UserError, at the start and
+        not at the first save, where checkpoints are asked for and this strategy's state cannot be saved."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
-        state = self.state.live()
-        lines = []
-        if self.settings.checkpoint_in_background and not self._in_background(state):
-            why = "needs a disk that all machines share"
-            if state.strategy_files != "whole":
-                why = f"is for one process or data parallel, and this is {state.strategy}"
-            lines = [f"--checkpoint_in_background {why}: training waits for saves"]
-        if self.settings.checkpoint_every and not self.disks(self.path).shared:
-            lines.append(self._note_of_disks(whole=state.strategy_files == "whole"))
+        state, lines = self.state.live(), []
+        if self.settings.checkpoint_in_background and not self._in_background(state.strategy_files):
+            lines = [
+                f"--checkpoint_in_background is for one process or data parallel, and this is {state.strategy}: "
+                "training waits for saves"
+            ]
+        hosts: list[str] = gather_object([socket.gethostname()])
+        if far := list(dict.fromkeys(hosts[rank] for rank in self._far)):
+            lines.append(
+                f"{hosts[0]} and {', '.join(far)} do not share {self.path}: checkpoints lie whole on {hosts[0]}, and "
+                "what other machines write or read of them is sent over the network"
+            )
         return lines
 
-    def _note_of_disks(self, whole: bool) -> str:
-        """What machines without a common disk mean for whoever wants to use the checkpoints."""
-        first, *others = self.disks(self.path).all
-        start = f"{' and '.join(disk.host for disk in (first, *others))} do not share {first.folder}"
-        if whole:
-            return f"{start}: checkpoints lie whole on {first.host}, and a resume sends them to the others by itself"
-        commands = " && ".join(folders.copy_command(disk.host, disk.folder, Path(first.folder)) for disk in others)
-        return (
-            f"{start}: each keeps the files of its own processes. A resume on these machines brings them together by "
-            f"itself; before `toolkit convert`, or a resume elsewhere, type on {first.host}: `{commands}`"
-        )
-
     def wait(self) -> None:
-        """Until what is being written in the background is on the disk."""
-        if self._writer is not None:
-            self._writer.finish()
-            self._writer = None
+        """Until what is being written in the background is on the disk. Raises UserError where it could not be."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
 
 def _count_lines(path: Path) -> int:
@@ -259,3 +223,22 @@ def _count_lines(path: Path) -> int:
         return 0
     with path.open("rb") as file:
         return sum(1 for _ in file)
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raises UserError where the disk does not take a checkpoint, of which nothing is left then. PyTorch, which writes
+    DeepSpeed's files, says so in its own way."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        why = str(error).split("\n")[0]
+        if isinstance(error, OSError):
+            why = error.strerror or why
+        elif not any(word in why for word in ("PytorchStreamWriter", "inline_container", "iostream")):
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+        raise UserError(
+            f"the checkpoint {folder} cannot be written: {why} (is the disk full?); those before it are untouched. "
+            "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
+        ) from error

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
-from toolkit import launch
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
@@ -78,7 +77,7 @@ def _open_folder(
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
-    origin = choose_origin(resume, path / "checkpoints", facts, elsewhere=bool(launch.named_machines()))
+    origin = choose_origin(resume, path / "checkpoints", facts)
     if held and not moved and not _goes_on(path, settings, origin, facts):
         raise UserError(_why_held(path, held, settings.resume, origin))
     try:

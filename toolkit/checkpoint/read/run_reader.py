@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.checksum import combine, crc32_of_range
-from toolkit.checkpoint.folder import MANIFEST, fault_of, half_of, read_manifest
+from toolkit.checkpoint.folder import MANIFEST, fault_of, read_manifest
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.torch_file import zip_members
@@ -28,8 +28,6 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     that is missing lies on other machines' disks, with the command that brings it.
     """
     manifest = read_manifest(folder)
-    if half := half_of(folder):
-        raise UserError(half)
     if fault := fault_of(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     _refuse_foreign_files(folder, manifest)

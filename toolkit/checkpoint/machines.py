@@ -1,0 +1,120 @@
+"""Machines that share no disk: a checkpoint lies whole on rank 0's, and what other machines lack or write is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+from toolkit import launch
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.reader import read_into
+from toolkit.checkpoint.save import bytes_of, write_all
+from toolkit.errors import UserError
+from toolkit.launch.network import node_id
+from toolkit.units import size_text
+
+_CHUNK = 16 << 20
+"""Bytes sent at a time."""
+
+
+def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
+    """The ranks that do not find what rank 0 writes in `folder` -> the lowest rank of their machine. All processes
+    call this. It makes the folder."""
+    nodes: list[str] = gather_object([node_id()])
+    if len(set(nodes)) == 1:
+        return {}
+    probe = folder / broadcast_object_list([f".disk-{secrets.token_hex(8)}"])[0]
+    if accelerator.is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    accelerator.wait_for_everyone()
+    found: list[bool] = gather_object([os.access(probe, os.F_OK)])
+    if accelerator.is_main_process:
+        probe.unlink()
+    near = {node for node, finds in zip(nodes, found, strict=True) if finds}
+    return {rank: nodes.index(node) for rank, node in enumerate(nodes) if node not in near}
+
+
+def collect(
+    accelerator: Accelerator, far: Mapping[int, int], folder: Path, written: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> None:
+    """Sends rank 0 the files that far ranks have written, into the same folder there. `written`: by rank, the
+    manifest's entries. All processes call this."""
+    for rank in far:
+        for name, entry in written[rank].items():
+            _send(accelerator, folder / name, int(entry["bytes"]), rank, [0])
+    accelerator.wait_for_everyone()
+    if far.get(accelerator.process_index) == accelerator.process_index:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def brought(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Path]:
+    """Gives the folder in which this process finds a checkpoint that lies whole on rank 0's disk. Where a machine has
+    not the same there, it is sent a copy, under `copies`, which is removed afterwards. All processes call this."""
+    manifest = broadcast_object_list([folders.read_manifest(folder) if accelerator.is_main_process else None])[0]
+    there = not folders.fault_of(folder) and folders.read_manifest(folder) == manifest
+    views: list[Any] = gather_object([(node_id(), socket.gethostname(), there)])
+    near = {node for node, _, finds in views if finds}
+    owners = {node: rank for rank, (node, *_) in reversed(list(enumerate(views))) if node not in near}
+    owner = owners.get(node_id())
+    here = folder if owner is None else copies / f".sent-{owner}" / folder.name
+    if owners:
+        size = size_text(sum(entry["bytes"] for entry in manifest["files"].values()))
+        names = ", ".join(views[rank][1] for rank in owners.values())
+        launch.say(accelerator, f"sending {folder.name} ({size}) to {names}")
+        if accelerator.process_index == owner:
+            folders.begin(here)
+        place = here if accelerator.process_index == owner else folder
+        for name, entry in manifest["files"].items():
+            _send(accelerator, place / name, int(entry["bytes"]), 0, list(owners.values()))
+        if accelerator.process_index == owner:
+            folders.publish(here, manifest)
+    accelerator.wait_for_everyone()
+    yield here
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == owner:
+        shutil.rmtree(here.parent, ignore_errors=True)
+
+
+def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers: Sequence[int]) -> None:
+    """A file's bytes from one rank to others, which write them under the same name; all processes call this."""
+    rank = accelerator.process_index
+    buffer = torch.empty(min(_CHUNK, size), dtype=torch.uint8)
+    with contextlib.ExitStack() as stack:
+        if rank == reader or rank in writers:
+            stack.enter_context(_named(path))
+        if rank in writers:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("wb", buffering=0))
+        for start in range(0, size, _CHUNK):
+            block = buffer[: min(_CHUNK, size - start)]
+            if rank == reader:
+                read_into(path, start, bytes_of(block))
+            sent = block.to(accelerator.device)
+            torch.distributed.broadcast(sent, src=reader)
+            if rank in writers:
+                write_all(file.fileno(), bytes_of(sent))
+        if rank in writers:
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, and "
+            "start the same command again"
+        ) from error
