@@ -199,7 +199,6 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         scheduler.step()
         optimizer.zero_grad()
         losses.append(run.log(step, grad_norm).loss)
-        run.checkpoint_if_due(step)
     clock.stop()
     return {"loss": statistics.fmean(losses), "steps": len(losses)}
 

@@ -76,7 +76,7 @@ def main() -> None:
     # Train: each step is one global batch, however many processes compute it
     run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="cls")
     run.resume(model, optimizer, scheduler)  # at the newest checkpoint of this run, where there is one
-    for step in run.steps():
+    for step in run.steps(evaluate):  # after each it evaluates, and saves, where that is due
         model.train()
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             losses = loss_fn(model(**batch.inputs).logits, batch.labels)  # (B,)
@@ -86,9 +86,6 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         run.log(step, grad_norm)
-        if step.evaluates:
-            run.save_if_best(step, evaluate(data.validation))
-        run.checkpoint_if_due(step)
     if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
         return
 

@@ -1,4 +1,4 @@
-"""A run as its recipe sees it: resumed, logged, saved, finished.
+"""A run as its recipe sees it: resumed, logged, evaluated, saved, finished.
 
 `Run` only brings together what does the work: the folder (`training.run_folder`), the checkpoints
 (`training.checkpoints`, `training.resume`), the log (`report.log`) and the report (`report.card`, `report.html`).
@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation import ComputeMetrics, Evaluation
 from toolkit.evaluation.best import make_best
 from toolkit.launch import restarts
+from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, start_trackers, tracker_names
@@ -77,6 +78,7 @@ class Run:
         self.state = TrainingState(*parts)
         self.checkpoints = Checkpoints(self.state, self.folder.path, self.facts)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
+        self._evaluation_left = bool(resumed and resumed.evaluation_left)
         self._write_config(resumed)
         project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
         done = self._steps.done
@@ -89,15 +91,26 @@ class Run:
         """Prints a line, on one process."""
         self._log.progress.say(line)
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self, evaluate: Callable[[Split], Evaluation] | None = None) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
-        one."""
+        one.
+
+        After each step it evaluates the validation rows, saves the model where it is the best so far, and saves a
+        checkpoint, where these are due. A stop signal puts an evaluation off until the run goes on.
+        """
+        if self._evaluation_left and evaluate:
+            self._evaluate(evaluate, self._steps.done)
+            self.checkpoints.point_best()
         for step in self._steps:
             if self.best.gives_up:
                 self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
                 return
             step.learning_rate = float(self.state.scheduler.get_last_lr()[0])
             yield step
+            left = bool(evaluate) and step.evaluates
+            if evaluate and left and not self._steps.stop_signal:
+                left = not self._evaluate(evaluate, step.number)
+            self._log.write_line(self.checkpoints.save_if_due(self._metrics, left))
             if self._steps.stop_signal:
                 self._stop()
                 return
@@ -108,20 +121,22 @@ class Run:
         self._log.log_step(self._metrics)
         return self._metrics
 
-    def save_if_best(self, step: Step, evaluation: Evaluation) -> None:
-        """Logs an evaluation of the model after `step`, and saves the model where it is the best so far."""
-        improved = self.best.improved(evaluation, step.number)
+    def _evaluate(self, evaluate: Callable[[Split], Evaluation], step: int) -> bool:
+        """False where a stop signal came before its end."""
+        try:
+            evaluation = evaluate(self.data.validation)
+        except StopRequested as stop:
+            self._steps.stop_signal = stop.number
+            return False
+        improved = self.best.improved(evaluation, step)
         if improved:
-            save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step.number)
-        self._log_evaluation(evaluation, step.number, improved)
+            save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step)
+        self._log_evaluation(evaluation, step, improved)
+        return True
 
     def _log_evaluation(self, evaluation: Evaluation, step: int, improved: bool = False) -> None:
         self._last, self._evaluated = evaluation, (step, evaluation.split)
         self._log.log_evaluation(evaluation, step, improved)
-
-    def checkpoint_if_due(self, step: Step) -> None:
-        """Saves a checkpoint where one is due after `step`, and writes the step's line: the last thing of a step."""
-        self._log.write_line(self.checkpoints.save_if_due(self._metrics))
 
     def _stop(self) -> None:
         self._close()
@@ -139,8 +154,6 @@ class Run:
     def _close(self) -> None:
         self.checkpoints.wait()
         self._log.close()
-
-    # --- the end
 
     def load_best_model(self) -> None:
         """Puts the weights of model/ into the model, where training went on after them."""
@@ -173,10 +186,8 @@ class Run:
         for line in self._summary(evaluation):
             print(line, file=sys.stderr, flush=True)
 
-    # --- what is said
-
     def _write_config(self, resumed: Resumed | None) -> None:
-        data, best = self.data, self.best
+        data = self.data
         self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
         learned = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
@@ -186,7 +197,6 @@ class Run:
             "identity": self.facts["identity"],
             "model_class": type(self.accelerator.unwrap_model(self.state.model)).__name__,
             "optimizer": _optimizer_name(self.state.optimizer),
-            "metric_for_best_model": {"name": best.metric, "greater_is_better": best.sign > 0},
             "resumed_from": str(resumed.folder) if resumed else None,
         }
         self.files.write_config(self.settings, self.accelerator, learned, more)
@@ -218,10 +228,10 @@ class Run:
     def _summary(self, last: Evaluation) -> list[str]:
         folder, script = shlex.quote(str(self.folder.path)), shlex.quote(sys.argv[0])
         saved = (self.folder.path / "checkpoints").is_dir()
-        named = (self.folder.model / "config.json").is_file()  # a class of transformers
-        loads = (
-            f"loads with {_architecture(self.folder.model)}.from_pretrained" if named else "weights and what it saved"
-        )
+        loads, config = "weights and what it saved", self.folder.model / "config.json"
+        if named := config.is_file():  # a class of transformers
+            architecture = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
+            loads = f"loads with {architecture}.from_pretrained"
         compared = []
         if self._compared is not None:
             most, other = self._compared
@@ -246,10 +256,6 @@ class Run:
 
 def _shown(evaluation: Evaluation) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in evaluation.numbers.items() if isinstance(value, float))
-
-
-def _architecture(model_folder: Path) -> str:
-    return str(json.loads((model_folder / "config.json").read_text(encoding="utf-8"))["architectures"][0])
 
 
 def _optimizer_name(optimizer: Any) -> str:

@@ -22,6 +22,7 @@ from toolkit.data import batches
 from toolkit.data.batches import Batch, collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.launch.signals import raise_if_requested
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """(outputs, what is true) of all samples -> names and numbers, as transformers' Trainer calls it: logits (N, C) and
@@ -76,11 +77,12 @@ def batches_of(
     """Yields this process's batches of a whole split, the longest texts first.
 
     Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
-    holds padding samples alone.
+    holds padding samples alone. Raises StopRequested, in all of them, when a training is to stop.
     """
     collate = collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     for indices in batches.evaluation_batches(split, per_device, rank, world, max_tokens):
+        raise_if_requested(accelerator)
         batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch

@@ -17,6 +17,30 @@ _STOP_SIGNALS = tuple(
 )  # Windows has no SIGUSR1
 
 
+_kept_by: StopSignals | None = None
+
+
+class StopRequested(Exception):  # noqa: N818
+    """A stop signal came while an evaluation ran."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def raise_if_requested(accelerator: Any) -> None:
+    """Raises StopRequested, in all processes, where one of them has got a stop signal that is kept; all call this."""
+    if _kept_by is None:
+        return
+    number = _kept_by.requested
+    if accelerator.num_processes > 1:
+        import torch
+
+        number = int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max().item())
+    if number:
+        raise StopRequested(number)
+
+
 class StopSignals:
     """`with StopSignals() as signals: ...`: inside, such a signal only sets `signals.requested`.
 
@@ -31,11 +55,15 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        global _kept_by
+        _kept_by = self
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _kept_by
+        _kept_by = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

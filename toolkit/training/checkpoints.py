@@ -80,9 +80,12 @@ class Checkpoints:
         """See `far_ranks`; all processes ask alike."""
         return far_ranks(self.accelerator, self.path)
 
-    def save_if_due(self, metrics: StepMetrics) -> dict[str, Any]:
+    def save_if_due(self, metrics: StepMetrics, evaluation_left: bool = False) -> dict[str, Any]:
         """Saves where a checkpoint is due after this step: every `checkpoint_every` steps, at the best and the last
-        one, and where a stop signal came. Returns what the step's line says of it."""
+        one, and where a stop signal came. Returns what the step's line says of it.
+
+        `evaluation_left`: a resumed run is to begin with an evaluation.
+        """
         if self._pending is not None and self._pending.done():
             self.wait()
         every, step = self.settings.checkpoint_every, metrics.step
@@ -91,13 +94,14 @@ class Checkpoints:
             return {}
         started = time.perf_counter()
         self.wait()
-        size = self._save(folders.step_folder(self.path, step), metrics)
+        size = self._save(folders.step_folder(self.path, step), metrics, {"evaluation_left": evaluation_left})
         return {"checkpoint_seconds": round(time.perf_counter() - started, 3), "checkpoint_bytes": size}
 
-    def _save(self, folder: Path, metrics: StepMetrics) -> int:
+    def _save(self, folder: Path, metrics: StepMetrics, more: dict[str, Any]) -> int:
         """Returns the bytes of the checkpoint, over all processes."""
         with _writing(folder):
             manifest, written, drafts = self._write(folder, metrics)
+            manifest |= more
             collect(self.accelerator, self._far, folder, written)
             manifest["files"] = {name: entry for part in written for name, entry in part.items()}
             size = sum(draft.layout.size for draft in drafts)
@@ -191,6 +195,11 @@ class Checkpoints:
             "evaluations": _count_lines(self.evaluations) if accelerator.is_main_process else 0,
             **self.facts,
         }
+
+    def point_best(self) -> None:
+        """Lets `best` name the checkpoint of the best step, where it is there."""
+        if self.accelerator.is_main_process:
+            folders.point_best(self.path, self.best.step)
 
     def notes(self) -> list[str]:
         """What is asked for and cannot be, and where checkpoints lie: a line each. Raises UserError, at the start and

@@ -115,6 +115,8 @@ class Resumed:
     """The line of metrics.jsonl of that step."""
     evaluations: int
     """Lines that eval.jsonl had."""
+    evaluation_left: bool
+    """Whether a stop signal put off the evaluation of that step."""
     lines: list[str]
     """For the user."""
 
@@ -169,8 +171,8 @@ class Resume:
         self.best.restore(manifest["best"])
         lines += self._make_best_model_again(folder)
         restore(self.state.live(), open_checkpoint(here), step)
-        if accelerator.is_main_process and folder.parent.resolve() == self.path.resolve():
-            folders.point_best(self.path, self.best.step)
+        if folder.parent.resolve() == self.path.resolve():
+            self.checkpoints.point_best()
         set_schedule(self.state.scheduler, int(manifest["scheduler_steps"]))
         set_scaler(accelerator, self.state.optimizer, manifest["loss_scale"])
         self.steps.done = step
@@ -179,7 +181,8 @@ class Resume:
         lines.append(f"resuming from {folder}: step {step} of {total} (saved by {by})")
         if changed:
             lines.append(f"settings that changed since: {'; '.join(changed)}")
-        return Resumed(folder, step, manifest["metrics"], int(manifest["evaluations"]), lines)
+        left = bool(manifest.get("evaluation_left"))
+        return Resumed(folder, step, manifest["metrics"], int(manifest["evaluations"]), left, lines)
 
     def _make_best_model_again(self, folder: Path) -> list[str]:
         """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
