@@ -80,24 +80,26 @@ def _make(folder: Path, make: Callable[[Path], None], source: str) -> None:
 def damage_of(folder: Path) -> str | None:
     """Which file of a folder in the cache is not as it was written; None for none, nothing where there is no folder.
 
-    Sizes are compared every time, checksums once for each state of the files on their disk.
+    Sizes are compared every time, checksums (a second for each GB) once for each state of the files on their disk.
     """
     if not folder.exists():
         return ""
+    checked = _checked(folder)
     try:
         listed = json.loads((folder / _FILES).read_bytes())["files"]
         stats = {name: (folder / name).stat() for name in listed}
         odd = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})
-        if odd is None and not _says(_checked(folder), state):
-            odd = next((name for name in stats if digest_of_file(folder / name) != listed[name][1]), None)
-            if odd is None:
-                with contextlib.suppress(OSError):
-                    _checked(folder).write_text(state)
+        if odd or (checked.is_file() and checked.read_text() == state):
+            return odd
+        odd = next((name for name in stats if digest_of_file(folder / name) != listed[name][1]), None)
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError):
         return _FILES
+    if odd is None:
+        with contextlib.suppress(OSError):
+            checked.write_text(state)
     return odd
 
 
@@ -105,10 +107,6 @@ def _checked(folder: Path) -> Path:
     """Beside a folder: the state of its files in which their checksums were right. Its own time is that of the last
     use."""
     return folder.with_name(f".{folder.name}.checked")
-
-
-def _says(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text() == text
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
@@ -157,26 +155,17 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     kept = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir())
     for folder in kept:
-        days = (time.time() - _last_use(folder)) / _DAY_SECONDS
+        checked, source = _checked(folder), ""
+        days = (time.time() - (checked if checked.exists() else folder).stat().st_mtime) / _DAY_SECONDS
         size = sum(path.stat().st_size for path in _files_of(folder).values())
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            source = json.loads((folder / _FILES).read_bytes())["source"]
         gone = options.action == "prune" and days >= options.unused_days and _remove(folder)
         if gone or options.action == "list":
             name = folder.relative_to(cache_folder())
-            print(f"{'removed ' * gone}{name}  {size_text(size)}  used {days:.0f} days ago  {_source(folder)}")
+            print(f"{'removed ' * gone}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
     if not kept:
         print(f"{cache_folder()} is empty")
-
-
-def _last_use(folder: Path) -> float:
-    checked = _checked(folder)
-    return (checked if checked.exists() else folder).stat().st_mtime
-
-
-def _source(folder: Path) -> str:
-    try:
-        return str(json.loads((folder / _FILES).read_bytes())["source"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def _remove(folder: Path) -> bool:

@@ -37,6 +37,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's message, or the name of its error."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def listing(items: Iterable[object], most: int = 10) -> str:
     """`a, b, c` with a count of what was left out after `most` items."""
     texts = [str(item) for item in items]

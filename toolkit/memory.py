@@ -6,6 +6,8 @@ import re
 import sys
 from typing import Any
 
+from toolkit.errors import first_line
+
 # torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors, the system an OSError, and
 # a library that no longer fits is an ImportError
 _KINDS = (RuntimeError, OSError, ImportError)
@@ -57,6 +59,5 @@ def _device() -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if _SAID.search(line)]
-    return (said or lines or [type(error).__name__])[0][:200]
+    said = [line.strip() for line in str(error).splitlines() if _SAID.search(line)]
+    return (said[0] if said else first_line(error))[:200]

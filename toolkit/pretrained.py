@@ -15,7 +15,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import UserError, did_you_mean, first_line
 
 
 def load_config(settings: PretrainedSettings) -> Any:
@@ -81,7 +81,9 @@ def _refuse_wrong_folder(name: str) -> None:
     """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
     hub is asked for a model of that name."""
     path = Path(name)
-    if (path.is_absolute() or name.startswith(".") or len(path.parts) > 2) and not path.exists():
+    in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
+    local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or (len(path.parts) > 1 and in_a_run)
+    if local and not path.exists() and not name.startswith(PREFIX):
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         near = did_you_mean(path.name, siblings)
         raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
@@ -92,10 +94,6 @@ def _refuse_wrong_folder(name: str) -> None:
         )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
-    in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
-    if len(path.parts) > 1 and not path.exists() and in_a_run and not name.startswith(PREFIX):
-        near = did_you_mean(path.name, [other.name for other in path.parent.iterdir()])
-        raise UserError(f"--model_name_or_path {name} cannot be loaded: there is no such folder{near} [config.json]")
 
 
 @contextlib.contextmanager
@@ -108,11 +106,8 @@ def explained(name: str, attention: str | None = None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if attention and ("attn" in str(error) or "attention" in str(error).lower() or "kernel" in str(error).lower()):
-            raise UserError(f"--attn_implementation {attention} cannot be used: {first}") from error
-        path = Path(name)
-        near = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() and path.is_absolute() else []
-        nearest = did_you_mean(path.name, [other for other in near if other != path.name])
-        hint = nearest or ": give a folder with config.json and weights, or a hub name (needs a network)"
-        raise UserError(f"--model_name_or_path {name} cannot be loaded{hint} [{first}]") from error
+        said = first_line(error)
+        if attention and any(word in str(error).lower() for word in ("attn", "attention", "kernel")):
+            raise UserError(f"--attn_implementation {attention} cannot be used: {said}") from error
+        hint = "give a folder with config.json and weights, or a hub name (needs a network)"
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: {hint} [{said}]") from error

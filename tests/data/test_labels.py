@@ -84,7 +84,7 @@ def test_numbers_with_a_fraction_are_regression(labels: list[float]) -> None:
     assert array.tolist() == pytest.approx([labels[0], labels[2]])
 
 
-@pytest.mark.parametrize("value", ["good", "", "inf", "nan"])
+@pytest.mark.parametrize("value", ["good", "", "inf", "nan", "1e39"])
 def test_a_number_that_is_none_names_file_and_row(value: str) -> None:
     decided = found([1, 2, 3], "regression")
     assert "v.csv, row 2" in fault_of(lambda: encoded(decided, ["1", value, "2"], name="v.csv"))

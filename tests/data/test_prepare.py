@@ -187,50 +187,45 @@ def test_the_second_run_makes_nothing(prepared: Callable[..., TaskData], toolkit
     assert (second.notes, second.labels, second.digest) == (first.notes, first.labels, first.digest)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "content",
-        "validation",
-        "max_length",
-        "seed",
-        "split",
-        "column",
-        "drop",
-        "tokenizer",
-        "problem",
-        "shortest",
-        "train samples",
-        "eval samples",
-        "columns",
-    ],
-)
-def test_what_changes_the_data_changes_the_folder(
-    prepared: Callable[..., TaskData], tiny_model: Path, change: str
-) -> None:
-    rows = [row | {"other": "x y"} for row in rows_of({"1": 10, "2": 10})]
-    before = prepared(rows)
-    given: dict[str, Any] = {
-        "validation": {"validation_file": rows[:2]},
-        "max_length": {"max_length": 30},
-        "seed": {"seed": 43},
-        "split": {"validation_split": 0.3},
-        "column": {"text_column": "other"},
-        "drop": {"drop_empty_text": True},
-        "problem": {"problem_type": "regression"},
-        "shortest": {"min_length": 4},
-        "train samples": {"max_train_samples": 9},
-        "eval samples": {"max_eval_samples": 1},
-        "columns": {"text_column": "text,other"},
-    }.get(change, {})
-    if change == "tokenizer":
-        from transformers import AutoTokenizer
+def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., TaskData], tiny_model: Path) -> None:
+    from transformers import AutoTokenizer
 
-        given["_tokenizer"] = AutoTokenizer.from_pretrained(tiny_model)
-        given["_tokenizer"].add_tokens(["film-noir"])
-    changed = [rows[0] | {"text": "another film"}, *rows[1:]] if change == "content" else rows
-    assert prepared(changed, **given).folder != before.folder
-    assert prepared(rows).folder == before.folder
+    rows = [row | {"other": "x y"} for row in rows_of({"1": 10, "2": 10})]
+    other_tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    other_tokenizer.add_tokens(["film-noir"])
+    changes: list[dict[str, Any]] = [
+        {},
+        {"validation_file": rows[:2]},
+        {"max_length": 30},
+        {"seed": 43},
+        {"validation_split": 0.3},
+        {"text_column": "other"},
+        {"text_column": "text,other"},
+        {"drop_empty_text": True},
+        {"problem_type": "regression"},
+        {"min_length": 4},
+        {"max_train_samples": 9},
+        {"max_eval_samples": 1},
+        {"_tokenizer": other_tokenizer},
+    ]
+    digests = [prepared(rows, **change).digest for change in changes]
+    digests.append(prepared([rows[0] | {"text": "another film"}, *rows[1:]]).digest)
+    assert len(set(digests)) == len(digests)
+    assert prepared(rows).digest == digests[0]
+
+
+def test_a_seed_counts_only_where_rows_are_drawn(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 20, "b": 20})
+    assert prepared(rows, validation_file=rows, seed=1).digest == prepared(rows, validation_file=rows, seed=2).digest
+    limited = {"validation_file": rows, "max_eval_samples": 5}
+    assert prepared(rows, **limited, seed=1).digest != prepared(rows, **limited, seed=2).digest
+
+
+def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callable[..., TaskData]) -> None:
+    rows = rows_of({"a": 20, "b": 20})
+    plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
+    assert plain.digest == fixed.digest
+    assert fixed.validation.rows.tolist() == plain.validation.rows.tolist() != other.validation.rows.tolist()
 
 
 def test_the_same_content_elsewhere_keeps_the_folder(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 
+from toolkit.data import parse
 from toolkit.data.read import Table, find_column, read_file, read_hub
 from toolkit.errors import UserError
 
@@ -185,6 +191,92 @@ def test_a_json_file_written_by_columns(tmp_path: Path) -> None:
         assert rows.to_list() == [{"text": "good", "label": "x"}, {"text": "bad", "label": "y"}]
 
 
+def quoted(opening: str, closing: str) -> str:
+    rows = [f"text {number},{number % 2}" for number in range(200)]
+    rows[40], rows[169] = opening, closing
+    return "text,label\n" + "".join(f"{row}\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("closing", "said"),
+    [
+        ('the film " was good,1', "closes amid text on line 171"),
+        ('said "yes",1', "closes amid text on line 171"),
+        ("none at all,1", "is never closed"),
+        ('a screen of 5",0', "takes in the rows up to line 171"),  # sound CSV, but for the labels within
+    ],
+)
+def test_a_quote_that_is_not_closed_loses_no_rows(tmp_path: Path, closing: str, said: str) -> None:
+    fault = fault_of(write(tmp_path / "a.csv", quoted('"a text of its own,1', closing)))
+    assert "line 42 (row 41): a double quote that begins a cell" in fault
+    assert said in fault
+
+
+def test_texts_of_several_lines_are_no_fault(tmp_path: Path) -> None:
+    letter = "Dear John,\r\nthanks,\n\nBob"
+    path = write(tmp_path / "a.csv", quoted(f'"{letter}",1', '"5"" screen",0'))
+    rows = read_file(path).rows
+    assert (len(rows), rows["text"][40], rows["text"][169]) == (200, letter, '5" screen')
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv", "text,label,text\na,1,b\n", "more than one column 'text'"),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b", "label": 1, "label": 0}\n',
+            "line 2: not JSON (the key 'label'",
+        ),
+        ("a.json", '[{"text": "a", "text": "b"}]', "the key 'text' stands twice"),
+        ("a.csv", "te\0xt,label\na,1\n", "the column name 'te\\x00xt' is no text"),
+        ("a.jsonl", '{"te\\ud800xt": "a"}\n', "the column name 'te\\ud800xt' is no text"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "row 2: field 'text' is 'b\\ud83d', which holds half a"),
+        ("a.json", '{"text": ' + "[" * 200 + "]" * 200 + "}", "nested deeper than a table can hold"),
+        ("a.json", '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}", "recursion"),
+        ("a.jsonl", '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}\n", "line 1: not JSON"),
+    ],
+)
+def test_what_no_table_can_hold_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
+    fault = fault_of(write(tmp_path / name, content))
+    assert fault.startswith(str(tmp_path / name))
+    assert said in fault
+
+
+def test_nul_in_a_text_and_a_long_document_are_kept(tmp_path: Path) -> None:
+    long = "a" * 200_000
+    assert read_file(write(tmp_path / "a.csv", f"text,label\na\0b,1\n{long},0\n")).rows["text"][:] == ["a\0b", long]
+
+
+@pytest.mark.parametrize("rest", ["plain text\n" * 5, "很好\n" * 5])
+def test_one_bad_byte_is_named_and_is_no_other_encoding(tmp_path: Path, rest: str) -> None:
+    path = write(tmp_path / "a.csv", b"text\n" + rest.encode() + b"caf\xe9 au lait\nfine\n")
+    fault = fault_of(path)
+    assert f"{path}, line 7, byte {len(rest.encode()) + 9} of the file: not utf-8 (0xe9); 1 such place" in fault
+    assert "--encoding" not in fault
+
+
+@pytest.mark.parametrize("packing", [gzip, bz2, lzma])
+def test_a_file_that_unpacks_to_all_memory(tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / f"a.csv.{ {gzip: 'gz', bz2: 'bz2', lzma: 'xz'}[packing] }"
+    path.write_bytes(packing.compress(b"text,label\n" + b"good,1\n" * 30_000))
+    assert len(read_file(str(path)).rows) == 30_000
+    monkeypatch.setattr(parse, "_UNPACKED_BYTES", 100_000)
+    assert "becomes more than 100 kB unpacked" in (fault := fault_of(str(path)))
+    assert "TOOLKIT_MAX_UNPACKED_BYTES" in fault
+    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", "300000")
+    assert len(read_file(str(path)).rows) == 30_000
+
+
+def test_a_parquet_file_that_unpacks_to_all_memory(
+    tmp_path: Path, write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_rows("a.parquet", [{"text": "good " * 100}] * 20_000)
+    assert len(read_file(path).rows) == 20_000
+    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", "1000000")
+    assert "becomes more than 1 MB unpacked" in fault_of(path)
+
+
 def test_a_row_with_too_many_cells_names_the_line(tmp_path: Path) -> None:
     assert "line 3" in fault_of(write(tmp_path / "a.csv", "text,label\na,1\nb,c,2\nd,3\n"))
 
@@ -211,6 +303,21 @@ def test_a_folder_of_splits(write_rows: WriteRows, tmp_path: Path) -> None:
     assert sorted(splits) == ["test", "train"]
     assert splits["train"].rows.to_list() == ROWS
     assert splits["train"].name == f"{tmp_path} (train)"
+
+
+def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path, toolkit_cache: Path) -> None:
+    (tmp_path / "data").mkdir()
+    path = write_rows("data/train.csv", ROWS)
+    first = read_hub(str(tmp_path / "data"))["train"]
+    os.utime(path, (10**9, 10**9))
+    shutil.copytree(tmp_path / "data", tmp_path / "cloned")
+    digests = {read_hub(str(tmp_path / name))["train"].digest for name in ("data", "cloned")}
+    assert digests == {first.digest}
+    write_rows("data/train.csv", [row | {"label": "z"} for row in ROWS])  # as large, and of the same time
+    os.utime(path, (10**9, 10**9))
+    changed = read_hub(str(tmp_path / "data"))["train"]
+    assert changed.digest != first.digest
+    assert changed.rows["label"][0] == "z"
 
 
 def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:

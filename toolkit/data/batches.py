@@ -80,7 +80,7 @@ def micro_batches(
     """
     by_length = indices[np.argsort(-split.lengths[indices], kind="stable")]
     if max_tokens is None and split.buckets is None:
-        count = _even_count(len(indices), per_device, world)
+        count = max(1, -(-len(indices) // (per_device * world)))
         return np.array_split(by_length, count * world)[rank::world]
     cut = _cut_by_length(by_length, split.lengths[by_length], per_device, max_tokens, split.buckets)
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
@@ -96,16 +96,12 @@ def evaluation_batches(
 def most_micro_batches(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:
     """At least as many micro-batches as any `samples` texts of a split need on each process."""
     if max_tokens is None and split.buckets is None:
-        return _even_count(samples, per_device, world)
+        return max(1, -(-samples // (per_device * world)))
     longest = np.argsort(-split.lengths, kind="stable")[:samples]
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.buckets is not None:  # where one bucket ends, a micro-batch can end before it is full
         most = min(len(longest), most + len(np.unique(split.buckets.of(split.lengths))) - 1)
     return max(1, -(-most // world))
-
-
-def _even_count(samples: int, per_device: int, world: int) -> int:
-    return max(1, -(-samples // (per_device * world)))
 
 
 def _cut_by_length(

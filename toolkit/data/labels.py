@@ -21,6 +21,7 @@ from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
+MULTI: ProblemType = "multi_label_classification"
 MOST_CLASSES = 2000
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
@@ -121,7 +122,12 @@ def find_labels(
     rows = np.arange(len(table.rows)) if kept is None else kept
     columns = tuple(name.strip() for name in label_column.split(",")) if label_column else ()
     if len(columns) > 1 and label_column not in table.rows.column_names:
-        return _several_columns(table, columns, problem_type, rows)
+        if problem_type not in (None, MULTI):
+            raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
+        for name in columns:
+            find_column(table, name, (), "label_column")
+            _flags(table, name, rows)
+        return Labels(MULTI, columns, columns)
     column = find_column(table, label_column, USUAL, "label_column")
     if column is None:
         others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
@@ -133,15 +139,18 @@ def find_labels(
     _refuse_empty(table, column, rows, cells, problem)
     if problem == "regression":
         return Labels(problem, (column,), (column,))
-    if problem == "single_label_classification":
-        names = _own_names(table, column) or natural_order({_name(value) for value in cells})
-        return Labels(problem, _checked(names, table, column), (column,))
-    lists = [_list_of(value, _at(table, row)) for row, value in zip(rows, cells, strict=True)]
-    if _own_names(table, column) is None and _are_multi_hot(lists):
-        places = tuple(str(place) for place in range(len(lists[0])))
-        return Labels(problem, _checked(places, table, column), (column,), multi_hot=True)
-    names = _own_names(table, column) or natural_order({_name(name) for names in lists for name in names})
-    return Labels(problem, _checked(names, table, column), (column,))
+    lists = [[value] for value in cells]
+    if problem == MULTI:
+        lists = [_list_of(value, _at(table, row)) for row, value in zip(rows, cells, strict=True)]
+    feature = _class_feature(table, column)
+    multi_hot = problem == MULTI and feature is None and _are_multi_hot(lists)
+    if feature is not None:
+        names = tuple(feature.names)
+    elif multi_hot:
+        names = tuple(str(place) for place in range(len(lists[0])))
+    else:
+        names = natural_order({_name(name) for found in lists for name in found})
+    return Labels(problem, _checked(names, table, column), (column,), multi_hot)
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -155,17 +164,6 @@ def natural_order(names: Iterable[str]) -> tuple[str, ...]:
 def problem_of(value: str | None) -> ProblemType:
     """A model config's problem type; classification where it names none."""
     return cast(ProblemType, value or "single_label_classification")
-
-
-def _several_columns(
-    table: Table, columns: tuple[str, ...], problem_type: ProblemType | None, rows: np.ndarray
-) -> Labels:
-    if problem_type not in (None, "multi_label_classification"):
-        raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
-    for column in columns:
-        find_column(table, column, (), "label_column")
-        _flags(table, column, rows)
-    return Labels("multi_label_classification", columns, columns)
 
 
 def _checked(names: tuple[str, ...], table: Table, column: str) -> tuple[str, ...]:
@@ -212,15 +210,10 @@ def _class_feature(table: Table, column: str) -> Any:
     return feature if isinstance(feature, ClassLabel) else None
 
 
-def _own_names(table: Table, column: str) -> tuple[str, ...] | None:
-    feature = _class_feature(table, column)
-    return None if feature is None else tuple(feature.names)
-
-
 def _guess(cells: Sequence[Any]) -> ProblemType:
     given = [value for value in cells if not _is_missing(value) and value != ""]
     if given and all(_parsed_list(value) is not None for value in given):
-        return "multi_label_classification"
+        return MULTI
     numbers = [_to_float(value) for value in given]
     if None not in numbers and any(number % 1 for number in numbers if number and math.isfinite(number)):
         return "regression"
@@ -235,7 +228,7 @@ def _to_float(value: Any) -> float | None:
 
 
 def _refuse_empty(table: Table, column: str, rows: np.ndarray, cells: Sequence[Any], problem: ProblemType) -> None:
-    blank_is_none = problem == "multi_label_classification"  # there an empty cell is a row without any class
+    blank_is_none = problem == MULTI  # there an empty cell is a row without any class
     blank = [_is_missing(value) or (not blank_is_none and not str(value).strip()) for value in cells]
     if any(blank):
         empty = listing(rows[blank] + 1)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, first_line, listing
 from toolkit.units import size_text
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ def _parquet(path: Path, content: bytes) -> pyarrow.Table:
             batches.append(batch)
         return pyarrow.Table.from_batches(batches, file.schema_arrow)
     except (pyarrow.ArrowException, OSError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(f"{path} cannot be read as parquet: {first}") from error
+        raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
 def _decoded(path: Path, content: bytes, encoding: str) -> str:

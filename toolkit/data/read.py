@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from toolkit import demo
 from toolkit.cache import cache_folder, digest_of_file, digest_of_files
 from toolkit.config import TextSettings
 from toolkit.data.parse import format_of, parse_file
-from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.errors import UserError, did_you_mean, first_line, listing
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
@@ -76,7 +75,11 @@ def read_file(name: str, encoding: str = "utf-8") -> Table:
 def _load(path: Path, encoding: str) -> datasets.Dataset:
     import datasets
 
-    return datasets.Dataset(parse_file(path, encoding))
+    table = parse_file(path, encoding)
+    try:
+        return datasets.Dataset(table)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
 
 
 def read_demo(name: str) -> dict[str, Table]:
@@ -114,32 +117,15 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     if folder.is_dir():
         content = digest_of_files(folder, folder.rglob("*"))
         kept = str(cache_folder() / "datasets" / content)
-    with _quiet():
-        try:
-            splits = datasets.load_dataset(name, config, cache_dir=kept)
-        except Exception as error:
-            hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
-            raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
-    return {
-        split: Table(rows, f"{name} ({split})", f"{content and f'{content}-{split}-'}{rows._fingerprint}-{len(rows)}")
-        for split, rows in splits.items()
-    }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    import datasets
-
-    was_on = datasets.utils.logging.is_progress_bar_enabled()
-    level = datasets.utils.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        yield
-    finally:
-        datasets.utils.logging.set_verbosity(level)
-        if was_on:
-            datasets.enable_progress_bars()
+        splits = datasets.load_dataset(name, config, cache_dir=kept)
+    except Exception as error:
+        hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
+        raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
+    digests = {split: f"{content}-{config}-{split}" if content else rows._fingerprint for split, rows in splits.items()}
+    return {split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}") for split, rows in splits.items()}
 
 
 def find_column(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> str | None:
