@@ -142,7 +142,6 @@ def test_from_deepspeeds_own_files(
                 ("alpha_pattern", {"query": math.nan}),
             ]
         ),
-        ({"rank_pattern": {"(query": 3}}, "is no regular expression"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: Path) -> None:

@@ -28,13 +28,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", help="see below")
-    parser.add_argument("out", nargs="?", help="the folder to make")
+    parser.add_argument("checkpoint", type=Path, help="see below")
+    parser.add_argument("out", nargs="?", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
     parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
                         help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
-    parser.add_argument("--config_from", metavar="FOLDER", help="has config.json and the tokenizer, or the adapter's")
-    parser.add_argument("--base_model", metavar="FOLDER", help="has the frozen parameters that CHECKPOINT leaves out")
+    parser.add_argument(
+        "--config_from", metavar="FOLDER", type=_folder, help="has config.json and the tokenizer, or the adapter's"
+    )
+    parser.add_argument(
+        "--base_model", metavar="FOLDER", type=_folder, help="has the frozen parameters that CHECKPOINT leaves out"
+    )
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
@@ -54,22 +58,19 @@ def run(arguments: argparse.Namespace) -> None:
         from toolkit.checkpoint.convert.describe import describe, lines
         from toolkit.checkpoint.read.open import open_checkpoint
 
-        reader = open_checkpoint(Path(arguments.checkpoint))
+        reader = open_checkpoint(arguments.checkpoint)
         as_json = arguments.json and json.dumps(describe(reader), ensure_ascii=False, indent=1, default=str)
         print(as_json or "\n".join(lines(reader)))
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
-    for line in _convert(arguments):
-        print(line)
-
-
-def _convert(arguments: argparse.Namespace) -> list[str]:
     from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
-    given |= {name: Path(given[name]) for name in ("checkpoint", "out")}
-    given |= {name: Path(model_path(given[name])) for name in ("config_from", "base_model") if given[name]}
-    return convert(ConvertSettings(**given))
+    print("\n".join(convert(ConvertSettings(**given))))
+
+
+def _folder(name: str) -> Path:
+    return Path(model_path(name))
 
 
 def parse_size(text: str) -> int:

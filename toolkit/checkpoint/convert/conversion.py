@@ -67,8 +67,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     tensors, deltas, folder = _select(settings, reader)
     if (without := unchecked([*reader.weights.values(), *tensors.values()])) and not settings.without_checksums:
         raise UserError(
-            f"{listing(without, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that damage "
-            "in it cannot be seen: convert it all the same with --without_checksums"
+            f"{listing(without, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that "
+            "damage in it cannot be seen: convert it all the same with --without_checksums"
         )
     is_adapter = lora.is_lora(reader) and not settings.merge_lora
     dtype = DTYPES[settings.dtype]

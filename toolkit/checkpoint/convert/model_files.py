@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,20 +34,15 @@ _ROWS = {
     "embeddings.token_type_embeddings.weight": "type_vocab_size",
 }
 _HEADS = ("classifier.weight", "classifier.out_proj.weight")
+_COUNT = (lambda value: type(value) is int and value >= 0, "a whole number")
+_LAYERS = (lambda value: type(value) is int and 0 <= value <= 10_000, "a whole number up to 10,000")
+_TEXTS = (lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts")
 _KINDS = {
     "model_type": (lambda value: isinstance(value, str), "a text"),
-    "architectures": (
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-        "a list of texts",
-    ),
+    "architectures": _TEXTS,
     "id2label": (lambda value: isinstance(value, dict), "a table"),
-    **dict.fromkeys(
-        ("num_labels", *_ROWS.values()), (lambda value: type(value) is int and value >= 0, "a whole number")
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layers"),
-        (lambda value: type(value) is int and 0 <= value <= 10_000, "a whole number up to 10,000"),
-    ),
+    **dict.fromkeys(("num_labels", *_ROWS.values()), _COUNT),
+    **dict.fromkeys(("num_hidden_layers", "n_layers"), _LAYERS),
 }
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
@@ -75,7 +71,11 @@ def files_beside(
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
         with (folder / name).open("xb") as file:
-            file.write(content.read_bytes() if isinstance(content, Path) else content.encode())
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                with content.open("rb") as source:
+                    shutil.copyfileobj(source, file)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -101,8 +101,8 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     if config.get("model_type") in _KNOWN:
         key = "n_layers" if config["model_type"] == "distilbert" else "num_hidden_layers"
         found = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
-        if (key in config and found != list(range(len(found)))) or len(found) != config[key]:
-            faults.add(f"{where} holds the layers {listing(found)}, and {path} has {key} = {config[key]}")
+        if (count := config.get(key)) is not None and found != list(range(count)):
+            faults.add(f"{where} holds the layers {listing(found) or 'none'}, and {path} has {key} = {count}")
         rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items()}
     if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
         labels = config.get("id2label")
@@ -110,8 +110,8 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
         heads = dict.fromkeys(_HEADS, (count, f"{count} labels"))
     for end, (wanted, said) in {**rows, **heads}.items():
         for name, shape in shapes.items():
-            if (name == end or (end in rows and name.endswith(end))) and wanted is not None and shape[0] != wanted:
-                faults.add(f"{where} has {name} with {shape[0]} rows, and {path} has {said}")
+            if (name == end or (end in rows and name.endswith(end))) and wanted is not None and shape[:1] != (wanted,):
+                faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {said}")
     if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
         faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
     if rows and heads and not any(head in shapes for head in _HEADS):
@@ -131,8 +131,8 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapp
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True
         )
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or f"it took more than {_SECONDS} s"
-        return f"not compared with the model's class: {str(said).strip().splitlines()[-1][:200]}"
+        said = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
+        return f"not compared with the model's class: {(said or str(error)).splitlines()[-1][-200:]}"
     built = json.loads(done.stdout.strip().split("\n")[-1])
     expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
     others = {*built["tied"], *tied}
@@ -142,7 +142,7 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapp
     parts = [("lacks", missing), ("has left over", over), ("has in another shape", wrong)]
     faults = [f"{what} {listing(names, 5)}" for what, names in parts if names]
     if faults:
-        raise UserError(f"against {built['class']}, which {folder.name}'s config names, the output {'; '.join(faults)}")
+        raise UserError(f"against {built['class']}, which its {CONFIG} names, the output {'; '.join(faults)}")
     return f"verified: the {len(expected)} names and shapes are those of {built['class']}"
 
 
