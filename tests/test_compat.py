@@ -17,8 +17,6 @@ from toolkit.errors import UserError
 
 # module -> what its source must still hold; imported by nobody here
 NAMES = {
-    "torch.distributed.elastic.agent.server.api": ("_exit_barrier",),
-    "torch.distributed.rendezvous": ("_create_c10d_store",),
     "torch.distributed.distributed_c10d": ("_get_default_store", "pg_map"),
     "torch.nn.modules.module": ("_non_persistent_buffers_set",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),

@@ -19,12 +19,12 @@ SCRIPT = "recipes/cls.py"
 # name -> (words before the settings, words behind them, signal, to the whole group, as a terminal or a
 # scheduler sends it; the exit code: launchers that are not ours end with their own)
 CASES: dict[str, tuple[list[str], list[str], signal.Signals, bool, int]] = {
-    "python, SIGTERM": ([sys.executable, SCRIPT], [], signal.SIGTERM, False, 0),
-    "python, SIGUSR1": ([sys.executable, SCRIPT], [], signal.SIGUSR1, False, 0),
-    "python, Ctrl-C": ([sys.executable, SCRIPT], [], signal.SIGINT, False, 0),
-    "python and a file, SIGTERM": ([sys.executable, SCRIPT], DDP, signal.SIGTERM, False, 0),
-    "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 0),
-    "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 0),
+    "python, SIGTERM": ([sys.executable, SCRIPT], [], signal.SIGTERM, False, 143),
+    "python, SIGUSR1": ([sys.executable, SCRIPT], [], signal.SIGUSR1, False, 138),
+    "python, Ctrl-C": ([sys.executable, SCRIPT], [], signal.SIGINT, False, 130),
+    "python and a file, SIGTERM": ([sys.executable, SCRIPT], DDP, signal.SIGTERM, False, 143),
+    "python and a file, SIGUSR1": ([sys.executable, SCRIPT], ZERO3, signal.SIGUSR1, False, 138),
+    "python and a file, Ctrl-C": ([sys.executable, SCRIPT], ZERO3, signal.SIGINT, True, 130),
     "python and a file, the launcher killed": ([sys.executable, SCRIPT], DDP, signal.SIGKILL, False, -9),
     "accelerate launch, SIGTERM to all": (["accelerate", "launch", SCRIPT], DDP, signal.SIGTERM, True, -15),
     "torchrun, SIGTERM": (["torchrun", "--nproc_per_node", "2", SCRIPT], [], signal.SIGTERM, False, 1),
@@ -96,7 +96,7 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
     folder = tmp_path / "run"
     command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--output_dir", str(folder)]
     returned, error, _ = interrupt(command, folder, signal.SIGTERM, False)
-    assert returned == 0, error[-3000:]
+    assert returned == 143, error[-3000:]
     done = len(losses_of(folder))
     assert 0 < done < 200
     assert f"step {done} of 200" in server.run(*settings, "--max_steps", "200", "--output_dir", folder)

@@ -141,7 +141,7 @@ class Run:
     def _stop(self) -> None:
         self._close()
         self.stopped = True
-        restarts.tell_launcher(restarts.STOPPED)
+        launch.stopped_by(self._steps.stop_signal)
         again = "the same command" + (
             "" if self.settings.training.output_dir else f" with --output_dir {self.folder.path}"
         )

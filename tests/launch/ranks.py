@@ -83,7 +83,7 @@ _RANK = """
 versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
 if "PRETENDED_HOST" in os.environ:  # a machine of its own
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]
-    rank_rendezvous.node_id = lambda: os.environ["PRETENDED_HOST"]
+    rank_rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
 def main():
     rank_rendezvous.find_ranks(settle(os.environ), "", float(os.environ["SECONDS"]))

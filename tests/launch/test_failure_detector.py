@@ -57,7 +57,7 @@ def of_machine(ended: list[Finished], ranks: range | list[int]) -> list[str]:
 @pytest.fixture(scope="module")
 def slow() -> Iterator[dict[str, Group]]:
     """Groups that wait for somebody in vain, or for nobody, while the other tests run."""
-    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._COORDINATOR_GRACE_SECONDS = 5.0"}
+    short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
         alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))

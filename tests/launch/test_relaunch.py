@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -20,18 +19,9 @@ from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORC
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.errors import UserError
 from toolkit.launch import accelerate_cli, relaunch
-from toolkit.launch.environment import TIMEOUTS, Place, ddp_seconds, place_of, rendezvous_seconds
-from toolkit.launch.network import free_port
+from toolkit.launch.environment import MARKER, TIMEOUTS, Place, ddp_seconds, place_of, rendezvous_seconds
 from toolkit.launch.nodes import RENDEZVOUS_PORT
-from toolkit.launch.relaunch import (
-    MARKER,
-    Options,
-    clean_environment,
-    plan,
-    read_config,
-    relaunch_if_requested,
-    split,
-)
+from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
 CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -44,21 +34,11 @@ def by_name(path: Path) -> str:
     return path.name
 
 
-def understood(arguments: list[str]) -> Namespace:
-    """As accelerate's own launcher reads them."""
-    return launch_command_parser().parse_args(arguments)
-
-
-def planned(path: Path | str, env: dict[str, str] | None = None, **options: str) -> tuple[Namespace, dict[str, Any]]:
-    found = plan(Options(config_file=str(path), **options), [SCRIPT, "--seed", "3"], env or {})
-    arguments = understood(found.arguments)
-    if found.nodes is None:
-        assert found.asked["num_machines"] == 1
-    else:  # the launcher is told what was found out
-        assert (found.nodes.count, found.nodes.rank) == (found.asked["num_machines"], arguments.machine_rank)
-        there = (arguments.main_process_ip, arguments.main_process_port)
-        assert (found.nodes.first, found.nodes.port) == there
-    return arguments, found.asked
+def planned(path: Path | str, **options: str) -> tuple[Namespace, dict[str, Any]]:
+    """(what accelerate's own launcher reads, what the processes are told)."""
+    words = [f"--{name}={value}" for name, value in options.items()]
+    line, requested = plan(split(["--config_file", str(path), *words])[0], [SCRIPT, "--seed", "3"], {})
+    return launch_command_parser().parse_args(line), requested
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +63,8 @@ def deepspeed_file_of(arguments: Namespace) -> str | None:
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Callable[..., Path]:
-    def write(text: str = "", name: str = "mine.yaml", **values: object) -> Path:
-        path = tmp_path / name
+    def write(text: str = "", **values: object) -> Path:
+        path = tmp_path / "mine.yaml"
         path.write_text(text or yaml.safe_dump(values), encoding="utf-8")
         return path
 
@@ -94,39 +74,40 @@ def config_file(tmp_path: Path) -> Callable[..., Path]:
 @pytest.mark.parametrize(
     ("argv", "options", "rest"),
     [
-        ([], Options(), []),
-        (["--seed", "3"], Options(), ["--seed", "3"]),
-        (["--config_file", "x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["--seed", "3"]),
-        (["a.yaml", "--config-file=x.yaml", "--seed", "3"], Options(config_file="x.yaml"), ["a.yaml", "--seed", "3"]),
+        (["a.yaml", "--config-file=x.yaml", "--seed", "3"], {"config_file": "x.yaml"}, ["a.yaml", "--seed", "3"]),
         (
             ["--num_processes", "2", "--machine_rank=1", "--main_process_ip", "h", "--main-process-port", "5"],
-            Options(num_processes="2", machine_rank="1", main_process_ip="h", main_process_port="5"),
+            {"num_processes": "2", "machine_rank": "1", "main_process_ip": "h", "main_process_port": "5"},
             [],
         ),
         (
             ["--machines", "a,b", "--max-restarts", "2", "--rendezvous_timeout=9", "--ddp-timeout", "8", "x"],
-            Options(machines="a,b", max_restarts="2", rendezvous_timeout="9", ddp_timeout="8"),
+            {"machines": "a,b", "max_restarts": "2", "rendezvous_timeout": "9", "ddp_timeout": "8"},
             ["x"],
         ),
         # deepspeed's launcher adds --local_rank; many of its scripts take a bare --deepspeed
         (
             ["--local_rank=1", "--deepspeed", "--deepspeed_config", "z.json", "--train_file", "t"],
-            Options(deepspeed_config="z.json", local_rank="1"),
+            {"deepspeed_config": "z.json", "local_rank": "1"},
             ["--train_file", "t"],
         ),
-        (["num_processes", "--train_file", "config_file"], Options(), ["num_processes", "--train_file", "config_file"]),
-        (["--config_file", "a", "--config_file", "b"], Options(config_file="b"), []),
+        (["num_processes", "--train_file", "config_file"], {}, ["num_processes", "--train_file", "config_file"]),
+        (["--config_file", "a", "--config_file", "b"], {"config_file": "b"}, []),
     ],
 )
-def test_split(argv: list[str], options: Options, rest: list[str]) -> None:
-    assert split(argv) == (options, rest)
+def test_split(argv: list[str], options: dict[str, str], rest: list[str]) -> None:
+    found, left = split(argv)
+    assert {name: value for name, value in vars(found).items() if value is not None} == options
+    assert left == rest
 
 
-@pytest.mark.parametrize("name", ["config_file", "machines", "max_restarts", "rendezvous_timeout", "ddp_timeout"])
-@pytest.mark.parametrize("argv", [["--{}"], ["--{}", "--seed"], ["--{}="]])
-def test_split_needs_a_value(argv: list[str], name: str) -> None:
-    with pytest.raises(UserError, match=f"--{name} needs a value"):
-        split([word.format(name) for word in argv])
+@pytest.mark.parametrize("argv", [["--max_restarts"], ["--ddp_timeout", "--seed"]])
+def test_split_needs_a_value(argv: list[str]) -> None:
+    with pytest.raises(UserError, match=f"{argv[0]}.*expected one argument"):
+        split(argv)
+
+
+# --- the files
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=by_name)
@@ -146,182 +127,120 @@ def test_deepspeed_files_hold_their_stage_and_leave_the_rest_to_the_settings(pat
     assert loaded["zero_optimization"]["stage"] == int(path.stem[4])
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in path.stem)
     assert ("offload_param" in loaded["zero_optimization"]) == (path.stem == "zero3_offload")
-    ours = (
-        "gradient_clipping",
-        "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-    )
+    ours = ("gradient_clipping", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
     assert {loaded[name] for name in ours} == {"auto"}
     assert not {"optimizer", "scheduler"} & set(loaded)
 
 
-def test_each_deepspeed_file_belongs_to_a_config() -> None:
-    pointed = {(read_config(path).get("deepspeed_config") or {}).get("deepspeed_config_file") for path in CONFIGS}
+def test_every_deepspeed_file_is_pointed_at() -> None:
+    sections = [yaml.safe_load(path.read_text()).get("deepspeed_config") or {} for path in CONFIGS]
+    pointed = {section.get("deepspeed_config_file") for section in sections}
     assert {f"ds_configs/{path.name}" for path in DEEPSPEED_FILES} == pointed - {None}
+
+
+# --- what is started
 
 
 @pytest.mark.parametrize("path", ONE_MACHINE, ids=by_name)
 def test_plan_of_one_machine(path: Path) -> None:
-    arguments, asked = planned(path)
-    assert arguments.config_file == str(path)
+    arguments, requested = planned(path)
+    assert (arguments.config_file, requested["config_file"]) == (str(path), str(path))
     assert (arguments.training_script, arguments.training_script_args) == (SCRIPT, ["--seed", "3"])
-    assert arguments.num_processes == (1 if path.stem == "single" else 2)
-    assert asked == {"config_file": str(path), "num_processes": arguments.num_processes, "num_machines": 1}
+    assert arguments.num_processes == requested["num_processes"] == (1 if path.stem == "single" else 2)
+    assert (requested["nodes"]["count"], requested["nodes"]["rank"]) == (1, 0)
     assert deepspeed_file_of(arguments) == (f"{path.stem}.json" if path.stem.startswith("zero") else None)
-    assert arguments.main_process_port
 
 
 @pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
-@pytest.mark.parametrize("address", ["10.0.0.7", "gpu1.cluster"])
-def test_plan_of_two_machines(path: Path, address: str) -> None:
-    options = {"main_process_ip": address, "machine_rank": "1", "num_processes": "16", "main_process_port": "1234"}
-    arguments, asked = planned(path, **options)
-    assert (arguments.main_process_ip, arguments.main_process_port) == (address, 1234)
-    assert (arguments.machine_rank, arguments.num_processes) == (1, 16)
-    assert (asked["num_processes"], asked["num_machines"]) == (16, 2)
+def test_plan_of_two_machines(path: Path) -> None:
+    options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
+    arguments, requested = planned(path, **options, main_process_port="1234")
+    assert (arguments.main_process_ip, arguments.machine_rank, arguments.num_processes) == ("gpu1.cluster", 1, 16)
+    nodes = requested["nodes"]
+    assert (nodes["count"], nodes["rank"], list(nodes["addresses"]), nodes["port"]) == (2, 1, ["gpu1.cluster"], 1234)
     stage = path.stem.partition("_")[2]
     assert deepspeed_file_of(arguments) == (f"{stage}.json" if stage else None)
     assert arguments.deepspeed_multinode_launcher == ("standard" if stage else None)  # not pdsh
 
 
-@pytest.mark.parametrize(("seen", "each"), [(0, 1), (1, 1), (8, 8)])
+def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
+    given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
+    found = accelerate_cli._of_this_node(given)
+    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", True)
+    assert found.nproc_per_node == "8"
+
+
+@pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])
 def test_without_a_number_two_machines_run_a_process_for_each_device(
     devices: Callable[[int], None], seen: int, each: int
 ) -> None:
     devices(seen)
-    arguments, asked = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
-    assert arguments.num_processes == asked["num_processes"] == 2 * each
+    arguments, requested = planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="1")
+    assert arguments.num_processes == requested["num_processes"] == 2 * each
 
 
-@pytest.mark.parametrize("name", ["machines", "main_process_ip", "machine_rank"])
-def test_options_of_several_machines_are_refused_with_a_file_for_one(name: str) -> None:
-    """Each machine would quietly train for itself."""
-    value = {"machines": f"{FIRST},{SECOND}", "main_process_ip": FIRST, "machine_rank": "1"}[name]
-    with pytest.raises(UserError, match=f"(?s)--{name}.*num_machines|num_machines.*--{name}"):
-        planned("accelerate_configs/ddp.yaml", **{name: value})
-
-
-def test_a_list_of_machines_in_a_file_that_counts_one_is_refused(config_file: Callable[..., Path]) -> None:
-    path = config_file(distributed_type="MULTI_GPU", num_processes=2, machines=[FIRST, SECOND])
-    with pytest.raises(UserError, match="num_machines"):
-        planned(path)
-
-
-@pytest.mark.parametrize(("processes", "suggested"), [("5", "4"), ("1", "2"), ("3", "2")])
-def test_processes_that_the_machines_cannot_share(processes: str, suggested: str) -> None:
-    with pytest.raises(UserError, match=f"--num_processes {suggested}$"):
-        planned(TWO_MACHINES[0], main_process_ip="h", machine_rank="0", num_processes=processes)
-
-
-@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
-def test_num_processes_overrides_the_file(name: str) -> None:
-    arguments, asked = planned(f"accelerate_configs/{name}.yaml", num_processes="7")
-    assert arguments.num_processes == asked["num_processes"] == 7
-
-
-@pytest.mark.parametrize("processes", ["0", "-2", "two", "1.5"])
-def test_numbers_of_processes_that_cannot_be(processes: str) -> None:
-    with pytest.raises(UserError, match="num_processes"):
-        planned("accelerate_configs/ddp.yaml", num_processes=processes)
-
-
-def test_several_processes_of_a_file_for_one() -> None:
-    """accelerate starts one for it."""
-    with pytest.raises(UserError, match=r"ddp\.yaml"):
-        planned("accelerate_configs/single.yaml", num_processes="2")
-
-
-@pytest.mark.parametrize("port", ["x", "99999", "-5"])
-def test_ports_that_cannot_be(port: str) -> None:
-    with pytest.raises(UserError, match=r"port"):
-        planned("accelerate_configs/ddp.yaml", main_process_port=port)
-    with pytest.raises(UserError, match=rf"main_process_port.*{port}"):
-        planned(TWO_MACHINES[0], main_process_ip=FIRST, machine_rank="0", main_process_port=port)
-
-
-def test_restarts_are_handed_on() -> None:
-    assert planned("accelerate_configs/ddp.yaml", max_restarts="3")[0].max_restarts == 3
-    two = {"main_process_ip": FIRST, "machine_rank": "0"}
-    assert planned(TWO_MACHINES[0], **two, max_restarts="3")[0].max_restarts == 3
-    assert planned("accelerate_configs/ddp.yaml")[0].max_restarts == 0
-
-
-@pytest.mark.parametrize("restarts", ["x", "1.5", "-1"])
-def test_numbers_of_restarts_that_cannot_be(restarts: str) -> None:
-    with pytest.raises(UserError, match=rf"max_restarts.*{restarts}"):
-        planned("accelerate_configs/ddp.yaml", max_restarts=restarts)
-
-
-def test_a_taken_port_is_replaced_on_one_machine_and_kept_on_two() -> None:
-    with socket.socket() as holder:
-        holder.bind(("", 0))
-        holder.listen()
-        taken = str(holder.getsockname()[1])
-        assert planned("accelerate_configs/ddp.yaml", main_process_port=taken)[0].main_process_port != int(taken)
-        options = {"main_process_ip": "h", "machine_rank": "0", "main_process_port": taken}
-        assert planned(TWO_MACHINES[0], **options)[0].main_process_port == int(taken)
-    free = str(free_port())
-    assert planned("accelerate_configs/ddp.yaml", main_process_port=free)[0].main_process_port == int(free)
-
-
-def test_files_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments, _ = planned("accelerate_configs/zero3.yaml")
-    assert arguments.config_file == str(REPOSITORY / "accelerate_configs/zero3.yaml")
-    assert arguments.deepspeed_config_file == str(REPOSITORY / "ds_configs/zero3.json")
-
-
-def test_another_deepspeed_file_goes_before_that_of_the_config() -> None:
-    arguments, _ = planned("accelerate_configs/zero2.yaml", deepspeed_config="ds_configs/zero3.json")
-    assert Path(arguments.deepspeed_config_file).name == "zero3.json"
-
-
-@pytest.mark.parametrize(("processes", "flag"), [(2, True), (3, True)])
-def test_multi_cpu_is_told_to_start_several(config_file: Callable[..., Path], processes: int, flag: bool) -> None:
-    path = config_file(distributed_type="MULTI_CPU", num_processes=processes)
-    assert planned(path)[0].multi_gpu is flag
+TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
 
 
 @pytest.mark.parametrize(
-    ("name", "part"),
+    ("path", "options", "words"),
     [
-        ("accelerate_configs/ddpp.yaml", "did you mean ddp.yaml?"),
-        ("accelerate_configs/zero2-offload.yaml", "did you mean zero2_offload.yaml?"),
-        ("zzz", "2node_zero3.yaml"),
+        # each machine would quietly train for itself
+        ("ddp", {"machines": f"{FIRST},{SECOND}"}, "(?s)num_machines.*--machines"),
+        ("ddp", {"main_process_ip": FIRST}, "(?s)num_machines.*--main_process_ip"),
+        ("ddp", {"machine_rank": "1"}, "(?s)num_machines.*--machine_rank"),
+        ("2node", {**TWO, "num_processes": "5"}, "--num_processes 4$"),
+        ("2node", {**TWO, "num_processes": "1"}, "--num_processes 2$"),
+        ("ddp", {"num_processes": "0"}, "num_processes"),
+        ("ddp", {"num_processes": "1.5"}, "num_processes"),
+        ("single", {"num_processes": "2"}, r"ddp\.yaml"),  # accelerate starts one for it
+        ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
+        ("2node", {**TWO, "main_process_port": "-5"}, "main_process_port -5"),
+        ("ddp", {"main_process_port": "x"}, "main_process_port"),
+        ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
+        ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
+        ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
+        ("zzz", {}, r"zzz.*2node_zero3\.yaml"),
+        ("ddp", {"deepspeed_config": "ds_configs/zero4.json"}, r"zero4\.json.*did you mean zero"),
     ],
 )
-def test_an_unknown_file_names_the_nearest_and_all(name: str, part: str) -> None:
-    with pytest.raises(UserError) as caught:
-        planned(name)
-    assert name in str(caught.value)
-    assert part in str(caught.value)
-
-
-def test_an_unknown_deepspeed_file(config_file: Callable[..., Path]) -> None:
-    values = {"distributed_type": "DEEPSPEED", "num_processes": 2}
-    path = config_file(**values, deepspeed_config={"deepspeed_config_file": "ds_configs/zero4.json"})
-    with pytest.raises(UserError, match=r"zero4\.json.*did you mean zero"):
-        planned(path)
+def test_what_cannot_be_meant(path: str, options: dict[str, str], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        planned(f"accelerate_configs/{path}.yaml", **options)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
+    ["- a\n", "a: [\n", "num_processes: 2\n", "distributed_type: MULTI_GPU\nnum_machines: two\n",
+     "distributed_type: MULTI_GPU\nnum_processes: 2\nmachines: [a, b]\n",
      "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: ds_configs/zero2.json\n"],
 )  # fmt: skip
-def test_files_that_are_no_accelerate_config(config_file: Callable[..., Path], text: str) -> None:
-    path = config_file(text or "\n")
+def test_files_that_are_no_accelerate_config_of_ours(config_file: Callable[..., Path], text: str) -> None:
+    path = config_file(text)
     with pytest.raises(UserError) as caught:
         planned(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
+def test_options_go_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # files are found from another folder
+    options = {"num_processes": "7", "max_restarts": "3", "deepspeed_config": "ds_configs/zero3.json"}
+    arguments, requested = planned("accelerate_configs/zero2.yaml", **options)
+    assert arguments.config_file == str(REPOSITORY / "accelerate_configs/zero2.yaml")
+    assert arguments.num_processes == requested["num_processes"] == 7
+    assert (arguments.max_restarts, deepspeed_file_of(arguments)) == (3, "zero3.json")
+
+
+def test_several_processes_on_cpus_are_told_to_accelerate(config_file: Callable[..., Path]) -> None:
+    assert planned(config_file(distributed_type="MULTI_CPU", num_processes=2))[0].multi_gpu
+
+
 def test_a_module_is_started_as_one() -> None:
-    arguments = plan(Options(config_file="accelerate_configs/ddp.yaml"), [SCRIPT, "a.csv"], {}, "toolkit").arguments
-    assert (understood(arguments).module, understood(arguments).training_script) == (True, "toolkit")
-    assert understood(arguments).training_script_args == ["a.csv"]
+    options, _ = split(["--config_file", "accelerate_configs/ddp.yaml"])
+    arguments = launch_command_parser().parse_args(plan(options, [SCRIPT, "a.csv"], {}, "toolkit")[0])
+    assert (arguments.module, arguments.training_script, arguments.training_script_args) == (True, "toolkit", ["a.csv"])
 
 
 OTHERS = {"HOME": "/h", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0", "NCCL_DEBUG": "INFO", "NODE_RANK": "1"}
@@ -346,6 +265,9 @@ def test_the_users_number_of_threads_stays(env: dict[str, str], kept: bool) -> N
     assert ("OMP_NUM_THREADS" in clean_environment(env)) is kept
 
 
+# --- the process is replaced
+
+
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[Any]:
     """What the process would have replaced itself with."""
@@ -353,19 +275,6 @@ def replaced(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[Any]:
     for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(relaunch.os, "execve", lambda *call: calls.append(call))
-    return calls
-
-
-@pytest.fixture
-def found_peers(monkeypatch: pytest.MonkeyPatch, replaced: list[Any]) -> list[Any]:
-    """What the machines would have met with; nothing has been replaced by then."""
-    calls: list[Any] = []
-
-    def meet(*call: object) -> None:
-        assert replaced == []
-        calls.append(call)
-
-    monkeypatch.setattr(relaunch, "find_peers", meet)
     return calls
 
 
@@ -377,7 +286,6 @@ def test_without_launch_options_nothing_is_replaced(replaced: list[Any]) -> None
 
 def test_a_config_replaces_the_process_with_the_launcher(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    monkeypatch.setattr(relaunch, "find_peers", lambda *_: pytest.fail("one machine meets nobody"))
     relaunch_if_requested([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
     ((_, command, env),) = replaced
     assert command[1:3] == ["-m", "toolkit.launch.accelerate_cli"]
@@ -397,64 +305,41 @@ def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], m
 
 
 def test_the_first_process_of_another_machine_starts_there(
-    replaced: list[Any], found_peers: list[Any], monkeypatch: pytest.MonkeyPatch
+    replaced: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     options = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "h", "--num_processes", "4"]
     relaunch_if_requested([SCRIPT, *options])
-    ((_, command, _),) = replaced
-    assert understood(command[3:]).machine_rank == 1
-    assert understood(command[3:]).num_processes == 4
-    assert [(machines.rank, processes) for machines, processes, *_ in found_peers] == [(1, 4)]
+    ((_, _, env),) = replaced
+    requested = json.loads(env[MARKER])
+    assert (requested["nodes"]["rank"], requested["num_processes"]) == (1, 4)
+    assert "this is machine 1" in capfd.readouterr().err
 
 
-def test_several_machines_meet_before_anything_is_started(
-    replaced: list[Any], found_peers: list[Any], devices: Callable[[int], None]
+@pytest.mark.parametrize("argument", ["--num_processes=2", "--machines=a,b", "--max_restarts=1", "--machine_rank=0"])
+def test_launch_options_without_a_config(replaced: list[Any], argument: str) -> None:
+    with pytest.raises(UserError, match=rf"{argument.partition('=')[0]} .* add --config_file"):
+        relaunch_if_requested([SCRIPT, argument])
+    assert replaced == []
+
+
+@pytest.mark.parametrize(("name", "usual"), [(rendezvous_seconds, 60), (ddp_seconds, 1800)])
+def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
+    replaced: list[Any], name: Callable[[], int], usual: int
 ) -> None:
-    devices(2)
-    options = ["--main_process_ip", FIRST, "--machine_rank", "0", "--rendezvous_timeout", "7"]
-    relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/2node.yaml", *options])
-    ((machines, processes, script, seconds),) = found_peers
-    assert (machines.count, machines.rank, machines.first, machines.port) == (2, 0, FIRST, RENDEZVOUS_PORT)
-    assert (processes, script, seconds) == (4, SCRIPT, 7)
+    option = {60: "rendezvous_timeout", 1800: "ddp_timeout"}[usual]
+    assert name() == usual
+    assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
+    assert name() == 77
+    relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((_, command, env),) = replaced
-    assert understood(command[3:]).num_processes == json.loads(env[MARKER])["num_processes"] == 4
+    assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
 
 
-@pytest.mark.parametrize("argument", [["--num_processes", "2"], ["--machines", f"{FIRST},{SECOND}"],
-                                      ["--max_restarts", "1"], ["--machine_rank=0"]])  # fmt: skip
-def test_launch_options_without_a_config(replaced: list[Any], argument: list[str]) -> None:
-    name = argument[0].partition("=")[0]
-    with pytest.raises(UserError, match=rf"{name} .* add --config_file"):
-        relaunch_if_requested([SCRIPT, *argument])
-    assert replaced == []
-
-
-SECONDS_OF = {"rendezvous_timeout": (rendezvous_seconds, 60), "ddp_timeout": (ddp_seconds, 1800)}
-
-
-@pytest.mark.parametrize("name", SECONDS_OF)
-def test_how_long_is_waited_needs_no_config(replaced: list[Any], name: str) -> None:
-    """Whatever launched the script."""
-    seconds, usual = SECONDS_OF[name]
-    assert seconds() == usual
-    assert relaunch_if_requested([SCRIPT, f"--{name}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
-    assert seconds() == 77
-    assert replaced == []
-
-
-@pytest.mark.parametrize("name", SECONDS_OF)
-def test_how_long_is_waited_reaches_the_processes_that_are_started(replaced: list[Any], name: str) -> None:
-    relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{name}=77"])
-    ((_, command, env),) = replaced
-    assert env[TIMEOUTS[name][0]] == "77"
-    assert command[-1] == SCRIPT
-
-
-@pytest.mark.parametrize("name", SECONDS_OF)
-@pytest.mark.parametrize("seconds", ["0", "-5", "x", "1.5"])
-def test_a_patience_that_cannot_be_names_its_option(replaced: list[Any], name: str, seconds: str) -> None:
+@pytest.mark.parametrize("name", TIMEOUTS)
+@pytest.mark.parametrize("seconds", ["0", "x"])
+def test_a_time_that_cannot_be_names_its_option(replaced: list[Any], name: str, seconds: str) -> None:
     with pytest.raises(UserError, match=rf"{name}.*{seconds}"):
         relaunch_if_requested([SCRIPT, f"--{name}={seconds}"])
 
@@ -469,6 +354,5 @@ def test_accelerate_reads_the_file_without_the_list_of_machines(
     (tmp_path / "copies").mkdir()
     handed = accelerate_cli._without_ours(path, tmp_path / "copies")
     assert yaml.safe_load(handed.read_text()) == values
-    assert load_config_from_file(str(handed)).num_machines == 2
     assert path.read_text() == before
     assert (handed == path) is not listed

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch import same_everywhere, wait_for_all, world
-from toolkit.launch.environment import Place
-from toolkit.launch.relaunch import MARKER
-from toolkit.launch.world import _asked_by, _check_devices, asked_for, how_launched, verify_world
+from toolkit.launch.environment import MARKER, Place
+from toolkit.launch.world import _check_devices, _requested_by, how_launched, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -45,8 +45,8 @@ ALONE = Place("python", 0, 1, 0, 1)
 def test_what_a_launchers_command_line_asks_for(
     line: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "_default_config", lambda: str(tmp_path / "none.yaml"))  # the user's own
-    found = _asked_by(line.split())
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))  # the user's own
+    found = _requested_by(line.split())
     assert (found[0] if found else None) == asked
 
 
@@ -61,29 +61,24 @@ def test_what_a_launchers_command_line_asks_for(
 def test_the_users_own_file_counts_where_nothing_is_named(
     line: str, asked: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(world, "_default_config", lambda: DDP)
-    assert _asked_by(line.split()) == asked
-
-
-def test_the_source_of_what_was_asked_is_named() -> None:
-    found = _asked_by(f"python /bin/accelerate launch --config_file {DDP} cls.py".split())
-    assert found == (2, DDP)
+    monkeypatch.setattr(config_args, "default_config_file", DDP)
+    assert _requested_by(line.split()) == asked
 
 
 def test_the_marker_of_a_relaunch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
-    assert asked_for(ALONE) == (4, "my.yaml")
+    assert requested_processes(ALONE) == (4, "my.yaml")
     assert how_launched()["config_file"] == "my.yaml"
 
 
-def test_without_a_launcher_one_process_is_asked_for(no_launcher: None) -> None:
-    assert asked_for(ALONE) == (1, "python")
+def test_without_a_launcher_one_process_is_requested_processes(no_launcher: None) -> None:
+    assert requested_processes(ALONE) == (1, "python")
     assert how_launched()["config_file"] is None
 
 
 def test_a_launchers_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MARKER, raising=False)
-    assert asked_for(Place("srun", 1, 3, 1, 3)) == (3, "srun")
+    assert requested_processes(Place("srun", 1, 3, 1, 3)) == (3, "srun")
 
 
 class _Parent:
@@ -113,7 +108,7 @@ def test_an_accelerate_launch_above_this_process_is_seen(
 
     monkeypatch.delenv(MARKER, raising=False)
     monkeypatch.setattr(world.psutil, "Process", Process)
-    assert asked_for(ALONE) == asked
+    assert requested_processes(ALONE) == asked
 
 
 @pytest.fixture
@@ -121,11 +116,11 @@ def accelerator(no_launcher: None) -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def test_a_world_that_is_the_one_asked_for(accelerator: Accelerator) -> None:
+def test_a_world_that_is_the_one_requested_processes(accelerator: Accelerator) -> None:
     verify_world(accelerator, ALONE)
 
 
-def test_a_world_that_is_not_the_one_asked_for(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_is_not_the_one_requested_processes(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     with pytest.raises(UserError, match=r"my\.yaml asks for 4 processes, and 1 joined"):
         verify_world(accelerator, ALONE)
@@ -167,6 +162,8 @@ def test_a_scheduler_that_shows_each_process_its_own_gpu(
     _check_devices(Place("srun", 0, 2, 0, 2))  # the first one sees one GPU too, and that is no fault
 
 
-def test_a_default_deepspeed_file_exists() -> None:
-    assert (REPOSITORY / world.DEFAULT_DEEPSPEED_CONFIG).is_file()
-    assert Path(world.DEFAULT_DEEPSPEED_CONFIG).stem == "zero2"
+def test_a_machine_with_gpus_may_compute_on_its_cpu(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`use_cpu: true` in the config file."""
+    gpus(1)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    _check_devices(Place("accelerate", 1, 2, 1, 2))

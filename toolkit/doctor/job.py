@@ -151,7 +151,7 @@ def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
     settings = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
     if unknown := [name for name in given if name not in settings | recipe]:
-        options = {"peers", "token", "timeout", "json", *relaunch.Options.__dataclass_fields__}
+        options = {"peers", "token", "timeout", "json", *relaunch.OPTIONS}
         listed = "; ".join(f"--{name}{did_you_mean(name, settings | options)}" for name in unknown)
         raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: {listed}")
 
@@ -171,7 +171,7 @@ def _found(name: object, script: Path | None, folder: str) -> Path | None:
 
 
 def _machines(
-    listed: str | None, options: relaunch.Options, launched: Mapping[str, Any], path: Path, env: Mapping[str, str]
+    listed: str | None, options: argparse.Namespace, launched: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Nodes | None:
     here = ", ".join(address for address in own_addresses() if not is_loopback(address)) or "none"
     if listed:

@@ -1,6 +1,6 @@
 """However a script was started: one verified process group, and one clear line when it fails."""
 
-from toolkit.launch.failure import explain_failures, run
+from toolkit.launch.failure import explain_failures, run, stopped_by
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
@@ -12,5 +12,6 @@ __all__ = [
     "run",
     "same_everywhere",
     "say",
+    "stopped_by",
     "wait_for_all",
 ]

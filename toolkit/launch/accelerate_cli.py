@@ -20,13 +20,12 @@ import psutil
 import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
-from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
+from torch.distributed import run as elastic
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
-from toolkit.launch.node_rendezvous import port_taken
-from toolkit.launch.restarts import ENDED_FILE, FINAL, STOPPED
+from toolkit.launch.restarts import ENDED_FILE
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = "600"
@@ -34,21 +33,29 @@ _SHUTDOWN_SECONDS = "600"
 
 def main() -> None:
     arguments = launch_command_parser().parse_args()
-    # The processes have waited for each other. The agents would do so once more, for five minutes, deaf to signals,
-    # where one of them was told to stop and never comes.
-    require(SimpleElasticAgent, "_exit_barrier", "torch")
-    SimpleElasticAgent._exit_barrier = lambda self: None  # type: ignore[method-assign]
+    run = require(elastic, "run", "torch")
+    elastic.run = lambda given: run(_of_this_node(given))
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # its account of which process it stops next says nothing that the failed process has not said
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    if arguments.max_restarts:  # a store that outlives an attempt would tell the next one the addresses of the last
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
         os.environ[ENDED_FILE] = str(ended)
         arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
         _launch(arguments, ended)
+
+
+def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
+    """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
+    launchers of several machines would wait for each other, deaf to signals."""
+    given.nnodes, given.node_rank, given.rdzv_endpoint = "1", 0, ""
+    given.standalone, given.local_addr = True, "127.0.0.1"  # at a port that is free
+    return given
 
 
 def _without_ours(path: Path, folder: Path) -> Path:
@@ -74,14 +81,11 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SignalException as error:
-        how = ended.read_text(encoding="ascii") if ended.exists() else ""
-        if how:  # they saved a checkpoint, or failed in a way that will not go away, and said so
-            sys.exit({STOPPED: 0, FINAL: 1}.get(how, 1))
+        if ended.exists():  # they saved a checkpoint, or failed in a way that will not go away, and said so
+            sys.exit(int(ended.read_text(encoding="ascii")))
         if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
             print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
         sys.exit(128 + error.sigval)
-    except ConnectionError:  # accelerate has looked at the port
-        sys.exit(f"error: {port_taken(int(arguments.main_process_port), 'another run took it in between')}")
     except (ValueError, AssertionError, FileNotFoundError) as error:
         sys.exit(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
 

@@ -1,28 +1,34 @@
 """JSON messages of bounded size between two processes over TCP, after each has shown that it knows the same token.
 
-Framing and the HMAC challenges are those of `multiprocessing.connection`; nothing received is unpickled or executed.
+Framing and the HMAC challenges are those of `multiprocessing.connection`: the token itself is never sent, and nothing
+received is unpickled or executed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import queue
+import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from toolkit.launch.environment import peer_seconds
 from toolkit.launch.network import address_towards
 
 MAX_BYTES = 1 << 20
-# A dead machine answers nothing: the kernel asks again on its own, whatever Python is doing.
-KEEPALIVE_IDLE_SECONDS, KEEPALIVE_EVERY_SECONDS, KEEPALIVE_COUNT = 5, 3, 3
+# Connections that have still to prove the token: of all addresses, and of one.
+MOST_GREETED, MOST_GREETED_OF_ONE = 128, 32
+# What a peer sends may reach this machine's terminal: no escape sequences, no lines of its own.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 Message = dict[str, Any]
 
 
@@ -46,16 +52,16 @@ class Channel:
     """An open connection. `with Channel(...) as channel:` closes it."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
+        self._socket = connected
         try:
             self.peer, self.own = (str(end()[0]) for end in (connected.getpeername, connected.getsockname))
             """The peer's address, and the one of this machine that the connection uses."""
-            keep_alive(connected)
+            connected.settimeout(None)
+            _keep_alive(connected, peer_seconds())
+            self._messages = Connection(connected.dup().detach())
         except OSError as error:  # the peer has hung up already
             connected.close()
             raise ClosedError(f"the other side is gone: {error.strerror or error}") from error
-        connected.settimeout(None)
-        self._messages = Connection(connected.dup().detach())
 
     def __enter__(self) -> Channel:
         return self
@@ -65,29 +71,32 @@ class Channel:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
         self.forget()
 
     def forget(self) -> None:
         """Closes this process's copy alone, for one that was forked."""
-        self.socket.close()
+        self._socket.close()
         with contextlib.suppress(OSError):
             self._messages.close()
 
     def send(self, message: Message, seconds: float = 10.0) -> None:
         """Raises ChannelError where it does not go through in time."""
-        content = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+        content = json.dumps(message).encode()
         if len(content) > MAX_BYTES:
             raise ChannelError(f"a message of {len(content)} bytes is too long ({MAX_BYTES} at most)")
         with self._within(seconds, socket.SO_SNDTIMEO):
             self._messages.send_bytes(content)
 
     def receive(self, seconds: float | None = 10.0) -> Message:
-        """Waits for ever without `seconds`. Raises ChannelError for what is not a JSON object of at most MAX_BYTES."""
+        """Waits for ever without `seconds`. Raises ChannelError for what is not a JSON object of at most MAX_BYTES.
+
+        Its texts can be printed.
+        """
         with self._within(seconds, socket.SO_RCVTIMEO):
             content = self._messages.recv_bytes(MAX_BYTES)
         try:
-            message = json.loads(content)
+            message = _printable(json.loads(content))
         except (ValueError, RecursionError) as error:
             raise ChannelError(f"{self.peer} sent something that is not JSON") from error
         if not isinstance(message, dict):
@@ -97,11 +106,10 @@ class Channel:
     def authenticate(self, token: str, seconds: float, answers: bool) -> None:
         """Both sides prove that they know the token. Raises ChannelError, and closes, where one does not."""
         steps = (deliver_challenge, answer_challenge) if answers else (answer_challenge, deliver_challenge)
-        key = token.encode(errors="replace") or b"-"
         try:
             for step in steps:
                 with self._within(seconds, socket.SO_RCVTIMEO):
-                    step(self._messages, key)
+                    step(self._messages, token.encode(errors="replace"))
         except ChannelError:
             self.close()
             raise
@@ -110,22 +118,29 @@ class Channel:
     def _within(self, seconds: float | None, option: int) -> Iterator[None]:
         """Limits each read, or write, of the kernel's; what goes wrong becomes a ChannelError."""
         try:
-            self.socket.setsockopt(socket.SOL_SOCKET, option, _time_value(seconds or 0.0))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _time_value(seconds or 0.0))
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
             raise ClosedError(f"{self.peer} closed the connection") from error
         except BlockingIOError as error:
             raise ChannelError(f"{self.peer} said nothing in time") from error
         except AuthenticationError as error:
-            raise ChannelError(
-                f"{self.peer} does not know the token that was given here: pass the same to both"
-            ) from error
+            text = "does not know the token that was given here: pass the same to both"
+            raise ChannelError(f"{self.peer} {text}") from error
         except (OSError, AssertionError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise ChannelError(f"{self.peer} is gone: {error.strerror}") from error
-            raise ChannelError(
-                f"{self.peer} sent something that is not a message of ours: another program's port?"
-            ) from error
+            text = "sent something that is not a message of ours: another program's port?"
+            raise ChannelError(f"{self.peer} {text}") from error
+
+
+def _printable(value: Any) -> Any:
+    """JSON whose texts and names a terminal can show."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub(" ", value)
+    if isinstance(value, dict):
+        return {_printable(name): _printable(held) for name, held in value.items()}
+    return [_printable(held) for held in value] if isinstance(value, list) else value
 
 
 def _time_value(seconds: float) -> bytes:
@@ -134,16 +149,17 @@ def _time_value(seconds: float) -> bytes:
     return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def keep_alive(connected: socket.socket) -> None:
-    """A peer whose machine or network is gone is noticed within 15 s, also while something is being sent."""
+def _keep_alive(connected: socket.socket, seconds: int) -> None:
+    """A peer whose machine or network is gone is noticed within `seconds`, also while something is being sent: the
+    kernel asks again on its own, whatever Python is doing."""
+    count, every = 3, max(1, seconds // 5)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    silent = KEEPALIVE_IDLE_SECONDS + KEEPALIVE_EVERY_SECONDS * KEEPALIVE_COUNT
     for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_SECONDS),
-        ("TCP_KEEPINTVL", KEEPALIVE_EVERY_SECONDS),
-        ("TCP_KEEPCNT", KEEPALIVE_COUNT),
-        ("TCP_USER_TIMEOUT", silent * 1000),
+        ("TCP_KEEPIDLE", max(1, seconds - count * every)),
+        ("TCP_KEEPINTVL", every),
+        ("TCP_KEEPCNT", count),
+        ("TCP_USER_TIMEOUT", seconds * 1000),
     ):
         if hasattr(socket, name):  # Linux has all of them
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -152,15 +168,17 @@ def keep_alive(connected: socket.socket) -> None:
 class Listener:
     """Takes connections at a port; each proves the token, and says its first message, in a thread of its own.
 
-    So one that says nothing holds nobody up.
+    So one that says nothing holds nobody up. Where `allowed` holds addresses, others are sent away unheard.
     """
 
-    def __init__(self, server: socket.socket, token: str, seconds: float = 3.0) -> None:
+    def __init__(self, server: socket.socket, token: str, allowed: Collection[str] = (), seconds: float = 3.0) -> None:
         self.refused: dict[str, str] = {}
         """Address -> why it was sent away."""
-        self._server, self._token, self._seconds = server, token, seconds
-        self._arrived: queue.Queue[tuple[Message, Channel]] = queue.Queue()
         self.closed = False
+        self._server, self._token, self._allowed, self._seconds = server, token, allowed, seconds
+        self._arrived: queue.Queue[tuple[Message, Channel]] = queue.Queue()
+        self._greeted: Counter[str] = Counter()
+        self._counting = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="listener").start()
 
     def __enter__(self) -> Listener:
@@ -196,9 +214,22 @@ class Listener:
         while not self.closed:
             try:
                 connected, (address, *_) = self._server.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(connected, address), daemon=True, name="listener").start()
+            except OSError:  # closed; or this process has too many open files
+                time.sleep(0.05)
+                continue
+            if self._allowed and address not in self._allowed:
+                self.refused[address] = "its address is not one of the machines that were named"
+                connected.close()
+            elif not self._may_greet(address):
+                connected.close()
+            else:
+                threading.Thread(target=self._greet, args=(connected, address), daemon=True, name="listener").start()
+
+    def _may_greet(self, address: str) -> bool:
+        with self._counting:
+            may = self._greeted.total() < MOST_GREETED and self._greeted[address] < MOST_GREETED_OF_ONE
+            self._greeted[address] += may
+        return may
 
     def _greet(self, connected: socket.socket, address: str) -> None:
         channel = None
@@ -210,6 +241,9 @@ class Listener:
             self.refused[address] = str(error)
             if channel is not None:
                 channel.close()
+        finally:
+            with self._counting:
+                self._greeted[address] -= 1
 
 
 def dial(address: str, port: int, token: str, seconds: float = 5.0) -> Channel:
@@ -237,13 +271,11 @@ def _unreachable(address: str, port: int, error: OSError, seconds: float) -> Unr
         return UnreachableError(address, port, "name", "no machine is known here by this name")
     if isinstance(error, ConnectionRefusedError):
         return UnreachableError(address, port, "refused", "the machine answers and nothing listens on this port")
-    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+    if isinstance(error, TimeoutError):
         return UnreachableError(address, port, "silent", f"no answer in {seconds:.0f} s")
-    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN, errno.EINVAL):
-        return UnreachableError(address, port, "no_route", f"there is no way to it from here ({error.strerror})")
-    if error.errno in (errno.EACCES, errno.EPERM):
+    if isinstance(error, PermissionError):
         return UnreachableError(address, port, "local", f"a rule of this machine forbids it ({error.strerror})")
-    return UnreachableError(address, port, "no_route", str(error.strerror or error))
+    return UnreachableError(address, port, "no_route", f"there is no way to it from here ({error.strerror or error})")
 
 
 def remedy(fault: UnreachableError) -> str:

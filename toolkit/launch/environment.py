@@ -25,9 +25,16 @@ _NAMES = {
     # SLURM_STEP_NUM_TASKS is set inside `srun` only; SLURM_NTASKS also in a plain batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+# what our own launcher was asked to start, as JSON (see `relaunch`)
+MARKER = "TOOLKIT_LAUNCH"
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
 # settings of how long is waited, whatever launched the script -> the variable that carries them, and their default
-TIMEOUTS = {"rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60), "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800)}
+TIMEOUTS = {
+    "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),
+    "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),
+    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),
+    "stop_timeout": ("TOOLKIT_STOP_TIMEOUT", 25),
+}
 
 
 @dataclass(frozen=True)
@@ -165,6 +172,16 @@ def rendezvous_seconds() -> int:
 def ddp_seconds() -> int:
     """How long a collective may take; `transformers`' default."""
     return _seconds(*TIMEOUTS["ddp_timeout"])
+
+
+def peer_seconds() -> int:
+    """How long a machine may not answer before it counts as lost."""
+    return _seconds(*TIMEOUTS["peer_timeout"])
+
+
+def stop_seconds() -> int:
+    """How long after a stop signal a step may go on that has taken less until now."""
+    return _seconds(*TIMEOUTS["stop_timeout"])
 
 
 def _seconds(variable: str, default: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import NoReturn
 from toolkit.errors import UserError
 from toolkit.launch import failure_detector
 from toolkit.launch.environment import Place, place_of
+from toolkit.launch.nodes import span_nodes
 from toolkit.launch.rank_rendezvous import tell_of_early_failure
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.restarts import give_up
@@ -36,6 +38,8 @@ _LOST_CONTACT = (
 _NEWS_SECONDS = 20.0
 
 
+_NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
+_stopped = 0
 _explain: Callable[[Exception], str | None] = lambda error: None  # noqa: E731
 
 
@@ -45,13 +49,20 @@ def explain_failures(explain: Callable[[Exception], str | None]) -> None:
     _explain = explain
 
 
+def stopped_by(number: int) -> None:
+    """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
+    global _stopped
+    _stopped = 128 + number
+
+
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
-    Exit codes: 0 done, 1 failed, 130 interrupted. `module` is the package when started by `-m`; without
+    Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. `module` is the package when started by `-m`; without
     `relaunches` the launch options are left to `main`.
     """
     try:
+        span_nodes(os.environ)
         if relaunches:
             sys.argv, options = relaunch_if_requested(sys.argv, module)
             if options.deepspeed_config:
@@ -59,50 +70,65 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
         main()
         _leave_group()
     except KeyboardInterrupt:
-        _leave("interrupted", INTERRUPTED)
+        leave("interrupted", INTERRUPTED)
     except SystemExit as leaving:
         if not leaving.code:
             _leave_group()
         elif failure_detector.current is not None:  # the others would wait for it
             code = leaving.code if isinstance(leaving.code, int) else 1
             said = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
-            _leave(said, code, said.removeprefix("error: "))
+            leave(said, code, said.removeprefix("error: "))
         raise
     except UserError as error:
-        _leave(f"error: {error}", 1, str(error), final=True)
+        leave(f"error: {error}", 1, str(error), final=True)
     except Exception as error:
         detector = failure_detector.current
         if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_NEWS_SECONDS)):
             detector.end(failure)
         message = _describe(error)
-        _leave(message, 1, message.removeprefix("error: ").strip().split("\n")[-1])
+        leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where another process has gone, or `_explain` knows better."""
+    """A traceback for our own faults; one line where `_explain` knows better."""
     if explained := _explain(error):
         return f"error: {explained}"
-    first = str(error).strip().split("\n")[0]
+    if isinstance(error, BrokenPipeError) and _no_reader():
+        return _NO_READER
+    first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if "eaddrinuse" in first.lower() or "address already in use" in first.lower():
         return (
             f"error: port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: choose another with "
             "--main_process_port (accelerate, or behind the script) or --master_port (deepspeed, torchrun)"
         )
     if _lost_contact(error):
-        return f"error: lost contact with another process, which has ended or been ended ({first[:200]})"
-    return "".join(traceback.format_exception(error)).rstrip()
+        return f"{trace}\nerror: lost contact with another process, which has ended or been ended ({first[:200]})"
+    return trace
 
 
 def _lost_contact(error: Exception) -> bool:
-    return any(words in str(error).lower() for words in _LOST_CONTACT)
+    """Of torch with another process. What a tracker or a hub loses is an OSError, or the requests of one process."""
+    several = isinstance(error, RuntimeError) and _place().world_size > 1
+    return several and any(words in str(error).lower() for words in _LOST_CONTACT)
 
 
-def _leave(message: str, code: int, short: str = "", final: bool = False) -> NoReturn:
+def _no_reader() -> bool:
+    """Whether it is standard output that nobody reads any more (`| head`)."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
+
+
+def leave(message: str, code: int, short: str = "", final: bool = False) -> NoReturn:
     """`short` is what the other nodes say of it; `final`: it would fail again.
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is no step left to finish: the launcher may end it at once
+    with contextlib.suppress(ValueError):  # not of the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left to finish: the launcher may end it at once
     detector, place = failure_detector.current, _place()
     if detector is not None:
         failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
@@ -119,11 +145,12 @@ def _leave(message: str, code: int, short: str = "", final: bool = False) -> NoR
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
         print(f"{who}{message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     if speaks and final:
         tell_of_early_failure(place, short)
     if final:
-        give_up()
+        give_up(code)
     os._exit(code)
 
 
@@ -143,9 +170,14 @@ def _leave_group() -> None:
     """
     if failure_detector.current is not None:
         failure_detector.current.wait_for_all(LAST_WAIT_SECONDS)
+    if _stopped:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
+        give_up(_stopped)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(_stopped)
+    if _stopped:
+        sys.exit(_stopped)

@@ -28,7 +28,8 @@ _HEARTBEAT_SECONDS = 2.0
 _SECOND_THOUGHT_SECONDS = 0.5
 # Waiting this long for a rank is worth a line.
 _MENTION_SECONDS = 60.0
-_COORDINATOR_GRACE_SECONDS = 15.0
+# Without a heartbeat for so long a rank is stopped, or stuck.
+_SILENCE_SECONDS = 15.0
 # How long the coordinator stays for those that have still to hear that all are done.
 _LAST_SECONDS = 5.0
 
@@ -81,7 +82,7 @@ class FailureDetector:
         self.finished = False
         """Work is done: from now on channels may close."""
         self._channels = dict(channels)
-        self._progress = {peer.rank: _Progress() for peer in peers}
+        self._progress = {number: _Progress() for number in sorted({rank, *channels})}
         self._known, self._all_done = threading.Event(), threading.Event()
         self._leaving = False  # the main thread has the last word, not one of the detector
         self._word, self._sending, self._deciding = threading.Lock(), threading.Lock(), threading.Lock()
@@ -140,9 +141,10 @@ class FailureDetector:
         if self.speaks_of(failure):
             print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
+        code = 130 if failure.kind == "interrupted" else 1
         if failure.final:
-            give_up()
-        os._exit(130 if failure.kind == "interrupted" else 1)
+            give_up(code)
+        os._exit(code)
 
     # --- who says what
 
@@ -247,33 +249,29 @@ class FailureDetector:
         return {"collectives": collectives(), "doing": what_main_thread_does()}
 
     def _beat(self) -> None:
-        timeout, mentioned = ddp_seconds(), -1
+        # rank 0 tells who does not arrive; where it is stopped itself, the others do
+        timeout, mentioned = ddp_seconds() + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
         while not self.finished:
             time.sleep(_HEARTBEAT_SECONDS)
             beat = self._heartbeat()
             self._progress[self.me.rank].update(beat["collectives"], beat["doing"])
             if self.me.rank:
                 self._send(beat)
-                self._check_coordinator(timeout)
-            else:
-                mentioned = self._check_all(timeout, mentioned)
+            mentioned = self._check(timeout, mentioned)
 
-    def _check_coordinator(self, timeout: float) -> None:
-        """Rank 0 tells who does not arrive; where it is stopped itself, nobody would."""
-        now, grace = time.monotonic(), _COORDINATOR_GRACE_SECONDS
-        if now - self._progress[self.me.rank].since > timeout + grace and now - self._progress[0].heard > grace:
-            text = f"rank 0 on {self.peers[0].host}, which does not answer, for {timeout:.0f} s"
-            self._learn(Failure(0, "late", text))
-
-    def _check_all(self, timeout: float, mentioned: int) -> int:
+    def _check(self, timeout: float, mentioned: int) -> int:
         """`mentioned`, and what is returned, is the collective of which a line has told that it is waited for."""
-        furthest = max(progress.collectives for progress in self._progress.values())
-        late = [rank for rank, progress in self._progress.items() if progress.collectives < furthest]
+        now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
+        late = [
+            rank
+            for rank, progress in self._progress.items()
+            if progress.collectives < furthest or (now - progress.heard > _SILENCE_SECONDS and rank not in self._done)
+        ]
         # nobody has moved since: neither those who wait nor those who are late
-        still = time.monotonic() - max(progress.since for progress in self._progress.values())
+        still = now - max(progress.since for progress in self._progress.values())
         if late and still > timeout and self.failure is None and not self._reports:
             self._suspect(Failure(late[0], "late", self._account(late, still)))
-        elif late and still > min(_MENTION_SECONDS, timeout / 2) and mentioned != furthest:
+        elif late and still > min(_MENTION_SECONDS, timeout / 2) and mentioned != furthest and self.me.rank == 0:
             print(f"waiting for {self._account(late, still)}", file=sys.stderr, flush=True)
             return furthest
         return mentioned

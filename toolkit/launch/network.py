@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ipaddress
-import os
 import socket
 from pathlib import Path
 
@@ -14,17 +13,9 @@ import psutil
 from toolkit.errors import UserError
 
 
-def listen(port: int, backlog: int = 64) -> socket.socket:
-    """Listens on every address of this machine. Raises OSError where the port is taken."""
-    server = socket.socket(socket.AF_INET)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        server.bind(("", port))
-        server.listen(backlog)
-    except OSError:
-        server.close()
-        raise
-    return server
+def listen(port: int, address: str = "") -> socket.socket:
+    """Listens on one address of this machine, or on all. Raises OSError where the port is taken."""
+    return socket.create_server((address, port), backlog=256)
 
 
 def free_port(wanted: int | None = None) -> int:
@@ -70,6 +61,14 @@ def addresses_of(name: str) -> list[str]:
         return []
 
 
+def address_to_listen(name: str, local: bool) -> str:
+    """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
+    is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
+    found = addresses_of(name)
+    sure = len(found) == 1 and found[0] in own_addresses() and (local or not is_loopback(found[0]))
+    return found[0] if sure else ""
+
+
 def is_own(name: str) -> bool:
     """Whether a host's name or address is this machine's."""
     own = own_addresses()
@@ -77,20 +76,17 @@ def is_own(name: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return False
 
 
 def node_id() -> str:
     """The same for all processes of one node (a machine, a container or a network namespace), and for them only."""
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
-        try:
-            parts.append(str(Path(path).readlink()) if "ns" in path else Path(path).read_text(encoding="ascii").strip())
-        except OSError:
-            parts.append(str(os.getuid()))
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+        parts.append(str(Path("/proc/self/ns/net").readlink()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.launch.environment import first_host, whole
-from toolkit.launch.network import addresses_of, check_port, is_loopback, is_own
+from toolkit.launch.environment import MARKER, first_host, whole
+from toolkit.launch.network import addresses_of, check_port, is_loopback, is_own, own_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 # Not torch's 29500: the `accelerate launch` that was typed holds that one while the file behind the script is followed.
@@ -36,6 +37,36 @@ class Nodes:
     def name_of(self, rank: int) -> str:
         """`machine 1 (10.0.0.2)`."""
         return f"machine {rank} ({self.addresses[rank]})" if rank < len(self.addresses) else f"machine {rank}"
+
+    def allowed(self) -> set[str]:
+        """The addresses that may call, where all machines are named; otherwise none stand here, and any may."""
+        found = [addresses_of(name) for name in self.addresses]
+        sure = len(found) == self.count and all(found)
+        return {*own_addresses(), *(address for known in found for address in known)} if sure else set()
+
+
+def requested_nodes(env: Mapping[str, str]) -> Nodes | None:
+    """Those that our own launcher was asked for; None under another one."""
+    found = json.loads(env.get(MARKER) or "{}").get("nodes")
+    return Nodes(**found) if found else None
+
+
+def span_nodes(env: MutableMapping[str, str]) -> None:
+    """Our own launcher starts the processes of each node as a world of its own; makes them the part of the whole they
+    are. So no launcher waits for another, and a new start of the processes needs no store of the last one's."""
+    nodes = requested_nodes(env)
+    if nodes is None or nodes.count == 1 or "LOCAL_RANK" not in env:
+        return
+    each = int(env["LOCAL_WORLD_SIZE"])
+    env.update(
+        RANK=str(nodes.rank * each + int(env["LOCAL_RANK"])),
+        WORLD_SIZE=str(nodes.count * each),
+        GROUP_RANK=str(nodes.rank),
+        GROUP_WORLD_SIZE=str(nodes.count),
+        MASTER_ADDR=nodes.first,
+        MASTER_PORT=str(nodes.port),
+    )
+    env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
 def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]) -> Nodes:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit import versions
 from toolkit.errors import UserError, listing
-from toolkit.launch import failure_detector
+from toolkit.launch import failure_detector, network
 from toolkit.launch.channel import (
     Channel,
     ChannelError,
@@ -30,16 +31,18 @@ from toolkit.launch.channel import (
     UnreachableError,
     connect,
     remedy,
+    token_or,
 )
-from toolkit.launch.environment import Place, ddp_seconds
+from toolkit.launch.environment import Place, ddp_seconds, peer_seconds
 from toolkit.launch.failure_detector import Peer
-from toolkit.launch.network import address_towards, holder_of, is_loopback, listen, node_id, own_addresses
+from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_EARLY_SECONDS = 5.0
+_EARLY_SECONDS = 20.0
+_MENTION_SECONDS = 5.0
 # Whoever keeps the store must keep it as long as the process lives.
 _kept: list[Any] = []
 
@@ -53,13 +56,10 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     if place.world_size == 1 or failure_detector.current is not None:  # a second accelerator of the same processes
         return
     _check_master(place)
-    ddp_seconds()  # the detector's threads could tell nobody that it is no number
+    ddp_seconds(), peer_seconds()  # the detector's threads could tell nobody that they are no numbers
     deadline = time.monotonic() + seconds
     store = _open_store(place, deadline, seconds)
-    me = Peer(place.rank, socket.gethostname(), node_id(), place.local_rank, os.getpid())
-    if store.add(f"claimed/{place.rank}", 1) > 1:
-        raise UserError(f"two processes say that they are rank {place.rank}, one of them here ({me.host}): "
-                        "give each its own RANK (and NODE_RANK or --machine_rank to each machine)")  # fmt: skip
+    me = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
     hello: Message = {"number": place.rank, "world_size": place.world_size, "peer": asdict(me), "failure": failure,
                       "versions": versions.comparable(script)}  # fmt: skip
     found = (_join if place.rank else _coordinate)(store, place, hello, deadline, seconds)
@@ -105,12 +105,12 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     try:
         store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
-        if not serves or not (holder := holder_of(port)):
+        if not serves or not (holder := network.holder_of(port)):
             raise
         raise UserError(
             f"port {port} of {socket.gethostname()} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
-            "over, or choose another port: --main_process_port (accelerate, or behind the script), --master_port "
-            "(deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
+            "over, or choose another port: --main_process_port (accelerate, or behind the script, on every machine), "
+            "--master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
     _kept.append(store)
     return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -118,28 +118,42 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
 
 def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
     """Until somebody listens there: torch would try for as long, and warn on every failure."""
+    mentioned, me = place.local_rank > 0, f"rank {place.rank} on {socket.gethostname()}"
     while True:
         left = deadline - time.monotonic()
         try:
             return connect(address, port, min(max(left, 1.0), 5.0)).close()
         except UnreachableError as error:
             if left > 0:
+                if not mentioned and seconds - left > _MENTION_SECONDS:
+                    print(f"{me}: rank 0 is not there yet: {error}", file=sys.stderr, flush=True)
+                    mentioned = True
                 time.sleep(0.2)
                 continue
+            hint = ""
+            if network.is_own(address) and place.local_world_size < place.world_size:
+                how = nodes.how if (nodes := requested_nodes(os.environ)) else "RANK"
+                hint = f". {address} is an address of this very machine ({how}): is it the first one?"
             raise UserError(
-                f"rank {place.rank} on {socket.gethostname()} found no rank 0 within {seconds:.0f} s: {error}. "
-                f"To do: {remedy(error)}. `toolkit doctor --peers {address},"
-                f"{address_towards(address) or 'ADDRESS_OF_THIS_MACHINE'}` on each machine finds out more"
+                f"{me} found no rank 0 within {seconds:.0f} s: {error}. To do: {remedy(error)}{hint}. "
+                f"{_doctor(address, network.address_towards(address) or 'ADDRESS_OF_THIS_MACHINE')}"
             ) from error
+
+
+def _doctor(*addresses: str) -> str:
+    """What to type where machines do not find each other."""
+    names = dict.fromkeys(addresses) if len(set(addresses)) > 1 else [addresses[0], "ADDRESS_OF_THE_OTHER"]
+    return f"`toolkit doctor --peers {shlex.quote(','.join(names))}` on each machine finds out more"
 
 
 # --- rank 0
 
 
 def _coordinate(store: Store, place: Place, hello: Message, deadline: float, seconds: float) -> Rendezvous:
-    failure, token = str(hello["failure"]), secrets.token_hex(16)
-    server = listen(0, backlog=max(64, place.world_size))
-    known = {"port": server.getsockname()[1], "token": token, "host": hello["peer"]["host"], "size": place.world_size}
+    failure, nonce, mentioned = str(hello["failure"]), secrets.token_hex(16), False
+    nodes, one_node = requested_nodes(os.environ), place.local_world_size == place.world_size
+    server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
+    known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size}
 
     def compare(hellos: Sequence[Message]) -> str:
         if failure:  # for all to hear
@@ -147,26 +161,46 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
         return _difference(hellos)
 
     def missing(absent: Sequence[int], hellos: Sequence[Message]) -> str:
-        return failure or _missing(absent, hellos, place, seconds)
+        return failure or _missing(absent, hellos, place, seconds, listener.refused)
 
-    with Listener(server, token) as listener:
+    def waiting(absent: Sequence[int], waited: float) -> str:
+        nonlocal mentioned
+        if waited > _MENTION_SECONDS and not mentioned and not failure:
+            mentioned = True
+            print(f"waiting for {_ranks(absent)}: start the same there", file=sys.stderr, flush=True)
+        return ""
+
+    with Listener(server, _key(nonce), nodes.allowed() if nodes else ()) as listener:
         store.set("coordinator", json.dumps(known))
-        found = coordinate(listener, hello, place.world_size, deadline - time.monotonic(), compare, missing)
+        left = deadline - time.monotonic()
+        found = coordinate(listener, hello, place.world_size, left, compare, missing, waiting)
         if found.fault:
             store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
     return found
 
 
+def _key(nonce: str) -> str:
+    """Whoever reaches torch's store can read the nonce; not so a $TOOLKIT_TOKEN."""
+    return f"{token_or('')} {nonce}"
+
+
 def _difference(hellos: Sequence[Message]) -> str:
     first, other = hellos[0], hellos[-1]
+    host, rank = other["peer"]["host"], other["number"]
     if other["failure"]:
         return str(other["failure"])
-    if other["world_size"] != first["world_size"]:
+    if (counts := (first["world_size"], other["world_size"])) != (counts[0], counts[0]):
         return (
-            f"rank 0 on {first['peer']['host']} counts {first['world_size']} processes and rank {other['number']} on "
-            f"{other['peer']['host']} {other['world_size']}: start all of them with the same number"
+            f"rank 0 on {first['peer']['host']} counts {counts[0]} processes and rank {rank} on {host} {counts[1]}: "
+            f"start all of them with the same number, --num_processes {min(counts)} perhaps (without it, it is the "
+            "devices that a machine sees)"
         )
-    if len(hellos) < first["world_size"]:
+    if twin := next((hello for hello in hellos[:-1] if hello["number"] == rank), None):
+        return (
+            f"two processes say that they are rank {rank}, on {twin['peer']['host']} and {host}: give each its own "
+            "RANK (and NODE_RANK or --machine_rank to each machine)"
+        )
+    if len(hellos) < counts[0]:
         return ""
     found = list(zip(_hosts(hellos), (hello["versions"] for hello in hellos), strict=True))
     if not (differences := versions.differences(found)):
@@ -183,21 +217,40 @@ def _hosts(hellos: Sequence[Message]) -> list[str]:
     return [str(named[hello["peer"]["node"]]) for hello in hellos]
 
 
-def _missing(absent: Sequence[int], hellos: Sequence[Message], place: Place, seconds: float) -> str:
+def _missing(
+    absent: Sequence[int], hellos: Sequence[Message], place: Place, seconds: float, refused: Mapping[str, str]
+) -> str:
     here: dict[str, list[int]] = {}
     for hello in sorted(hellos, key=lambda hello: int(hello["number"])):
         here.setdefault(hello["peer"]["host"], []).append(hello["number"])
     came = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in here.items())
+    first, nodes = os.environ["MASTER_ADDR"], requested_nodes(os.environ)
+    fault = (
+        f"{_ranks(absent)} of {place.world_size} did not come within {seconds:.0f} s to {first}:"
+        f"{os.environ['MASTER_PORT']} (there are {came})"
+    )
+    if nodes and not network.is_own(first):
+        own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
+        return (
+            f"{fault}: {first}, which the others call, is not an address of this machine ({own}): pass "
+            "--machine_rank here if it is another one, or --main_process_ip with an address of the first machine"
+        )
+    if refused:
+        fault += "; sent away: " + listing((f"{address} ({why})" for address, why in refused.items()), 4)
     return (
-        f"{_ranks(absent)} of {place.world_size} did not come within {seconds:.0f} s to {os.environ['MASTER_ADDR']}:"
-        f"{os.environ['MASTER_PORT']} (there are {came}): start them too, with the same number of processes in all. If "
-        "they were started, they say what they met: a firewall (`sudo ufw allow from THAT_MACHINE` here), another "
-        "address, or an error before this point. Longer: --rendezvous_timeout SECONDS"
+        f"{fault}: start them too, with the same command and number of processes. If they were started, they say what "
+        "they met: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an error before this "
+        f"point. Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
     )
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}"
+    """`rank 1 (machine 1 (10.0.0.2))`; the machines only where our own launcher knows them."""
+    text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes(os.environ)
+    if not nodes or nodes.count == 1:
+        return text
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    return f"{text} ({', '.join(dict.fromkeys(nodes.name_of(rank // each) for rank in ranks))})"
 
 
 # --- the others
@@ -227,7 +280,7 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
             raise UserError(f"{me} had reached rank 0 on {known['host']}, which has ended since")
 
     try:
-        return join(address, known["port"], known["token"], hello, left, waiting)
+        return join(address, known["port"], _key(known["nonce"]), hello, left, waiting)
     except ChannelError as error:
         todo = f". To do: {remedy(error)}" if isinstance(error, UnreachableError) else ""
         raise UserError(
@@ -243,7 +296,7 @@ def _choose_interface(peers: Sequence[Peer], channels: Mapping[int, Channel]) ->
     """
     if len({peer.node for peer in peers}) == 1:
         return
-    own = next((channel.own for channel in channels.values() if not is_loopback(channel.own)), "")
-    if interface := own_addresses().get(own):
+    own = next((channel.own for channel in channels.values() if not network.is_loopback(channel.own)), "")
+    if interface := network.own_addresses().get(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too

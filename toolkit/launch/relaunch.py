@@ -7,12 +7,15 @@ machine without reading it. Here the first process of each machine replaces itse
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,24 +23,16 @@ import yaml
 
 from toolkit.errors import UserError, did_you_mean
 from toolkit.init import templates
-from toolkit.launch.environment import TIMEOUTS, place_of, rendezvous_seconds, whole
-from toolkit.launch.network import check_port, free_port
-from toolkit.launch.node_rendezvous import find_peers
+from toolkit.launch.environment import MARKER, TIMEOUTS, place_of, whole
+from toolkit.launch.network import check_port
 from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.launch.restarts import stop_with_parent
 
-MARKER = "TOOLKIT_LAUNCH"
 DEFAULT_PORT = 29500
-_OURS = (
-    "config_file",
-    "num_processes",
-    "machine_rank",
-    "machines",
-    "main_process_ip",
-    "main_process_port",
-    "max_restarts",
-)
-_DEEPSPEED = ("deepspeed_config", "local_rank")
+_OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
+         "max_restarts")  # fmt: skip
+OPTIONS = (*_OURS, *TIMEOUTS, "deepspeed_config", "local_rank")
+"""What is read from a script's arguments before its own settings are; each takes a value."""
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|(GROUP|ROLE|TORCHELASTIC|ACCELERATE|FSDP|OMPI|PMI|PMIX|MV2|SLURM_STEP)_.*|MPI_LOCAL.*"
@@ -45,44 +40,23 @@ _INHERITED = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """The launch options found among a script's arguments."""
-
-    config_file: str | None = None
-    num_processes: str | None = None
-    machine_rank: str | None = None
-    machines: str | None = None
-    main_process_ip: str | None = None
-    main_process_port: str | None = None
-    max_restarts: str | None = None
-    rendezvous_timeout: str | None = None
-    ddp_timeout: str | None = None
-    deepspeed_config: str | None = None
-    local_rank: str | None = None
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
 
 
-def split(argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """A script's arguments -> (launch options, the rest in order). Raises UserError."""
-    found: dict[str, str] = {}
-    rest: list[str] = []
-    tokens = iter(argv)
-    for token in tokens:
-        name, equals, value = token.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if not token.startswith("--") or name not in (*_OURS, *_DEEPSPEED, *TIMEOUTS):
-            if token != "--deepspeed":  # a bare flag many DeepSpeed scripts take
-                rest.append(token)
-            continue
-        if not equals:
-            value = next(tokens, "")
-        if not value or value.startswith("--"):
-            raise UserError(f"--{name} needs a value")
-        found[name] = value
-    return Options(**found), rest
+def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """A script's arguments -> (launch options: text or None, the rest in order). Raises UserError."""
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=None)
+    for name in OPTIONS:
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
+    parser.add_argument("--deepspeed", action="store_true")  # a bare flag many DeepSpeed scripts take
+    options, rest = parser.parse_known_args(list(argv))
+    del options.deepspeed
+    return options, rest
 
 
-def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], Options]:
+def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
     """Replaces this process when a config file is given; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
@@ -92,22 +66,23 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     given = [name for name in _OURS if getattr(options, name) is not None]
     if not given:
         return [argv[0], *rest], options
-    place = place_of(os.environ)
-    if place.local_rank != 0:
+    if place_of(os.environ).local_rank != 0:
         raise SystemExit(0)  # the first process of this machine starts all that the file asks for
     if options.config_file is None:
         raise UserError(
             f"--{given[0]} says how to launch but no config file does: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
-    found = plan(options, [argv[0], *rest], os.environ, module)
-    if found.nodes is not None:
-        find_peers(found.nodes, found.asked["num_processes"], argv[0], rendezvous_seconds())
-    _replace_process(found.arguments, found.asked)
+    arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
+    nodes = requested["nodes"]
+    if nodes["count"] > 1:
+        line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
+        print(line, file=sys.stderr, flush=True)
+    _replace_process(arguments, requested)
     return None
 
 
-def _hand_down_timeouts(options: Options) -> None:
+def _hand_down_timeouts(options: argparse.Namespace) -> None:
     for name, (variable, _) in TIMEOUTS.items():
         value = getattr(options, name)
         if value is not None:
@@ -116,20 +91,10 @@ def _hand_down_timeouts(options: Options) -> None:
             os.environ[variable] = value
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be started."""
-
-    arguments: list[str]
-    """For accelerate's launcher."""
-    asked: dict[str, Any]
-    """What was asked for, to be compared with what joins."""
-    nodes: Nodes | None
-    """Where there are several."""
-
-
-def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module: str | None = None) -> Plan:
-    """Options -> what is to be started.
+def plan(
+    options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
+) -> tuple[list[str], dict[str, Any]]:
+    """Options -> (arguments for accelerate's launcher, what the processes are told was requested).
 
     Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
     """
@@ -137,11 +102,14 @@ def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module
     config = read_config(path)
     count = whole("num_machines", config.get("num_machines") or 1, path)
     processes = _processes(options, config, path, count)
-    if count == 1:
-        _refuse_without_effect(options, config, path)
-    nodes = find_nodes(vars(options), config, path, env) if count > 1 else None
-    arguments = ["--config_file", str(path), "--num_processes", str(processes)]
-    arguments += _rendezvous_options(options, config, path, nodes)
+    nodes = find_nodes(vars(options), config, path, env) if count > 1 else _this_node(options, config, path)
+    # its launcher needs no port: each starts the processes of its node, and these find each other
+    arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
+    if count > 1:
+        arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
+        if config["distributed_type"] == "DEEPSPEED":
+            # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
+            arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
         if whole("max_restarts", options.max_restarts) < 0:
             raise UserError(f"--max_restarts {options.max_restarts}: it is a number of new starts, 0 or more")
@@ -149,20 +117,19 @@ def plan(options: Options, script: Sequence[str], env: Mapping[str, str], module
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
         raise UserError(f"{path}: deepspeed_config holds lines of its own: `deepspeed_config_file: {section}` below it")
-    deepspeed_file = section.get("deepspeed_config_file")
-    if options.deepspeed_config or deepspeed_file:
-        wanted = str(options.deepspeed_config or deepspeed_file)
-        arguments += ["--deepspeed_config_file", str(find_file(wanted, script[0], "ds_configs"))]
+    if wanted := options.deepspeed_config or section.get("deepspeed_config_file"):
+        arguments += ["--deepspeed_config_file", str(find_file(str(wanted), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
     if module:
         arguments.append("--module")
-    asked = {"config_file": str(path), "num_processes": processes, "num_machines": count}
-    return Plan([*arguments, module or script[0], *script[1:]], asked, nodes)
+    requested = {"config_file": str(path), "num_processes": processes, "nodes": asdict(nodes),
+                 "started": time.strftime("%Y%m%d-%H%M%S")}  # fmt: skip
+    return [*arguments, module or script[0], *script[1:]], requested
 
 
-def _refuse_without_effect(options: Options, config: Mapping[str, Any], path: Path) -> None:
-    """What is only for several machines is not ignored in silence."""
+def _this_node(options: argparse.Namespace, config: Mapping[str, Any], path: Path) -> Nodes:
+    """Of a run on one machine. What is only for several is not ignored in silence."""
     given = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if getattr(options, name)]
     if config.get("machines"):
         given.append("its list of machines")
@@ -171,9 +138,12 @@ def _refuse_without_effect(options: Options, config: Mapping[str, Any], path: Pa
             f"{path} is for one machine (num_machines), where {given[0]} would have no effect: use "
             "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
         )
+    wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
+    port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
+    return Nodes(1, 0, "", ("127.0.0.1",), port)
 
 
-def _processes(options: Options, config: Mapping[str, Any], path: Path, machines: int) -> int:
+def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
     """Over all machines; on several, without a number, as many on each as this one has devices."""
     wanted = options.num_processes or config.get("num_processes")
     if wanted is None:
@@ -196,21 +166,6 @@ def _devices() -> int:
     import torch
 
     return torch.accelerator.device_count() or 1
-
-
-def _rendezvous_options(options: Options, config: Mapping[str, Any], path: Path, nodes: Nodes | None) -> list[str]:
-    if nodes is None:
-        wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
-        port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
-        return ["--main_process_port", str(free_port(port))]
-    # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
-    standard = ["--deepspeed_multinode_launcher", "standard"] if config["distributed_type"] == "DEEPSPEED" else []
-    return [
-        *standard,
-        *("--main_process_ip", nodes.first),
-        *("--main_process_port", str(nodes.port)),
-        *("--machine_rank", str(nodes.rank)),
-    ]
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -250,9 +205,9 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _replace_process(arguments: Sequence[str], asked: Mapping[str, Any]) -> NoReturn:
+def _replace_process(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
     env = clean_environment(os.environ)
-    env[MARKER] = json.dumps(dict(asked))
+    env[MARKER] = json.dumps(requested)
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     if place_of(os.environ).launcher in ("accelerate", "torchrun"):

@@ -19,6 +19,7 @@ from toolkit.launch.channel import Channel, ChannelError, Listener, Message, Unr
 VERDICT_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
 
 
 @dataclass
@@ -44,15 +45,14 @@ class Rendezvous:
 
         Who does not answer within `seconds` is left out, then and later; without the coordinator this one is alone.
         """
-        deadline = time.monotonic() + seconds
-        heard = {} if 0 in self.channels else {0: message}
         if 0 in self.channels:
             self._try(0, lambda channel: channel.send(message))
             answer = self._try(0, lambda channel: channel.receive(seconds + VERDICT_SECONDS)) or {}
             return {int(number): said for number, said in answer.items()}
+        deadline = time.monotonic() + seconds
+        heard = {0: message}
         for number in list(self.channels):
-            left = max(0.1, deadline - time.monotonic())
-            said = self._try(number, lambda channel, left=left: channel.receive(left))  # type: ignore[misc]
+            said = self._try(number, lambda channel: channel.receive(max(0.1, deadline - time.monotonic())))
             if said is not None:
                 heard[number] = said
         for number in list(self.channels):
@@ -90,15 +90,18 @@ def coordinate(
             found.fault = waiting(absent, time.monotonic() - started)
             continue
         said, channel = arrived
-        number = said.get("number")
-        if not isinstance(number, int) or said.get("id") == hello["id"]:
-            channel.close()  # a stranger; or this one itself, by an address that is translated on the way
+        try:
+            if said["id"] == hello["id"]:  # this one itself, by an address that is translated on the way
+                raise ValueError
+            said = {**said, "number": int(said["number"]), "address": channel.peer}
+            found.fault = compare([*came, said])
+        except _UNREADABLE:  # a stranger
+            channel.close()
             continue
-        came.append({**said, "address": channel.peer})
+        came.append(said)
         channels.append(channel)
-        found.fault = compare(came)
-        found.hellos.setdefault(number, came[-1])
-        found.channels.setdefault(number, channel)
+        found.hellos.setdefault(said["number"], said)
+        found.channels.setdefault(said["number"], channel)
     if absent := [number for number in range(size) if number not in found.hellos]:
         found.fault = found.fault or missing(absent, came)
     found.hellos = dict(sorted(found.hellos.items()))
@@ -116,7 +119,7 @@ def join(
     token: str,
     hello: Message,
     seconds: float,
-    waiting: Callable[[ChannelError, float], None] = lambda trouble, waited: None,
+    waiting: Callable[[ChannelError, float], object] = lambda trouble, waited: None,
     listener: Listener | None = None,
 ) -> Rendezvous:
     """A peer's part: dials the coordinator until it answers, and waits for its verdict.
@@ -124,6 +127,7 @@ def join(
     With a `listener` the coordinator may be the one that gets through (see `call_peer`). `waiting` is called with
     what was met and the seconds since the start. Raises ChannelError after `seconds`, with what says most.
     """
+    hello = {"id": secrets.token_hex(8), **hello}
     started, trouble = time.monotonic(), None
     while trouble is None or started + seconds > time.monotonic():
         try:
@@ -148,10 +152,11 @@ def _verdict(channel: Channel, hello: Message, seconds: float) -> Rendezvous:
         verdict = channel.receive(seconds + VERDICT_SECONDS)  # the coordinator may have come just now
         hellos = {int(number): dict(said) for number, said in dict(verdict["hellos"]).items()}
         return Rendezvous(hellos, {0: channel}, str(verdict["fault"]))
-    except (ChannelError, KeyError, TypeError, ValueError) as error:
+    except ChannelError:
         channel.close()
-        if isinstance(error, ChannelError):
-            raise
+        raise
+    except _UNREADABLE as error:
+        channel.close()
         raise ChannelError(f"{channel.peer} sent no verdict: it runs another version of this toolkit") from error
 
 

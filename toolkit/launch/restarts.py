@@ -1,4 +1,4 @@
-"""Launchers that start failed processes again (`--max_restarts`): what those must know of the first attempt.
+"""What a process tells the launcher that started it, and knows of earlier attempts (`--max_restarts`).
 
 torchrun, and `accelerate launch` through it, start all processes of a machine again when one has failed.
 """
@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
 import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from toolkit.compat import require
-
-# Names the file by which a run tells our launcher how it ended: in good order, or for a reason that will not go away.
+# Names the file in which a run leaves its exit code for our own launcher, where it is not to be started again.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
-STOPPED, FINAL = "stopped", "final"
-_PREFIX = "toolkit/remembered"
 
 
 def attempt() -> int:
@@ -31,14 +24,6 @@ def attempt() -> int:
 def most_restarts() -> int:
     """What --max_restarts says."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
-
-
-def tell_launcher(how: str) -> None:
-    """Leaves word for our own launcher, where that started this process."""
-    path = os.environ.get(ENDED_FILE)
-    if path:
-        with contextlib.suppress(OSError):
-            Path(path).write_text(how, encoding="ascii")
 
 
 def end_with_launcher() -> None:
@@ -55,46 +40,11 @@ def stop_with_parent() -> None:
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def separate_attempts() -> None:
-    """Gives the process group of each attempt names of its own in the launcher's store, which outlives them: a process
-    that is early would find where another one listened the last time. (torch relies on a new store for each.)"""
-    if not attempt():
-        return
-    from torch.distributed import PrefixStore
-
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # the attribute is a function
-    make_store = require(rendezvous, "_create_c10d_store", "torch")
-    prefix = f"toolkit/attempt/{attempt()}"
-    rendezvous._create_c10d_store = lambda *given, **named: PrefixStore(prefix, make_store(*given, **named))
-
-
-def give_up() -> None:
-    """Lets our launcher end instead of starting again what will fail again: a setting, a file, another version."""
-    if ENDED_FILE in os.environ and attempt() < most_restarts() and os.getppid() != 1:
-        tell_launcher(FINAL)
+def give_up(code: int) -> None:
+    """Lets the launcher end, with this exit code where it is ours, instead of starting again what was stopped or would
+    fail again: a setting, a file, another version."""
+    if path := os.environ.get(ENDED_FILE):
+        with contextlib.suppress(OSError):
+            Path(path).write_text(str(code), encoding="ascii")
+    if attempt() < most_restarts() and os.getppid() != 1:
         os.kill(os.getppid(), signal.SIGTERM)
-
-
-def remember(name: str, value: str) -> None:
-    """For the attempts after this one; nothing where the launcher keeps nothing."""
-    store = _agents_store()
-    if store is not None:
-        store.set(f"{_PREFIX}/{name}", value)
-
-
-def remembered(name: str) -> str | None:
-    """What an earlier attempt remembered."""
-    store = _agents_store() if attempt() else None
-    if store is None or not store.check([f"{_PREFIX}/{name}"]):
-        return None
-    return str(store.get(f"{_PREFIX}/{name}").decode())
-
-
-def _agents_store():  # type: ignore[no-untyped-def]
-    """The launcher's own store, which outlives its processes; None where it has none."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not most_restarts():
-        return None
-    from torch.distributed import TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, None, False, timedelta(seconds=30), wait_for_workers=False)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import Any
+
+from toolkit.launch import failure_detector
+from toolkit.launch.environment import stop_seconds
+from toolkit.launch.failure import leave
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
@@ -44,19 +50,27 @@ def raise_if_requested(accelerator: Any) -> None:
 class StopSignals:
     """`with StopSignals() as signals: ...`: inside, such a signal only sets `signals.requested`.
 
-    Ctrl-C again, after three seconds, interrupts at once.
+    Ctrl-C again, after three seconds, interrupts at once. Where the main thread then stands still for --stop_timeout
+    seconds, and for twice as long as any step has taken, it hangs (in a collective, say), and the process ends.
     """
 
     def __init__(self, speaks: bool) -> None:
-        self.requested = 0
-        """The signal's number; 0 as long as none has come."""
-        self._speaks = speaks
-        self._since = 0.0
+        self._number, self._speaks, self._longest = 0, speaks, 0.0
+        self._since = self._read = time.monotonic()
+        self._left = threading.Event()
         self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> int:
+        """The signal's number; 0 as long as none has come. Read once a step, it also tells how long one takes."""
+        self._longest, self._read = max(self._longest, time.monotonic() - self._read), time.monotonic()
+        return self._number
 
     def __enter__(self) -> StopSignals:
         global _kept_by
         _kept_by = self
+        self._read = time.monotonic()
+        self._left.clear()
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
         return self
@@ -64,15 +78,33 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         global _kept_by
         _kept_by = None
+        self._left.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.requested:
-            self.requested, self._since = number, now
+        if not self._number:
+            self._number, self._since = number, now
+            threading.Thread(target=self._end_where_it_hangs, daemon=True, name="stop").start()
             if self._speaks:  # os.write: a handler may not wait for a stream's lock
                 line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
                 os.write(2, line.encode())
         elif number == signal.SIGINT and now - self._since > SAME_SECONDS:
             raise KeyboardInterrupt
+
+    def _end_where_it_hangs(self) -> None:
+        limit, since = max(float(stop_seconds()), 2 * self._longest), time.monotonic()
+        seen: list[tuple[str, int | None]] = []
+        while not self._left.wait(0.5):
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
+            saves = any("/toolkit/checkpoint/" in file for file, _ in stack)  # a large file takes its time
+            if stack != seen or saves:
+                seen, since = stack, time.monotonic()
+            elif time.monotonic() - since > limit:
+                doing, name = failure_detector.what_main_thread_does(), signal.Signals(self._number).name
+                text = (
+                    f"{name} came, and for {limit:.0f} s nothing has moved at {doing}: ended without a new checkpoint"
+                )
+                leave(f"error: {text} (longer: --stop_timeout SECONDS)", 128 + self._number, text, final=True)

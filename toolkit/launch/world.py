@@ -25,9 +25,10 @@ from toolkit.errors import UserError
 from toolkit.launch.environment import Place, ddp_seconds, rendezvous_seconds, settle
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.network import free_port
+from toolkit.launch.nodes import span_nodes
 from toolkit.launch.rank_rendezvous import find_ranks
 from toolkit.launch.relaunch import MARKER, find_file, read_config
-from toolkit.launch.restarts import end_with_launcher, separate_attempts
+from toolkit.launch.restarts import end_with_launcher
 from toolkit.versions import differences
 
 if TYPE_CHECKING:
@@ -44,16 +45,16 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
     """
     end_with_launcher()
+    span_nodes(os.environ)
     place = settle(os.environ)
     _check_devices(place)
     import torch  # after the environment is settled: torch reads OMP_NUM_THREADS on import
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    on_cpu = not torch.accelerator.is_available()
+    on_cpu = _flag("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
-    separate_attempts()
     find_ranks(place, sys.argv[0], rendezvous_seconds())
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
@@ -87,84 +88,69 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
 
 
 def verify_world(accelerator: Accelerator, place: Place) -> None:
-    """Compares the processes asked for, announced by the launcher, and found by an all-reduce."""
+    """Compares the processes requested, announced by the launcher, and found by an all-reduce."""
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
     found = int(accelerator.reduce(ones, reduction="sum").item())
-    asked, source = asked_for(place)
-    if asked == found == accelerator.num_processes:
+    wanted, source = requested_processes(place)
+    if wanted == found == accelerator.num_processes:
         return
     raise UserError(
-        f"{source} asks for {asked} processes, and {found} joined (this one counts "
+        f"{source} asks for {wanted} processes, and {found} joined (this one counts "
         f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
-        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {asked}`"
+        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {wanted}`"
     )
 
 
-def asked_for(place: Place) -> tuple[int, str]:
-    """How many processes were asked for, and by what."""
-    marker = os.environ.get(MARKER)
-    if marker:
-        asked = json.loads(marker)
-        return int(asked["num_processes"]), str(asked["config_file"])
+def requested_processes(place: Place) -> tuple[int, str]:
+    """How many processes were requested, and by what."""
+    if marker := os.environ.get(MARKER):
+        requested = json.loads(marker)
+        return int(requested["num_processes"]), str(requested["config_file"])
     if place.world_size == 1:
-        by_parent = _asked_of_parent()
-        if by_parent is not None:
-            return by_parent
+        with contextlib.suppress(psutil.Error):
+            for parent in psutil.Process().parents()[:3]:
+                if found := _requested_by(parent.cmdline()):
+                    return found
     return place.world_size, place.launcher
 
 
-def how_launched() -> dict[str, Any]:
-    """For config.json: the launcher, its config file and the command line."""
-    marker = json.loads(os.environ.get(MARKER, "{}"))
-    return {"config_file": marker.get("config_file"), "command": shlex.join(sys.argv)}
+def _requested_by(line: list[str]) -> tuple[int, str] | None:
+    """What a command line that is an `accelerate launch` was given, by its own reading: it can start one process for a
+    file that says many (MULTI_CPU), and says nothing."""
+    names = [Path(word).name for word in line[:4]]
+    start = next((i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")), None)
+    if start is None and "accelerate.commands.launch" in line[:4]:
+        start = line.index("accelerate.commands.launch")
+    if start is None or not any("accelerate" in word for word in line[: start + 1]):
+        return None
+    from accelerate.commands.config import config_args
+    from accelerate.commands.launch import launch_command_parser
 
-
-def _asked_of_parent() -> tuple[int, str] | None:
-    """What an `accelerate launch` above this process was given: it can start one process for a file
-    that says many (MULTI_CPU), and says nothing."""
-    with contextlib.suppress(psutil.Error):
-        for parent in psutil.Process().parents()[:3]:
-            line = parent.cmdline()
-            names = [Path(word).name for word in line]
-            if "launch" not in names and "accelerate-launch" not in names and "launch.py" not in names:
-                continue
-            if not any("accelerate" in word for word in line):
-                continue
-            return _asked_by(line)
-    return None
-
-
-def _asked_by(line: list[str]) -> tuple[int, str] | None:
-    """Reads `--num_processes` and `--config_file` before the script of a launcher's command line."""
-    script = next((i for i, word in enumerate(line) if i > 1 and word.endswith(".py") and "launch" not in word), None)
-    options: dict[str, str] = {}
-    for word, following in zip(line[:script], [*line[1:script], ""], strict=False):
-        name, equals, value = word.partition("=")
-        if name in ("--num_processes", "--num-processes", "--config_file", "--config-file"):
-            options[name[2:].replace("-", "_")] = value if equals else following
-    with contextlib.suppress(UserError, ValueError):
-        if "num_processes" in options:
-            return int(options["num_processes"]), "accelerate launch --num_processes"
+    with contextlib.suppress(SystemExit, ValueError, OSError, KeyError):
+        given = launch_command_parser().parse_args(line[start + 1 :])
+        if given.num_processes is not None:
+            return given.num_processes, "accelerate launch --num_processes"
         # without a file `accelerate launch` takes the user's own, silently
-        file = Path(options.get("config_file") or _default_config())
-        count = read_config(file).get("num_processes") if file.is_file() else None
-        return (int(count), str(file)) if count else None
+        file = given.config_file or config_args.default_config_file
+        if Path(file).is_file():
+            return int(read_config(Path(file))["num_processes"]), str(file)
     return None
 
 
-def _default_config() -> str:
-    from accelerate.commands.config.config_args import default_config_file
-
-    return str(default_config_file)
+def how_launched() -> dict[str, Any]:
+    """For config.json: the launcher's config file, when it was started, and the command line."""
+    requested = json.loads(os.environ.get(MARKER, "{}"))
+    command = shlex.join(sys.argv)
+    return {"config_file": requested.get("config_file"), "started": requested.get("started"), "command": command}
 
 
 def _check_devices(place: Place) -> None:
     """More processes than GPUs on this machine is an error here, not a CUDA traceback later."""
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or _flag("ACCELERATE_USE_CPU"):
         return
     devices = torch.cuda.device_count()
     if devices == 1 and place.launcher in ("srun", "mpirun", "mpiexec"):
@@ -178,21 +164,17 @@ def _check_devices(place: Place) -> None:
 
 def _deepspeed_plugin(place: Place) -> Any:
     """DeepSpeed's launcher starts the script without telling Accelerate: tell it."""
-    asked = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
-    if _flag("ACCELERATE_USE_DEEPSPEED"):
+    given = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not given):
         return None
-    if place.launcher != "deepspeed" and not asked:
-        return None
-    path = find_file(asked or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+    path = find_file(given or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
     # Accelerate opens the group through DeepSpeed only where this variable says so
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in alone.items():
-        os.environ.setdefault(name, value)
-    if "MASTER_PORT" not in os.environ:
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ.setdefault(name, str(value))
     return DeepSpeedPlugin(hf_ds_config=str(path))
 
 
@@ -204,9 +186,9 @@ def _use_cpu_well(place: Place) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    asked = int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
+    given = int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
     # launchers set OMP_NUM_THREADS=1 for several processes, however many cores there are
-    threads = asked if asked > 1 else max(1, cores // place.local_world_size)
+    threads = given if given > 1 else max(1, cores // place.local_world_size)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
@@ -250,18 +232,15 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
     store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
     keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
     store.set(keys[accelerator.process_index], "here")
-    started, said = time.monotonic(), time.monotonic()
-    missing = list(keys)
-    while missing:
-        missing = [rank for rank in missing if not store.check([keys[rank]])]
+    started = said = time.monotonic()
+    while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         now = time.monotonic()
-        if missing and now - started > patience_seconds:
+        if now - started > patience_seconds:
             raise UserError(f"waiting for {what}: ranks {missing} did not finish in {patience_seconds:.0f} s")
-        if missing and now - said > 60:
+        if now - said > 60:
             said = now
             say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
-        if missing:
-            time.sleep(min(0.5, 0.01 + (now - started) / 10))
+        time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
 
 def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, Any]) -> None:

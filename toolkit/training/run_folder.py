@@ -65,11 +65,15 @@ def _open_folder(
         raise UserError(
             "--max_restarts goes on from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
         )
-    output_dir, stamp = settings.output_dir or restarts.remembered("output_dir"), time.strftime("%Y%m%d-%H%M%S")
-    path = Path(output_dir) if output_dir else _unused(Path("runs") / f"{recipe}-{stamp}")
+    started = launch.how_launched()["started"]  # before all attempts
+    if restarts.most_restarts() and not settings.output_dir and not started:
+        raise UserError("--max_restarts of torchrun: pass --output_dir, where the next attempt finds the checkpoints")
+    stamp = started or time.strftime("%Y%m%d-%H%M%S")
+    path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
+    if not settings.output_dir and not restarts.attempt():
+        path = _unused(path)
     if restarts.attempt() and complete(path / "checkpoints"):  # of the attempt before, which goes before what was asked
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
-    restarts.remember("output_dir", str(path))
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
