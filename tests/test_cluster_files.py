@@ -38,10 +38,10 @@ STUB = """#!/bin/bash
 echo "$(basename "$0") $*" >> {log}
 for word in "$@"; do case "$last" in --output_dir) folder=$word;; esac; last=$word; done
 touch {folder}/here
-trap 'exit 0' USR1
+trap 'exit 138' USR1
 case {what} in
     waits) for _ in $(seq 200); do sleep 0.1; done;;
-    finishes) mkdir -p "$folder"; sleep 0.1; touch "$folder/report.html";;
+    stops) exit 143;;
     fails) exit 3;;
 esac
 """
