@@ -186,7 +186,7 @@ def error_of(finished: Finished) -> str:
 def test_the_first_machine_alone_names_the_missing_one(hosts: TwoHosts) -> None:
     started = time.monotonic()
     words = error_of(hosts.run("a", [*WORKER, *FIRST, *SHORT], SECONDS))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
     assert "rank 1 (machine 1) of 2 did not come within 6 s to 10.77.0.1:29600" in words
     assert "with the same command" in words
     assert "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER" in words
@@ -248,7 +248,7 @@ def test_machines_that_ask_for_different_things(what: str, hosts: TwoHosts) -> N
     first, second, expected = DISAGREE[what]
     started = time.monotonic()
     done = hosts.run_both({"a": [*WORKER, *FIRST, *first], "b": [*WORKER, *FIRST, *second]}, SECONDS)
-    assert time.monotonic() - started < 40  # not the 60 s of a machine that does not come
+    assert time.monotonic() - started < 55  # not the 60 s of a machine that does not come
     for host in ("a", "b"):
         assert expected in error_of(done[host])
 
