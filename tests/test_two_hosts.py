@@ -239,7 +239,11 @@ def test_a_placeholder_names_the_line_and_the_setting(hosts: TwoHosts) -> None:
 
 DISAGREE = {
     "numbers of processes": (["--num_processes", "2"], ["--num_processes", "4"], "same number, --num_processes 2"),
-    "one number for both": (["--machine_rank", "0", *SHORT], ["--machine_rank", "0", *SHORT], "did not come within 6 s"),
+    "one number for both": (
+        ["--machine_rank", "0", *SHORT],
+        ["--machine_rank", "0", *SHORT],
+        "did not come within 6 s",
+    ),
 }
 
 

@@ -116,11 +116,11 @@ def accelerator(no_launcher: None) -> Accelerator:
     return Accelerator(cpu=True)
 
 
-def test_a_world_that_is_the_one_requested_processes(accelerator: Accelerator) -> None:
+def test_a_world_that_is_the_one_requested(accelerator: Accelerator) -> None:
     verify_world(accelerator, ALONE)
 
 
-def test_a_world_that_is_not_the_one_requested_processes(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
     with pytest.raises(UserError, match=r"my\.yaml asks for 4 processes, and 1 joined"):
         verify_world(accelerator, ALONE)
@@ -162,7 +162,7 @@ def test_a_scheduler_that_shows_each_process_its_own_gpu(
     _check_devices(Place("srun", 0, 2, 0, 2))  # the first one sees one GPU too, and that is no fault
 
 
-def test_a_machine_with_gpus_may_compute_on_its_cpu(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_do_not_count_on_the_cpu(gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """`use_cpu: true` in the config file."""
     gpus(1)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")

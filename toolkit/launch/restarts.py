@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
 from pathlib import Path
+
+from toolkit.launch.environment import MARKER
 
 # Names the file in which a run leaves its exit code for our own launcher, where it is not to be started again.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
@@ -24,6 +27,11 @@ def attempt() -> int:
 def most_restarts() -> int:
     """What --max_restarts says."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
+def started() -> str | None:
+    """When our own launcher was, before all attempts: `20260701-120000`."""
+    return dict(json.loads(os.environ.get(MARKER) or "{}")).get("started")
 
 
 def end_with_launcher() -> None:

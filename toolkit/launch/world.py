@@ -140,10 +140,9 @@ def _requested_by(line: list[str]) -> tuple[int, str] | None:
 
 
 def how_launched() -> dict[str, Any]:
-    """For config.json: the launcher's config file, when it was started, and the command line."""
+    """For config.json: the launcher's config file and the command line."""
     requested = json.loads(os.environ.get(MARKER, "{}"))
-    command = shlex.join(sys.argv)
-    return {"config_file": requested.get("config_file"), "started": requested.get("started"), "command": command}
+    return {"config_file": requested.get("config_file"), "command": shlex.join(sys.argv)}
 
 
 def _check_devices(place: Place) -> None:

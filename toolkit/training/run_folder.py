@@ -65,7 +65,7 @@ def _open_folder(
         raise UserError(
             "--max_restarts goes on from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
         )
-    started = launch.how_launched()["started"]  # before all attempts
+    started = restarts.started()
     if restarts.most_restarts() and not settings.output_dir and not started:
         raise UserError("--max_restarts of torchrun: pass --output_dir, where the next attempt finds the checkpoints")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
