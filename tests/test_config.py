@@ -158,6 +158,12 @@ def test_wrong_values_in_the_file(yaml_file: Callable[..., str], line: str) -> N
     assert f"--{line.split(':')[0]}" in fault_of([yaml_file(line)])
 
 
+@pytest.mark.parametrize("value", [r"a\0b", r"\ud800"])
+def test_characters_that_nothing_can_be_written_with(yaml_file: Callable[..., str], value: str) -> None:
+    assert "--text_column" in fault_of([yaml_file(f'text_column: "{value}"')])
+    assert "--train_file" in fault_of(["--train_file", "\udcff.csv"])
+
+
 def test_a_name_given_twice_in_the_file_is_a_fault(yaml_file: Callable[..., str]) -> None:
     assert "seed" in fault_of([yaml_file("seed: 1\nmax_length: 8\nseed: 2\n")])
 
@@ -169,6 +175,9 @@ def test_a_name_given_twice_in_the_file_is_a_fault(yaml_file: Callable[..., str]
         ("hello", "holds a str"),
         ("a: [\n", "not valid YAML"),
         ("a: b: c\n", "not valid YAML"),
+        ("seed: 1\0\n", "not valid YAML"),
+        ("a: &x [1, 1]\nb: &y [*x, *x]\nc: [*y, *y]\n", "aliases (*x) are not read"),
+        ("a: " + 10_000 * "[", "not valid YAML"),
     ],
 )
 def test_files_that_are_not_settings(yaml_file: Callable[..., str], text: str, part: str) -> None:
@@ -288,14 +297,26 @@ def test_every_field_is_described(section: type) -> None:
     assert section.__doc__
 
 
-def test_help_lists_every_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--help", "--help_all"])
+def test_help_has_the_first_settings_or_all(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        parse(TaskSettings, ["--help"], description="The recipe.")
+        parse(TaskSettings, ["--seed", "1", option], description="The recipe.")
     shown = capsys.readouterr().out
     assert left.value.code == 0
     assert "The recipe." in shown
-    assert [name for name in ALL_NAMES if f"--{name} " not in shown] == []
-    assert "--config_file" in shown
+    listed = re.findall(r"^  --(\w+) ", shown, re.M)
+    assert len(listed) == (15 if option == "--help" else len(ALL_NAMES))
+    assert listed == [name for name in ALL_NAMES if name in listed]
+    assert "--mixed_precision no|bf16|fp16\n" in shown
+    assert "  --learning_rate NUMBER      The peak learning rate of AdamW. [5e-05]" in shown
+    for part in ("--config_file", "VALUE"):
+        assert (part in shown) == (part == "--config_file")
+
+
+def test_an_inherited_setting_that_was_changed_shows_its_own_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(LongTaskSettings, ["--help_all"])
+    assert "fewer samples where texts are long. [16384]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_run_contract_names_exist() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_parser(commands)
     cache.add_parser(commands)
     _add_predict(commands)
-    commands.add_parser(
-        "prepare",
-        help="make the tokens of a job ahead of time",
-        description="Takes the settings of a recipe and makes its tokens, as the first run of it would.",
-        usage="toolkit prepare [cls|bigbird|title] [SETTINGS.yaml] [--name value ...]",
-        add_help=False,
-    )
+    commands.add_parser("prepare", help="make the tokens of a job ahead of time")
     commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
     convert.add_parser(commands)
     to_bigbird_command.add_parser(commands)
@@ -81,38 +75,18 @@ def main() -> None:
 
 def _run() -> None:
     arguments = sys.argv[1:]
-    if arguments[:1] == ["prepare"]:
-        _prepare(arguments[1:])
-        return
-    if arguments[:1] == ["doctor"]:
-        from toolkit.doctor.command import run
-
-        raise SystemExit(run(arguments[1:]))
     parser = build_parser()
-    _refuse_unknown_command(parser, arguments)
-    options = parser.parse_args(arguments)
-    if options.command == "predict":
-        from toolkit.evaluation.predict_file import predict_file
-
-        predict_file(options)
-    elif options.command == "init":
-        init.run(options)
-    elif options.command == "cache":
-        cache.run(options)
-    elif options.command == "convert":
-        convert.run(options)
-    elif options.command == "to-bigbird":
-        to_bigbird_command.run(options)
+    if not arguments:
+        parser.print_help()
+        return
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        hint = did_you_mean(arguments[0], COMMANDS)
+        raise UserError(f"there is no `toolkit {arguments[0]}`{hint}: {', '.join(COMMANDS)}")
+    if arguments[0] in ("prepare", "doctor"):  # they read their own settings
+        COMMANDS[arguments[0]](arguments[1:])
     else:
-        from toolkit.report.html import write_report_of_folder
-
-        print(write_report_of_folder(options.run))
-
-
-def _refuse_unknown_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    known = ("init", "predict", "prepare", "cache", "convert", "to-bigbird", "report", "doctor")
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in known:
-        raise UserError(f"there is no `toolkit {arguments[0]}`{did_you_mean(arguments[0], known)}: {', '.join(known)}")
+        options = parser.parse_args(arguments)
+        COMMANDS[options.command](options)
 
 
 def _prepare(arguments: list[str]) -> None:
@@ -128,7 +102,8 @@ def _prepare(arguments: list[str]) -> None:
     if word and arguments[0] not in tasks:
         raise UserError(f"toolkit prepare {arguments[0]}{did_you_mean(arguments[0], tasks)}: {', '.join(tasks)}")
     task = arguments.pop(0) if word else "cls"
-    settings: Any = config.parse(tasks[task], arguments, description="Make the tokens of a job ahead of time.")
+    about = "Takes the settings of a recipe and makes its tokens, as the first run of it would."
+    settings: Any = config.parse(tasks[task], arguments, None, about, "toolkit prepare [cls|bigbird|title]")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.data.prepare import prepare_data, prepare_titles
@@ -147,6 +122,36 @@ def _prepare(arguments: list[str]) -> None:
         print(note)
     print(data.outputs)
     print(f"kept in {data.folder}")
+
+
+def _doctor(arguments: list[str]) -> None:
+    from toolkit.doctor.command import run
+
+    raise SystemExit(run(arguments))
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from toolkit.evaluation.predict_file import predict_file
+
+    predict_file(options)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from toolkit.report.html import write_report_of_folder
+
+    print(write_report_of_folder(options.run))
+
+
+COMMANDS: dict[str, Callable[[Any], None]] = {
+    "init": init.run,
+    "predict": _predict,
+    "prepare": _prepare,
+    "cache": cache.run,
+    "convert": convert.run,
+    "to-bigbird": to_bigbird_command.run,
+    "report": _report,
+    "doctor": _doctor,
+}
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
-from toolkit.report.log import RunLog, start_trackers, tracker_names
+from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
 from toolkit.training.checkpoints import Checkpoints, TrainingState
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -89,7 +89,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.progress.say(line)
+        self._log.say(line)
 
     def steps(self, evaluate: Callable[[Split], Evaluation] | None = None) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
@@ -166,7 +166,7 @@ class Run:
 
     def log_comparison(self, evaluation: Evaluation, max_length: int) -> None:
         """Records what the best model makes of the same samples, cut at `max_length` tokens."""
-        self._log.log_comparison(evaluation, self.best.step, max_length)
+        self.files.append_evaluation(evaluation, self.best.step, max_length=max_length)
         self._compared = (max_length, evaluation)
 
     def finish(self, evaluation: Evaluation) -> None:
@@ -236,11 +236,12 @@ class Run:
         if self._compared is not None:
             most, other = self._compared
             name = f"the same model reading the first {most} tokens only"
-            compared = [f"{name}: {_shown(other)} (reading {self.data.max_length}: {_shown(last)})"]
+            compared = [f"{name}: {other} (reading {self.data.max_length}: {last})"]
         return [
             "",
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
-            f"({last.numbers['num_samples']} samples): {_shown(last)}",
+            f"({last.numbers['num_samples']} samples): {last}",
+            *class_lines(last),
             *compared,
             f"  {folder}/model/            {loads}",
             f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
@@ -252,10 +253,6 @@ class Run:
             f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
             f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
         ]
-
-
-def _shown(evaluation: Evaluation) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in evaluation.numbers.items() if isinstance(value, float))
 
 
 def _optimizer_name(optimizer: Any) -> str:

@@ -6,7 +6,6 @@ one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` ne
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import re
@@ -18,12 +17,13 @@ from typing import Any, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from toolkit.config.help import print_help_if_asked
 from toolkit.errors import Faults, UserError, did_you_mean
 
 Settings = TypeVar("Settings")
 
-_NO_VALUE = object()
 _SWITCHES = (bool, bool | None)
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 # two ways to say one thing, and why both cannot be meant
 _EXCLUSIVE = [
     ("train_file", "dataset_name", "name the files or the data set"),
@@ -39,6 +39,7 @@ def parse(
     argv: Sequence[str] | None = None,
     demo: Path | None = None,
     description: str | None = None,
+    program: str | None = None,
 ) -> Settings:
     """`[FILE.yaml] --name value ...` -> settings; the command line wins over the file.
 
@@ -49,10 +50,11 @@ def parse(
     arguments = list(sys.argv[1:] if argv is None else argv)
     faults = Faults()
     sections = sections_of(settings_class)
+    print_help_if_asked(arguments, {section: fields_of(section) for section in sections.values()}, description, program)
     given: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         given = _from_yaml(Path(arguments.pop(0)), sections, faults)
-    given = _over(given, _from_command_line(arguments, sections, faults, description))
+    given = _over(given, _from_command_line(arguments, sections, faults))
     if demo:
         given = _with_demo(given, demo, sections, faults)
     return build(settings_class, given, faults)
@@ -85,8 +87,11 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
     faults = faults or Faults()
     sections = sections_of(settings_class)
     built: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, str) and _UNWRITABLE.search(value):
+            faults.add(f"--{name} {value!r}: it holds a character that no name and no text has")
     for name, section in sections.items():
-        own = {key: given[key] for key in _names(section) if key in given}
+        own = {key: given[key] for key in fields_of(section) if key in given}
         try:
             built[name] = TypeAdapter(section).validate_python(own)
         except ValidationError as error:
@@ -142,8 +147,13 @@ def flat(settings: Any) -> dict[str, Any]:
     return merged
 
 
-def _names(section: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(section)]
+def fields_of(section: type) -> dict[str, Any]:
+    """Name -> pydantic's field, which holds the docstring under it as its description."""
+    found: dict[str, Any] = {}
+    for part in reversed(section.__mro__):  # an inherited field has its docstring in the class that it is written in
+        fields = getattr(part, "__pydantic_fields__", {})
+        found |= {name: field for name, field in fields.items() if field.description or name not in found}
+    return found
 
 
 def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
@@ -152,8 +162,8 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
     if not path.is_file():
         raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
@@ -166,8 +176,14 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
     return {name: _meant(name, value, fields[name], faults) for name, value in loaded.items() if name in fields}
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """YAML that refuses a name given twice, where the first would be lost silently."""
+class _PlainLoader(yaml.SafeLoader):
+    """YAML that refuses a name given twice, where the first would be lost silently, and aliases: a few of them make
+    a small file a large one, and settings need none."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not read")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -187,74 +203,27 @@ def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
     return None
 
 
-def fields_of(section: type) -> dict[str, Any]:
-    """Name -> pydantic's field, which holds the docstring under it as its description."""
-    found: dict[str, Any] = {}
-    for part in reversed(section.__mro__):  # an inherited field has its docstring in the class that it is written in
-        fields = getattr(part, "__pydantic_fields__", {})
-        found |= {name: field for name, field in fields.items() if name not in found}
-    return found
-
-
-def _from_command_line(
-    arguments: list[str], sections: Mapping[str, type], faults: Faults, description: str | None
-) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
-        description=description,
-        epilog="To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines, "
-        "--machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config under "
-        "`deepspeed`; how long is waited: --rendezvous_timeout, --ddp_timeout (seconds).",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
-    known = []
-    for section in sections.values():
-        group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
-        for name in _names(section):
-            known.append(name)
-            field = fields_of(section)[name]
-            text = (field.description or "").replace("%", "%%")
-            default = "" if field.default is None else f" [{field.default}]"
-            # a switch may stand alone, as in transformers: `--gradient_checkpointing`
-            alone = "true" if field.annotation in _SWITCHES else _NO_VALUE
-            group.add_argument(f"--{name}", metavar="VALUE", help=text + default, nargs="?", const=alone)
-    try:
-        parsed, unknown = parser.parse_known_args(_join_negative_numbers(arguments))
-    except argparse.ArgumentError as error:
-        raise UserError(str(error)) from error
-    given = dict(vars(parsed))
-    for name in [name for name, value in given.items() if value is _NO_VALUE]:
-        faults.add(f"--{name} needs a value")
-        del given[name]
-    _add_unknown(unknown, known, faults)
-    return given
-
-
-def _join_negative_numbers(arguments: Sequence[str]) -> list[str]:
-    """`--x -1e-5` -> `--x=-1e-5`: argparse takes a negative number with an exponent for a name."""
-    joined: list[str] = []
-    for token in arguments:
-        if re.match(r"-\.?\d", token) and joined and re.fullmatch(r"--\w+", joined[-1]):
-            joined[-1] += f"={token}"
+def _from_command_line(arguments: Sequence[str], sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
+    """`--name value`, `--name=value`; a switch may stand alone, as in transformers: `--gradient_checkpointing`."""
+    fields = {name: field for section in sections.values() for name, field in fields_of(section).items()}
+    given: dict[str, Any] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        alone = not equals and (not words or words[0].startswith("--"))
+        if word.startswith("--") and not equals and not alone:
+            value = words.pop(0)
+        if not word.startswith("--"):
+            faults.add(f"{word!r} is not a setting: settings are given as --name value")
+        elif name not in fields:
+            hint = did_you_mean(name.replace("-", "_"), fields)
+            faults.add(f"unknown setting --{name}{hint}; --help_all lists them all")
+        elif alone and fields[name].annotation not in _SWITCHES:
+            faults.add(f"--{name} needs a value")
         else:
-            joined.append(token)
-    return joined
-
-
-def _add_unknown(tokens: Sequence[str], known: Sequence[str], faults: Faults) -> None:
-    """A fault for each unknown name; the token behind it is its value, and no fault of its own."""
-    value_follows = False
-    for token in tokens:
-        if token.startswith("--"):
-            name = token[2:].split("=")[0]
-            hint = did_you_mean(name.replace("-", "_"), known)
-            faults.add(f"unknown setting --{name}{hint}; --help lists them all")
-        elif not value_follows:
-            faults.add(f"{token!r} is not a setting: settings are given as --name value")
-        value_follows = token.startswith("--") and "=" not in token
+            given[name] = "true" if alone else value
+    return given
 
 
 def _explain(fault: Any) -> str:

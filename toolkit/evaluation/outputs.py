@@ -40,6 +40,18 @@ class Evaluation:
     predictions: Lines | None
     """Makes the lines of predictions.jsonl."""
 
+    @property
+    def single_numbers(self) -> dict[str, float]:
+        """The numbers that a curve can show; not the counts, nor those of each class."""
+        return {name: value for name, value in self.numbers.items() if isinstance(value, float)}
+
+    def __str__(self) -> str:
+        """`accuracy 0.9000  f1_macro 0.8972`; without the micro F1 where it is the accuracy once more."""
+        shown = self.single_numbers
+        if shown.get("f1_micro") == shown.get("accuracy"):
+            shown.pop("f1_micro", None)
+        return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+
 
 class ExactlyOnceError(RuntimeError):
     """Some sample was predicted never or more than once: no metric of it would be true."""

@@ -22,56 +22,29 @@ from toolkit.training.steps import StepMetrics
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Each is the name of its package, too."""
 _LOG_EVERY_SECONDS = 10.0
-
-
-class Progress:
-    """Loss, speed and time left."""
-
-    def __init__(self, accelerator: Accelerator, total_steps: int, done: int = 0) -> None:
-        self.on = accelerator.is_main_process
-        self.total, self.before = total_steps, done
-        self.started = self.said = time.monotonic()
-        self.bar = tqdm(
-            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if self.on else True
-        )
-
-    def step(self, metrics: StepMetrics) -> None:
-        if not self.on:
-            return
-        self.bar.update(1)
-        self.bar.set_postfix_str(f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s", refresh=False)
-        now = time.monotonic()
-        first_or_last = metrics.step in (self.before + 1, self.total)
-        if self.bar.disable and (now - self.said > _LOG_EVERY_SECONDS or first_or_last):
-            self.said = now
-            left = (now - self.started) / (metrics.step - self.before) * (self.total - metrics.step)
-            self.say(
-                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  loss {metrics.loss:.4f}  "
-                f"{metrics.samples_per_second:.0f} samples/s  {tqdm.format_interval(left)} left"
-            )
-
-    def evaluation(self, evaluation: Evaluation, step: int, best: bool) -> None:
-        shown = {name: value for name, value in evaluation.numbers.items() if isinstance(value, float)}
-        numbers = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        mark = "  (best so far)" if best else ""
-        self.say(f"evaluation of {evaluation.split} at step {step}: {numbers}{mark}")
-
-    def say(self, line: str) -> None:
-        if self.on:
-            tqdm.write(line, file=sys.stderr)
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        self.bar.close()
+_MOST_CLASSES = 20
 
 
 class RunLog:
-    """Logs steps and evaluations; every process calls every method."""
+    """Logs steps and evaluations: loss, speed and time left on the screen, all of it in files and trackers.
+
+    Every process calls every method.
+    """
 
     def __init__(self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int) -> None:
         self.accelerator, self.files = accelerator, files
-        self.progress = Progress(accelerator, total_steps, done)
+        self.total, self.before = total_steps, done
+        self.started = self.said = time.monotonic()
+        self._bar = tqdm(
+            total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if files.writes else True
+        )
         self._line: dict[str, Any] | None = None
+
+    def say(self, line: str) -> None:
+        """Prints a line, on one process."""
+        if self.files.writes:
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Shows a finished step; its line of metrics.jsonl waits for what a checkpoint after it costs."""
@@ -79,7 +52,18 @@ class RunLog:
         self._line = asdict(metrics)
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
         self.accelerator.log(numbers, step=metrics.step)
-        self.progress.step(metrics)
+        shown = f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s"
+        self._bar.update(1)
+        self._bar.set_postfix_str(shown, refresh=False)
+        now = time.monotonic()
+        first_or_last = metrics.step in (self.before + 1, self.total)
+        if self._bar.disable and (now - self.said > _LOG_EVERY_SECONDS or first_or_last):
+            self.said = now
+            left = (now - self.started) / (metrics.step - self.before) * (self.total - metrics.step)
+            self.say(
+                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  loss {metrics.loss:.4f}  "
+                f"{metrics.samples_per_second:.0f} samples/s  {tqdm.format_interval(left)} left"
+            )
 
     def write_line(self, more: Mapping[str, Any] | None = None) -> None:
         """Appends the step's line to metrics.jsonl; `more` belongs to it, too."""
@@ -88,24 +72,31 @@ class RunLog:
         self._line = None
 
     def log_evaluation(self, evaluation: Evaluation, step: int, best: bool = False) -> None:
-        """Records an evaluation of the weights of `step`, and writes its predictions."""
+        """Logs an evaluation of the weights of `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
-        numbers = {name: value for name, value in evaluation.numbers.items() if isinstance(value, float)}
+        numbers = evaluation.single_numbers
         self.accelerator.log({f"{evaluation.split}/{name}": value for name, value in numbers.items()}, step=step)
-        self.progress.evaluation(evaluation, step, best)
-
-    def log_comparison(self, evaluation: Evaluation, step: int, max_length: int) -> None:
-        """Records what the saved model makes of the same samples, cut at `max_length` tokens."""
-        self.files.append_evaluation(evaluation, step, max_length=max_length)
+        mark = "  (best so far)" if best else ""
+        self.say(f"evaluation of {evaluation.split} at step {step}: {evaluation}{mark}")
 
     def close(self) -> None:
         """Writes what is left, and ends the trackers."""
         self.write_line()
-        self.progress.close()
+        self._bar.close()
         # not accelerator.end_training(), which also takes the process group down: see launch.failure
         for tracker in self.accelerator.trackers:
             tracker.finish()
+
+
+def class_lines(evaluation: Evaluation) -> list[str]:
+    """F1 of each class, the lowest first where there are many."""
+    classes = evaluation.numbers.get("per_class", {})
+    names = list(classes)
+    if len(names) > _MOST_CLASSES:
+        names = sorted(names, key=lambda name: classes[name]["f1"])[:_MOST_CLASSES]
+    lines = [f"  F1 {classes[name]['f1']:.4f}  {name} ({classes[name]['support']} samples)" for name in names]
+    return [*lines, f"  and {len(classes) - len(names)} classes with more"] if len(names) < len(classes) else lines
 
 
 def tracker_names(report_to: str) -> list[str]:
