@@ -10,8 +10,8 @@ import pytest
 
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
-from toolkit.checkpoint import adapter
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.lora import is_adapters
 from toolkit.checkpoint.read.open import open_checkpoint
 
 SAVED_AT, STEPS = 3, 6
@@ -58,7 +58,7 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     for folder in (one, many):
         reader = open_checkpoint(saved(folder))
         assert reader.weights
-        assert all(adapter.is_adapters(name) for name in reader.weights)
+        assert all(is_adapters(name) for name in reader.weights)
         assert any("word_embeddings" in name for name in reader.excluded)
         base = sum(4 * _count(shape) for shape in reader.excluded.values())
         files = folders.read_manifest(saved(folder))["files"]

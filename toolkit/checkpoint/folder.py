@@ -150,8 +150,8 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
     flush_folders(folder)
     manifest = json.loads(json.dumps(manifest))  # as it will be read
     manifest["crc32"] = _digits(manifest)
-    with replace_file(folder / MANIFEST) as draft:
-        draft.write_text(json.dumps(manifest, ensure_ascii=False, indent=1), encoding="utf-8")
+    with replace_file(folder / MANIFEST) as draft, draft.open("x", encoding="utf-8") as file:
+        json.dump(manifest, file, ensure_ascii=False, indent=1)
     flush_folder(folder.parent)
 
 

@@ -89,7 +89,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
     """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it."""
-    with replace_file(path, flush=False) as draft, draft.open("w", encoding="utf-8") as file:
+    with replace_file(path, flush=False) as draft, draft.open("x", encoding="utf-8") as file:
         file.writelines(parts)
 
 
