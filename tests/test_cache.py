@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,28 @@ def test_a_full_disk_is_one_line_and_leaves_no_draft(toolkit_cache: Path) -> Non
     with pytest.raises(UserError, match=r"cannot write .*tokens/abc.*No space left.*TOOLKIT_CACHE"):
         made_once("tokens", "abc", full, None)
     assert [path.name for path in (toolkit_cache / "tokens").iterdir()] == ["abc.lock"]
+
+
+def test_a_build_that_is_killed_leaves_nothing_to_be_taken(once: Callable[[], Path], toolkit_cache: Path) -> None:
+    def die(draft: Path) -> None:
+        (draft / "meta.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made_once("tokens", "abc", die, None)
+    assert (once() / "train" / "labels.npy").is_file()
+
+
+def test_two_at_once_make_it_once(toolkit_cache: Path) -> None:
+    made = []
+
+    def slowly(draft: Path) -> None:
+        made.append(draft)
+        time.sleep(0.2)
+
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: made_once("tokens", "abc", slowly, None), range(2))
+    assert (one, len(made)) == (other, 1)
 
 
 def test_drafts_of_killed_builds_are_removed(once: Callable[[], Path], toolkit_cache: Path) -> None:

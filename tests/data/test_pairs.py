@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.runs import recipe, start
-from toolkit.config import TaskSettings, build
+from tests.data.conftest import MODEL
+from tests.runs import Server, start
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
-from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import encode, load_split, save_split
 from toolkit.errors import UserError
 
-MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
 ROWS = [
     {"question": "good film", "answer": "很好 的 书店", "label": "yes"},
     {"question": "the " * 30, "answer": "a", "label": "no"},
@@ -64,12 +61,8 @@ def test_a_text_alone_has_no_token_types(tokenizer: Any) -> None:
 
 
 @pytest.fixture
-def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., Any]:
-    def run(rows: list[dict[str, Any]], **given: Any) -> Any:
-        files = {"train_file": write_rows("train.jsonl", rows), "validation_file": write_rows("validation.jsonl", rows)}
-        return prepare_data(build(TaskSettings, files | {"text_column": "question"} | given), tokenizer, MODEL)
-
-    return run
+def prepared(prepared: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rows, **given: prepared(rows, validation_file=rows, text_column="question", **given)
 
 
 def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any]) -> None:
@@ -112,14 +105,13 @@ def test_a_model_of_one_type_is_given_none(prepared: Callable[..., Any], monkeyp
     assert "a separator alone tells the two texts" in data.notes[-1]
 
 
-def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:
+def test_a_run_and_its_predictions(
+    tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str], server: Server
+) -> None:
     """`toolkit predict` reads the columns that the run learned from."""
     data, run = write_rows("pairs.jsonl", ROWS * 3), tmp_path / "run"
     arguments = ["--model_name_or_path", tiny_model, "--text_column", "question", "--text_pair", "answer"]
-    finished = recipe(
-        "--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run
-    )
-    assert finished.code == 0, finished.err[-3000:]
+    server.run("--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run)
     with (tmp_path / "new.csv").open("w", encoding="utf-8") as file:
         csv.writer(file).writerows([("question", "answer"), *zip(QUESTIONS, ANSWERS, strict=True)])
     predicted = start(["toolkit", "predict", run / "model", tmp_path / "new.csv"])

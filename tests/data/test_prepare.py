@@ -1,10 +1,8 @@
-"""toolkit/data/prepare.py: files -> one folder of tokens and labels, made once, named after its content."""
+"""toolkit/data/prepare.py and rows.py: files -> rows that take part -> one folder of tokens and labels."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.conftest import MODEL
 from toolkit.config import TaskSettings, build
-from toolkit.data import prepare
+from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import TaskData, prepare_data
 from toolkit.data.read import read_file, read_tables
-from toolkit.data.rows import text_column
+from toolkit.data.rows import Rows, hold_back, text_column, texts_of
 from toolkit.errors import UserError
 
-MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
 Row = dict[str, Any]
 
 
@@ -29,18 +27,6 @@ def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
         {"text": f"{prefix} {label} {number}", "label": label} for label, n in classes.items() for number in range(n)
     ]
     return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
-
-
-@pytest.fixture
-def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., TaskData]:
-    """`prepared(rows, validation_file=rows, seed=3, ...)` -> the data of files written for it."""
-
-    def run(train: list[Row], _model: Any = MODEL, _tokenizer: Any = tokenizer, **given: Any) -> TaskData:
-        files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
-        paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
-        return prepare_data(build(TaskSettings, paths | given), _tokenizer, _model)
-
-    return run
 
 
 def counts_of(data: TaskData, split: str) -> dict[str, int]:
@@ -90,7 +76,7 @@ def test_too_few_rows_for_every_class_are_said(prepared: Callable[..., TaskData]
 def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., TaskData], vocabulary: int) -> None:
     """It has 127 tokens: more than the model has rows for."""
     with pytest.raises(UserError, match=f"127.*{vocabulary}|{vocabulary}.*127"):
-        prepared(rows_of({"a": 5, "b": 5}), _model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
+        prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
 
 
 def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., TaskData]) -> None:
@@ -158,13 +144,21 @@ def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted:
     assert text_column(read_file(write_rows("a.jsonl", [row])), wanted) == found
 
 
-@pytest.mark.parametrize("columns", [["title", "body"], ["number"]])
-def test_a_text_column_that_cannot_be_told(write_rows: Callable[..., str], columns: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("columns", "wanted", "said"),
+    [
+        (["title", "body"], None, "Name one of title, body with --text_column"),
+        (["number"], None, "Name one of number with --text_column"),
+        (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
+        (["title", "text"], "txt,title", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
+    ],
+)
+def test_a_text_column_that_cannot_be_told(
+    write_rows: Callable[..., str], columns: list[str], wanted: str | None, said: str
+) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
-    with pytest.raises(UserError) as caught:
-        text_column(read_file(write_rows("a.jsonl", [row])), None)
-    assert "--text_column" in str(caught.value)
-    assert ", ".join(columns) in str(caught.value)
+    with pytest.raises(UserError, match=said):
+        text_column(read_file(write_rows("a.jsonl", [row])), wanted)
 
 
 def test_a_validation_file_without_the_text_column(prepared: Callable[..., TaskData]) -> None:
@@ -206,7 +200,7 @@ def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., TaskDa
         {"min_length": 4},
         {"max_train_samples": 9},
         {"max_eval_samples": 1},
-        {"_tokenizer": other_tokenizer},
+        {"tokenizer": other_tokenizer},
     ]
     digests = [prepared(rows, **change).digest for change in changes]
     digests.append(prepared([rows[0] | {"text": "another film"}, *rows[1:]]).digest)
@@ -236,63 +230,17 @@ def test_the_same_content_elsewhere_keeps_the_folder(
     assert len(folders) == 1
 
 
-def test_a_half_made_draft_is_never_used(
-    prepared: Callable[..., TaskData], toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that dies after the first split, or just before the last file, leaves nothing to be taken."""
-    rows, real = rows_of({"a": 10, "b": 10}), prepare.tokens.save_split
-    saved: list[str] = []
-
-    def die_at_the_second(folder: Path, *arguments: Any, **strings: Any) -> None:
-        if saved:
-            raise KeyboardInterrupt
-        saved.append(folder.name)
-        real(folder, *arguments, **strings)
-
-    monkeypatch.setattr(prepare.tokens, "save_split", die_at_the_second)
-    with pytest.raises(KeyboardInterrupt):
-        prepared(rows)
-    assert saved == ["train"]
-    monkeypatch.setattr(prepare.tokens, "save_split", real)
-    data = prepared(rows)
-    assert len(data.train) + len(data.validation) == 20
-    assert (data.folder / "meta.json").is_file()
-    assert [path.name for path in (toolkit_cache / "tokens").iterdir() if path.is_dir()] == [data.digest]
-
-
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
 def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, dev: str) -> None:
-    for split in ("train", dev, "test"):
+    settings = build(TaskSettings, {"dataset_name": str(tmp_path)}).data
+    write_rows("test.jsonl", rows_of({"a": 1, "b": 2}, "test"))
+    with pytest.raises(UserError, match="has no train split: it has test"):
+        read_tables(settings)
+    for split in ("train", dev):
         write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
-    tables = read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
+    tables = read_tables(settings)
     assert list(tables) == ["train", "validation", "test"]
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")
-
-
-def test_a_data_set_without_training_rows(write_rows: Callable[..., str], tmp_path: Path) -> None:
-    write_rows("test.jsonl", rows_of({"a": 1}))
-    with pytest.raises(UserError, match="has no train split: it has test"):
-        read_tables(build(TaskSettings, {"dataset_name": str(tmp_path)}).data)
-
-
-def test_two_at_once_make_it_once(
-    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved, real = [], prepare.tokens.save_split
-
-    def slowly(folder: Path, *arguments: Any, **strings: Any) -> None:
-        saved.append(folder.name)
-        time.sleep(0.2)
-        real(folder, *arguments, **strings)
-
-    monkeypatch.setattr(prepare.tokens, "save_split", slowly)
-    path = write_rows("a.jsonl", rows_of({"a": 100, "b": 100}))
-    settings = build(TaskSettings, {"train_file": path, "validation_file": path})
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(lambda _: prepare_data(settings, tokenizer, MODEL), range(2))
-    assert one.folder == other.folder
-    assert (len(one.train), len(other.train)) == (200, 200)
-    assert sorted(saved) == ["train", "validation"]
 
 
 def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., TaskData]) -> None:
@@ -308,3 +256,143 @@ def test_texts_the_model_cannot_read_are_an_error(prepared: Callable[..., TaskDa
         prepared(foreign, validation_file=foreign)
     some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film", "label": "a"}]
     assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)
+
+
+# --- which rows take part
+
+
+def words(count: int, number: int = 7) -> str:
+    """A text of `count` words, which has `count` + 2 tokens."""
+    return " ".join([str(number % 10), *["good"] * (count - 1)])
+
+
+def growing(count: int) -> list[Row]:
+    """Row i has i + 3 tokens; the classes take turns."""
+    return [{"text": words(place + 1, place), "label": "ab"[place % 2]} for place in range(count)]
+
+
+TWO = [
+    {"title": "A", "text": "b c", "number": 1},
+    {"title": None, "text": "b", "number": 2},
+    {"title": "A", "text": " \n", "number": 3},
+    {"title": "", "text": None, "number": 4},
+    {"title": " A ", "text": "b\n", "number": 5},
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "texts"),
+    [
+        ("title,text", ["A\nb c", "b", "A", "", " A \nb\n"]),
+        ("text,title", ["b c\nA", "b", "A", "", "b\n\n A "]),  # in the order that was asked for
+        ("title,number,text", ["A\n1\nb c", "2\nb", "A\n3", "4", " A \n5\nb\n"]),
+        ("title", ["A", "", "A", "", " A "]),
+    ],
+)
+def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], wanted: str, texts: list[str]) -> None:
+    table = read_file(write_rows("a.jsonl", TWO))
+    assert text_column(table, wanted) == wanted
+    assert texts_of(table, wanted) == texts
+
+
+def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., TaskData]) -> None:
+    rows = [row | {"title": ("the", " ")[place % 2]} for place, row in enumerate(growing(6))]
+    rows[2]["text"] = ""  # its title is not
+    rows[3]["text"] = None
+    with pytest.raises(UserError, match=r"column 'title,text' is empty in 1 of 6 rows \(rows 4\)"):
+        prepared(rows, validation_file=rows, text_column="title,text")
+    data = prepared(rows, validation_file=rows, text_column="title,text", drop_empty_text=True)
+    assert data.train.rows.tolist() == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(("min_length", "max_length"), [(2, 3), (7, 5), (11, 131)])
+def test_short_texts_are_left_out_whatever_is_cut(
+    prepared: Callable[..., TaskData], min_length: int, max_length: int
+) -> None:
+    """The tokens that count are those of the whole text."""
+    rows = growing(10)
+    data = prepared(rows, validation_file=rows, test_file=rows, min_length=min_length, max_length=max_length)
+    kept = [place for place in range(10) if place + 3 >= min_length]
+    for split in (data.train, data.validation, data.test):
+        assert split is not None
+        assert split.rows.tolist() == kept
+        assert split.lengths.tolist() == [min(place + 3, max_length) for place in kept]
+        assert [data.labels.names[label] for label in split.labels] == [rows[place]["label"] for place in kept]
+    assert data.validation.texts() == [rows[place]["text"] for place in kept]
+    said = f"{10 - len(kept)} of 10 texts have fewer than {min_length} tokens and are left out (--min_length)"
+    notes = [note for note in data.notes if said in note]
+    assert [Path(note.split(":")[0]).name for note in notes] == [
+        "train_file.jsonl",
+        "validation_file.jsonl",
+        "test_file.jsonl",
+    ]
+
+
+@pytest.mark.parametrize("short", ["train", "validation"])
+def test_texts_that_are_all_too_short(prepared: Callable[..., TaskData], short: str) -> None:
+    files = {"train": growing(10), "validation": growing(10)} | {short: growing(4)}
+    with pytest.raises(UserError) as caught:
+        prepared(files["train"], validation_file=files["validation"], min_length=7)
+    for part in (f"{short}_file.jsonl: ", "no text has 7 tokens", "--min_length"):
+        assert part in str(caught.value)
+
+
+def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., TaskData]) -> None:
+    """Neither a class of theirs, nor a label they lack."""
+    rows = growing(10)
+    rows[0]["label"], rows[1]["label"] = "short", None
+    data = prepared(rows, validation_file=rows, min_length=7)
+    assert data.labels.names == ("a", "b")
+    assert data.train.rows.tolist() == list(range(4, 10))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_each_split_has_its_own_limit(prepared: Callable[..., TaskData], seed: int) -> None:
+    files = {"validation_file": growing(12), "test_file": growing(15)}
+    data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
+    assert data.sizes == {"train": 9, "validation": 4, "test": 4}
+    assert [note for note in data.notes if "are used" in note] == [
+        "train: 9 of 20 rows are used (--max_train_samples)",
+        "validation: 4 of 12 rows are used (--max_eval_samples)",
+        "test: 4 of 15 rows are used (--max_eval_samples)",
+    ]
+    for split in (data.train, data.validation, data.test):
+        assert split is not None
+        assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
+        assert split.labels.tolist() == [row % 2 for row in split.rows]
+    assert data.validation.texts() == [growing(12)[row]["text"] for row in data.validation.rows]
+
+
+def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Callable[..., TaskData]) -> None:
+    """Fewer rows to train on move no row from one side to the other."""
+    rows = growing(40)
+    whole = prepared(rows, validation_split=0.25)
+    less = prepared(rows, validation_split=0.25, max_train_samples=6)
+    both = prepared(rows, validation_split=0.25, max_train_samples=6, max_eval_samples=3)
+    assert less.validation.rows.tolist() == whole.validation.rows.tolist()
+    assert both.train.rows.tolist() == less.train.rows.tolist()
+    assert set(less.train.rows) < set(whole.train.rows)
+    assert set(both.validation.rows) < set(whole.validation.rows)
+    assert both.sizes == {"train": 6, "validation": 3}
+
+
+# found with the version that knew no other way to choose rows
+HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
+
+
+@pytest.mark.parametrize("seed", HELD_BACK)
+def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
+    write_rows: Callable[..., str], seed: int
+) -> None:
+    """Runs that are compared over the years are evaluated on the same rows."""
+    table = read_file(write_rows("a.jsonl", growing(30)))
+    labels = find_labels(table, None, None, "text")
+    assert isinstance(labels, Labels)
+    every = np.arange(30)
+    rows = Rows(table, texts_of(table, "text"), every, labels.encode(table, every))
+    parts = hold_back(rows, labels, 0.2, seed, [])
+    assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
+    assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
+    for part in parts.values():
+        assert list(part.texts) == [rows.texts[number] for number in part.numbers]
+        assert part.targets.tolist() == [number % 2 for number in part.numbers]

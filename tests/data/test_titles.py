@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from toolkit.config import TitleSettings, build
-from toolkit.data.prepare import TitleData, prepare_titles
+from toolkit.config import TitleSettings
+from toolkit.data.prepare import TitleData
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 
-MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
 Row = dict[str, Any]
 
 
@@ -29,15 +28,8 @@ def news(count: int, first: int = 1) -> list[Row]:
 
 
 @pytest.fixture
-def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., TitleData]:
-    """`prepared(rows, validation_file=rows, max_target_length=3, ...)` -> the data of files written for it."""
-
-    def run(train: list[Row], _tokenizer: Any = tokenizer, **given: Any) -> TitleData:
-        files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
-        paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
-        return prepare_titles(build(TitleSettings, paths | given), _tokenizer, MODEL)
-
-    return run
+def prepared(prepared: Callable[..., Any]) -> Callable[..., TitleData]:
+    return partial(prepared, kind=TitleSettings)
 
 
 def titled(split: Split | None) -> TitleSplit:
@@ -177,4 +169,4 @@ def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Titl
 def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Callable[..., TitleData], missing: str) -> None:
     bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
     with pytest.raises(UserError, match="no tokens that begin and end a title"):
-        prepared(news(4), _tokenizer=bare, model_name_or_path="m")
+        prepared(news(4), tokenizer=bare, model_name_or_path="m")

@@ -139,14 +139,13 @@ def save_split(folder: Path, arrays: dict[str, np.ndarray], **strings: Sequence[
 
 def load_split(folder: Path, name: str, model_config: Any = None) -> Split:
     """Maps a saved split into memory, for a model; one with titles is a `TitleSplit`."""
-    parts = ("input_ids", "offsets", "rows", "token_types", "target_ids", "target_offsets")
-    files = {part: folder / name / f"{part}.npy" for part in parts}
-    arrays = {part: np.load(file, mmap_mode="r") for part, file in files.items() if file.is_file()}
+    arrays = {file.stem: np.load(file, mmap_mode="r") for file in (folder / name).glob("*.npy")}
+    arrays["labels"] = np.array(arrays["labels"])
     if not tells_pairs_apart(model_config):
         arrays.pop("token_types", None)
     kind = TitleSplit if "target_ids" in arrays else Split
     buckets = LengthBuckets.of_model(model_config)
-    return kind(name, folder / name, labels=np.load(folder / name / "labels.npy"), buckets=buckets, **arrays)
+    return kind(name, folder / name, buckets=buckets, **arrays)
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
