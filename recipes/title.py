@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from toolkit import config, launch
-from toolkit.data.prepare import prepare_titles
+from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
@@ -41,7 +41,7 @@ def main() -> None:
     # An encoder with as many positions as the texts need, then texts and titles, each made once per machine
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)
     tokenizer = load_tokenizer(pretrained)
-    data = prepare_titles(settings, tokenizer, load_config(pretrained), accelerator)
+    data = prepare_data(settings, tokenizer, load_config(pretrained), accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     steps = Steps(accelerator, data.train, tokenizer, training)
 

@@ -106,21 +106,20 @@ def _prepare(arguments: list[str]) -> None:
     settings: Any = config.parse(tasks[task], arguments, None, about, "toolkit prepare [cls|bigbird|title]")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
-    from toolkit.data.prepare import prepare_data, prepare_titles
+    from toolkit.data.prepare import prepare_data
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.to_bigbird import long_model
     from toolkit.pretrained import load_config
 
     pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
-    prepare = prepare_titles if task == "title" else prepare_data
-    data = prepare(settings, load_tokenizer(pretrained), load_config(pretrained))
+    data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
     for split in (data.train, data.validation, data.test):
         if split is not None:
             lengths = split.lengths
             print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
     for note in data.notes:
         print(note)
-    print(data.outputs)
+    print(data.targets.describe())
     print(f"kept in {data.folder}")
 
 

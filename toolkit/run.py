@@ -214,7 +214,8 @@ class Run:
             f"run folder: {self.folder.path}",
             f"{_world(accelerator)}, {accelerator.device.type}, mixed precision {accelerator.mixed_precision}",
             f"machines: {', '.join(named)}" if named else "",
-            ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items()) + f"; {data.outputs}",
+            ", ".join(f"{split}: {count} samples" for split, count in data.sizes.items())
+            + f"; {data.targets.describe()}",
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",

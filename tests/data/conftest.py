@@ -10,21 +10,20 @@ from typing import Any
 import pytest
 
 from toolkit.config import TaskSettings, build
-from toolkit.data.prepare import prepare_data, prepare_titles
+from toolkit.data.prepare import prepare_data
 
 MODEL = SimpleNamespace(model_type="bert", max_position_embeddings=131, pad_token_id=0)
 
 
 @pytest.fixture
 def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path) -> Callable[..., Any]:
-    """`prepared(rows, validation_file=rows, seed=3, ...)` -> their `TaskData`, or `TitleData` for `TitleSettings`."""
+    """`prepared(rows, validation_file=rows, seed=3, ...)` -> what is made of them."""
 
     def run(
         train: list[Any], kind: Any = TaskSettings, model: Any = MODEL, tokenizer: Any = tokenizer, **given: Any
     ) -> Any:
         files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
         paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
-        prepare = prepare_data if kind is TaskSettings else prepare_titles
-        return prepare(build(kind, paths | given), tokenizer, model)
+        return prepare_data(build(kind, paths | given), tokenizer, model)
 
     return run

@@ -16,7 +16,6 @@ from toolkit.data.batches import (
     Collator,
     TitleCollator,
     collator_of,
-    evaluation_batches,
     global_batches,
     micro_batches,
     most_micro_batches,
@@ -161,7 +160,7 @@ def test_evaluation_batches_cover_the_split(
     part = Split(
         "test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count]
     )
-    mine = [list(evaluation_batches(part, per_device, rank, world, max_tokens)) for rank in range(world)]
+    mine = [micro_batches(part, np.arange(count), per_device, rank, world, max_tokens) for rank in range(world)]
     if max_tokens is not None:
         every = [batch for rank in mine for batch in rank]
         assert all(len(batch) <= 1 or padded_tokens(batch, part.lengths) <= max_tokens for batch in every)

@@ -13,7 +13,7 @@ import pytest
 from tests.data.conftest import MODEL
 from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels, find_labels
-from toolkit.data.prepare import TaskData, prepare_data
+from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import Rows, hold_back, text_column, texts_of
 from toolkit.errors import UserError
@@ -29,12 +29,12 @@ def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
     return [rows[place] for place in np.random.default_rng(7).permutation(len(rows))]
 
 
-def counts_of(data: TaskData, split: str) -> dict[str, int]:
+def counts_of(data: Prepared, split: str) -> dict[str, int]:
     labels = getattr(data, split).labels
     return {name: int((labels == place).sum()) for place, name in enumerate(data.labels.names)}
 
 
-def test_samples_are_the_rows_of_the_file(prepared: Callable[..., TaskData], tokenizer: Any) -> None:
+def test_samples_are_the_rows_of_the_file(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
     train, validation = rows_of({"a": 3, "b": 4}), rows_of({"a": 2, "b": 1}, "bad book")
     data = prepared(train, validation_file=validation, test_file=train[:2])
     assert (len(data.train), len(data.validation), len(data.test or ())) == (7, 3, 2)
@@ -48,7 +48,7 @@ def test_samples_are_the_rows_of_the_file(prepared: Callable[..., TaskData], tok
     assert data.validation.texts() == [row["text"] for row in validation]
 
 
-def test_held_back_rows_are_divided_by_class(prepared: Callable[..., TaskData]) -> None:
+def test_held_back_rows_are_divided_by_class(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"often": 80, "rare": 10, "sometimes": 30})
     data = prepared(rows, validation_split=0.2)
     assert counts_of(data, "validation") == {"often": 16, "rare": 2, "sometimes": 6}
@@ -59,27 +59,27 @@ def test_held_back_rows_are_divided_by_class(prepared: Callable[..., TaskData]) 
     assert any("24 of 120 rows are held back" in note for note in data.notes)
 
 
-def test_a_class_of_one_row_is_trained_on(prepared: Callable[..., TaskData]) -> None:
+def test_a_class_of_one_row_is_trained_on(prepared: Callable[..., Prepared]) -> None:
     for seed in range(5):
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
         assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
         assert len(data.validation) == 20
 
 
-def test_too_few_rows_for_every_class_are_said(prepared: Callable[..., TaskData]) -> None:
+def test_too_few_rows_for_every_class_are_said(prepared: Callable[..., Prepared]) -> None:
     data = prepared(rows_of({"a": 3, "b": 3, "c": 3}))
     assert len(data.validation) == 1
     assert any("too few rows to hold some of each class back" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 126])
-def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., TaskData], vocabulary: int) -> None:
+def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., Prepared], vocabulary: int) -> None:
     """It has 127 tokens: more than the model has rows for."""
     with pytest.raises(UserError, match=f"127.*{vocabulary}|{vocabulary}.*127"):
         prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
 
 
-def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., TaskData]) -> None:
+def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
     assert [note for note in data.notes if "flatter" in note] == [
@@ -87,7 +87,7 @@ def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., Task
     ]
 
 
-def test_cut_texts_are_counted(prepared: Callable[..., TaskData]) -> None:
+def test_cut_texts_are_counted(prepared: Callable[..., Prepared]) -> None:
     rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
     data = prepared(rows, validation_file=rows[:2], max_length=20)
     assert any("train: 10.0 % of the texts are cut at 20 tokens" in note for note in data.notes)
@@ -103,14 +103,14 @@ EMPTY = [
 ]
 
 
-def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., TaskData]) -> None:
+def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., Prepared]) -> None:
     with pytest.raises(UserError) as caught:
         prepared(EMPTY, validation_file=EMPTY[:1])
     for part in ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'"):
         assert part in str(caught.value)
 
 
-def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., TaskData]) -> None:
+def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
     data = prepared(EMPTY, validation_file=EMPTY[1:3], drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 2]
     assert data.validation.rows.tolist() == [1]
@@ -119,12 +119,12 @@ def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., TaskData]) 
     assert any("2 rows with an empty text are left out" in note for note in data.notes)
 
 
-def test_a_row_that_is_left_out_needs_no_label(prepared: Callable[..., TaskData]) -> None:
+def test_a_row_that_is_left_out_needs_no_label(prepared: Callable[..., Prepared]) -> None:
     rows = [*rows_of({"a": 4, "b": 4}), {"text": "", "label": None}]
     assert len(prepared(rows, validation_file=rows, drop_empty_text=True).train) == 8
 
 
-def test_a_column_of_empty_texts(prepared: Callable[..., TaskData]) -> None:
+def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
     rows = [{"text": "", "label": "a"}, {"text": " ", "label": "b"}]
     with pytest.raises(UserError, match=r"every text in column 'text' is empty.*--text_column"):
         prepared(rows, drop_empty_text=True)
@@ -161,7 +161,7 @@ def test_a_text_column_that_cannot_be_told(
         text_column(read_file(write_rows("a.jsonl", [row])), wanted)
 
 
-def test_a_validation_file_without_the_text_column(prepared: Callable[..., TaskData]) -> None:
+def test_a_validation_file_without_the_text_column(prepared: Callable[..., Prepared]) -> None:
     with pytest.raises(UserError, match=r"validation_file\.jsonl has no text column 'text'"):
         prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
 
@@ -170,7 +170,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*/**/*"))
 
 
-def test_the_second_run_makes_nothing(prepared: Callable[..., TaskData], toolkit_cache: Path) -> None:
+def test_the_second_run_makes_nothing(prepared: Callable[..., Prepared], toolkit_cache: Path) -> None:
     rows = rows_of({"a": 10, "b": 10})
     first = prepared(rows)
     before = state(toolkit_cache / "tokens")
@@ -181,7 +181,7 @@ def test_the_second_run_makes_nothing(prepared: Callable[..., TaskData], toolkit
     assert (second.notes, second.labels, second.digest) == (first.notes, first.labels, first.digest)
 
 
-def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., TaskData], tiny_model: Path) -> None:
+def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., Prepared], tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
     rows = [row | {"other": "x y"} for row in rows_of({"1": 10, "2": 10})]
@@ -208,14 +208,14 @@ def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., TaskDa
     assert prepared(rows).digest == digests[0]
 
 
-def test_a_seed_counts_only_where_rows_are_drawn(prepared: Callable[..., TaskData]) -> None:
+def test_a_seed_counts_only_where_rows_are_drawn(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 20, "b": 20})
     assert prepared(rows, validation_file=rows, seed=1).digest == prepared(rows, validation_file=rows, seed=2).digest
     limited = {"validation_file": rows, "max_eval_samples": 5}
     assert prepared(rows, **limited, seed=1).digest != prepared(rows, **limited, seed=2).digest
 
 
-def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callable[..., TaskData]) -> None:
+def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 20, "b": 20})
     plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
     assert plain.digest == fixed.digest
@@ -243,14 +243,14 @@ def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, de
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")
 
 
-def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., TaskData]) -> None:
+def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 3, "b": 3})
     data = prepared(rows, validation_file=rows, test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}])
     assert data.test is None
     assert any("no labels" in note for note in data.notes)
 
 
-def test_texts_the_model_cannot_read_are_an_error(prepared: Callable[..., TaskData]) -> None:
+def test_texts_the_model_cannot_read_are_an_error(prepared: Callable[..., Prepared]) -> None:
     foreign = [{"text": "ありがとう ございます " * 4, "label": label} for label in ("a", "b") for _ in range(5)]
     with pytest.raises(UserError, match=r"% of the tokens are unknown.*--model_name_or_path"):
         prepared(foreign, validation_file=foreign)
@@ -295,7 +295,7 @@ def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], 
     assert texts_of(table, wanted) == texts
 
 
-def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., TaskData]) -> None:
+def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared]) -> None:
     rows = [row | {"title": ("the", " ")[place % 2]} for place, row in enumerate(growing(6))]
     rows[2]["text"] = ""  # its title is not
     rows[3]["text"] = None
@@ -307,7 +307,7 @@ def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., TaskData])
 
 @pytest.mark.parametrize(("min_length", "max_length"), [(2, 3), (7, 5), (11, 131)])
 def test_short_texts_are_left_out_whatever_is_cut(
-    prepared: Callable[..., TaskData], min_length: int, max_length: int
+    prepared: Callable[..., Prepared], min_length: int, max_length: int
 ) -> None:
     """The tokens that count are those of the whole text."""
     rows = growing(10)
@@ -329,7 +329,7 @@ def test_short_texts_are_left_out_whatever_is_cut(
 
 
 @pytest.mark.parametrize("short", ["train", "validation"])
-def test_texts_that_are_all_too_short(prepared: Callable[..., TaskData], short: str) -> None:
+def test_texts_that_are_all_too_short(prepared: Callable[..., Prepared], short: str) -> None:
     files = {"train": growing(10), "validation": growing(10)} | {short: growing(4)}
     with pytest.raises(UserError) as caught:
         prepared(files["train"], validation_file=files["validation"], min_length=7)
@@ -337,7 +337,7 @@ def test_texts_that_are_all_too_short(prepared: Callable[..., TaskData], short: 
         assert part in str(caught.value)
 
 
-def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., TaskData]) -> None:
+def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., Prepared]) -> None:
     """Neither a class of theirs, nor a label they lack."""
     rows = growing(10)
     rows[0]["label"], rows[1]["label"] = "short", None
@@ -347,7 +347,7 @@ def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., TaskD
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_each_split_has_its_own_limit(prepared: Callable[..., TaskData], seed: int) -> None:
+def test_each_split_has_its_own_limit(prepared: Callable[..., Prepared], seed: int) -> None:
     files = {"validation_file": growing(12), "test_file": growing(15)}
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
     assert data.sizes == {"train": 9, "validation": 4, "test": 4}
@@ -363,7 +363,7 @@ def test_each_split_has_its_own_limit(prepared: Callable[..., TaskData], seed: i
     assert data.validation.texts() == [growing(12)[row]["text"] for row in data.validation.rows]
 
 
-def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Callable[..., TaskData]) -> None:
+def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Callable[..., Prepared]) -> None:
     """Fewer rows to train on move no row from one side to the other."""
     rows = growing(40)
     whole = prepared(rows, validation_split=0.25)

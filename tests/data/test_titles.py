@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkit.config import TitleSettings
-from toolkit.data.prepare import TitleData
+from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split, TitleSplit
@@ -28,7 +28,7 @@ def news(count: int, first: int = 1) -> list[Row]:
 
 
 @pytest.fixture
-def prepared(prepared: Callable[..., Any]) -> Callable[..., TitleData]:
+def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
     return partial(prepared, kind=TitleSettings)
 
 
@@ -85,7 +85,7 @@ def test_a_column_of_titles_that_cannot_be_told(
 
 
 @pytest.mark.parametrize("empty", ["", " \n\t", None])
-def test_rows_without_a_title_are_named(prepared: Callable[..., TitleData], empty: str | None) -> None:
+def test_rows_without_a_title_are_named(prepared: Callable[..., Prepared], empty: str | None) -> None:
     rows = news(6)
     rows[1]["title"] = rows[4]["title"] = empty
     with pytest.raises(UserError) as caught:
@@ -94,7 +94,7 @@ def test_rows_without_a_title_are_named(prepared: Callable[..., TitleData], empt
         assert part in str(caught.value)
 
 
-def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., TitleData]) -> None:
+def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
     rows = news(6)
     rows[2] = {"text": " ", "title": None}  # nothing at all
     rows[4]["title"] = "\n"
@@ -109,7 +109,7 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Ti
 
 
 @pytest.mark.parametrize("empty", ["train", "validation"])
-def test_a_column_of_empty_titles(prepared: Callable[..., TitleData], empty: str) -> None:
+def test_a_column_of_empty_titles(prepared: Callable[..., Prepared], empty: str) -> None:
     files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
     with pytest.raises(UserError) as caught:
         prepared(files["train"], validation_file=files["validation"], drop_empty_text=True)
@@ -119,7 +119,7 @@ def test_a_column_of_empty_titles(prepared: Callable[..., TitleData], empty: str
 
 @pytest.mark.parametrize("most", [2, 4, 5, 32])
 def test_titles_are_tokens_from_the_first_to_the_end(
-    prepared: Callable[..., TitleData], tokenizer: Any, most: int
+    prepared: Callable[..., Prepared], tokenizer: Any, most: int
 ) -> None:
     """`most` tokens are predicted, [SEP] among them; [CLS] is given."""
     rows = news(6)
@@ -136,10 +136,10 @@ def test_titles_are_tokens_from_the_first_to_the_end(
         assert found.loss_denominators.tolist() == [min(len(tokens) - 1, most) for tokens in whole]
         assert found.loss_denominators.max() <= most
         assert found.rows.tolist() == list(range(len(own)))
-    assert data.titles == Titles("title", most)
+    assert data.targets == Titles("title", most)
 
 
-def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[..., TitleData]) -> None:
+def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[..., Prepared]) -> None:
     bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
     data = prepared(news(4), validation_file=news(2), test_file=bare)
     assert data.test is None
@@ -149,14 +149,14 @@ def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[...
         prepared(news(4), validation_file=news(2), test_file=some)
 
 
-def test_a_file_without_the_column_of_titles(prepared: Callable[..., TitleData]) -> None:
+def test_a_file_without_the_column_of_titles(prepared: Callable[..., Prepared]) -> None:
     bare = [{"text": "a", "headline": "b"}]
     with pytest.raises(UserError, match=r"validation_file\.jsonl has no title column 'title': it has text, headline"):
         prepared(news(4), validation_file=bare)
 
 
 @pytest.mark.parametrize("given", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])
-def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., TitleData], given: dict[str, Any]) -> None:
+def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Prepared], given: dict[str, Any]) -> None:
     rows = [row | {"lead": "the room"} for row in news(4)]
     plain = prepared(rows, validation_file=rows)
     changed = prepared(rows, validation_file=rows, **given)
@@ -166,7 +166,7 @@ def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Titl
 
 
 @pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])
-def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Callable[..., TitleData], missing: str) -> None:
+def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Callable[..., Prepared], missing: str) -> None:
     bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
     with pytest.raises(UserError, match="no tokens that begin and end a title"):
         prepared(news(4), tokenizer=bare, model_name_or_path="m")

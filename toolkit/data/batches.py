@@ -3,7 +3,7 @@
 1. `global_batches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
    of the texts only, not on the number of processes.
 2. `micro_batches`: one global batch cut into what each process computes at a time. That depends on the world, and does
-   not change the sum of the losses over the global batch. `evaluation_batches` cuts a whole split in the same way.
+   not change the sum of the losses over the global batch. An evaluation cuts a whole split in the same way.
 3. `Collator`: the samples of one micro-batch padded to the longest of them, as tensors on the device.
 """
 
@@ -84,13 +84,6 @@ def micro_batches(
         return np.array_split(by_length, count * world)[rank::world]
     cut = _cut_by_length(by_length, split.lengths[by_length], per_device, max_tokens, split.buckets)
     return _halve_to_multiple(cut, split.lengths, world)[rank::world]
-
-
-def evaluation_batches(
-    split: Split, per_device: int, rank: int, world: int, max_tokens: int | None = None
-) -> list[np.ndarray]:
-    """This process's batches of a whole split, longest texts first, so that memory runs out at once or never."""
-    return micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
 
 
 def most_micro_batches(split: Split, samples: int, per_device: int, world: int, max_tokens: int | None) -> int:

@@ -101,9 +101,11 @@ class Labels(Targets):
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == "single_label_classification" else None
 
-    @classmethod
-    def from_json(cls, loaded: dict[str, Any]) -> Labels:
-        return cls(**{**loaded, "names": tuple(loaded["names"]), "columns": tuple(loaded["columns"])})
+    def facts(self) -> dict[str, Any]:
+        return {"labels": list(self.names), "problem_type": self.problem_type}
+
+    def describe(self) -> str:
+        return f"{len(self.names)} outputs: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
 
 
 def find_labels(

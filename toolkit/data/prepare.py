@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from toolkit import launch
 from toolkit.cache import made_once
-from toolkit.config import Task, TaskSettings, TitleSettings, flat
+from toolkit.config import ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
 from toolkit.data import rows as selection
 from toolkit.data import tokens
 from toolkit.data.labels import Labels, find_labels
@@ -32,20 +32,26 @@ MENTION_UNKNOWN, MOST_UNKNOWN = 0.02, 0.5  # parts of all tokens
 
 @dataclass(frozen=True)
 class Prepared:
-    """The splits of a job; the arrays are mapped from `folder`."""
+    """Everything a recipe needs of its data; the splits' arrays are mapped from `folder`."""
 
     folder: Path
     digest: str
+    text_column: str
+    """Several are separated by commas."""
+    text_pair: str | None
+    """The column of second texts."""
     max_length: int
     notes: tuple[str, ...]
     """Lines worth telling the user: sizes, cut texts, overlaps."""
+    targets: Targets
     train: Split
     validation: Split
     test: Split | None
-    text_column: str = field(default="", kw_only=True)
-    """Several are separated by commas."""
-    text_pair: str | None = field(default=None, kw_only=True)
-    """The column of second texts."""
+
+    @property
+    def labels(self) -> Labels:
+        """What is learned of labelled texts."""
+        return cast(Labels, self.targets)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,82 +61,33 @@ class Prepared:
     @property
     def facts(self) -> dict[str, Any]:
         """What is learned; a checkpoint and the run that goes on from it have it in common. JSON."""
-        raise NotImplementedError
-
-    @property
-    def outputs(self) -> str:
-        """What is learned, for the user."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class TaskData(Prepared):
-    """Everything a recipe needs of labelled texts."""
-
-    labels: Labels
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        pair = {"text_pair": self.text_pair} if self.text_pair else {}
-        return {"labels": list(self.labels.names), "problem_type": self.labels.problem_type, **pair}
-
-    @property
-    def outputs(self) -> str:
-        names = self.labels.names
-        return f"{len(names)} outputs: {', '.join(names[:8])}{'...' if len(names) > 8 else ''}"
-
-
-@dataclass(frozen=True)
-class TitleData(Prepared):
-    """Everything a recipe needs of texts with titles; its splits are `TitleSplit`s."""
-
-    titles: Titles
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        kind: Task = "title_generation"
-        return {"labels": [], "problem_type": kind, "title_column": self.titles.column,
-                "max_target_length": self.titles.max_length}  # fmt: skip
-
-    @property
-    def outputs(self) -> str:
-        return f"titles of at most {self.titles.max_length} tokens, from column {self.titles.column}"
+        return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})
 
 
 def prepare_data(
-    settings: TaskSettings, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
-) -> TaskData:
-    """Tokens and labels of a task, made by one process per machine, loaded by all.
+    settings: TaskSettings | TitleSettings, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
+) -> Prepared:
+    """Tokens of texts and of their labels or titles, made by one process per machine, loaded by all; splits with
+    titles are `TitleSplit`s.
 
     Raises UserError for every fault of the input, and when machines hold other data.
     """
-    data, problem_type = settings.data, settings.model.problem_type
-
-    def find(table: Table, column: str, kept: np.ndarray) -> Labels:
-        return find_labels(table, data.label_column, problem_type, column, kept)
-
-    asked = {"problem_type": problem_type, "label_column": data.label_column}
-    if data.text_pair is not None:
-        asked["text_pair"] = data.text_pair
-    job = _Job(settings, tokenizer, model_config, find, data.text_pair)
-    loaded, targets = job.prepared(asked, accelerator)
-    return TaskData(**loaded, labels=Labels.from_json(targets))
-
-
-def prepare_titles(
-    settings: TitleSettings, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
-) -> TitleData:
-    """Tokens of texts and of their titles; otherwise as `prepare_data`."""
-    data = settings.data
-    if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-        raise UserError(f"{settings.model.model_name_or_path}: its tokenizer has no tokens that begin and end a title")
-
-    def find(table: Table, column: str, kept: np.ndarray) -> Titles:
-        return find_titles(table, data.title_column, column, data.max_target_length)
-
-    asked = {"title_column": data.title_column, "max_target_length": data.max_target_length}
-    loaded, targets = _Job(settings, tokenizer, model_config, find).prepared(asked, accelerator)
-    return TitleData(**loaded, titles=Titles(**targets))
+    if accelerator is not None:  # paths may differ between machines: what the files hold is compared below
+        local = Path(str(settings.data.dataset_name)).is_dir()
+        paths = ("train_file", "validation_file", "test_file", "model_name_or_path", *["dataset_name"] * local)
+        values = {name: value for name, value in flat(settings).items() if name not in paths}
+        launch.same_everywhere(accelerator, "the settings", values)
+    job = _Job(settings, tokenizer, model_config)
+    tokens.refuse_foreign_tokenizer(tokenizer, model_config)
+    tables = read_tables(settings.data)
+    asked, kind = job.asked("validation" in tables), tokens.fingerprint(tokenizer)
+    digests = {split: table.digest for split, table in tables.items()}
+    if accelerator is not None:  # before an hour of work on what is not the same
+        content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
+        launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
+    digest = _digest({**asked, "tables": digests, "tokenizer": kind})
+    source = ", ".join(table.name for table in tables.values())
+    return job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
 
 
 def prepare_texts(
@@ -160,79 +117,66 @@ def _digest(asked: Any) -> str:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
 
 
-@dataclass
 class _Job:
     """What one job's tokens are made of."""
 
-    settings: TaskSettings | TitleSettings
-    tokenizer: Any
-    model_config: Any
-    find: Callable[[Table, str, np.ndarray], Targets]
-    """The training table, its text column, the rows that are used -> what is learned."""
-    pair: str | None = None
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, settings: TaskSettings | TitleSettings, tokenizer: Any, model_config: Any) -> None:
+        self.data: Any = settings.data
+        self.titled = isinstance(settings.data, TitleDataSettings)
+        if self.titled and (tokenizer.cls_token_id is None or tokenizer.sep_token_id is None):
+            name = settings.model.model_name_or_path
+            raise UserError(f"{name}: its tokenizer has no tokens that begin and end a title")
+        self.problem_type: ProblemType | None = getattr(settings.model, "problem_type", None)
+        self.pair: str | None = getattr(settings.data, "text_pair", None)
+        self.tokenizer, self.model_config = tokenizer, model_config
+        self.max_length = tokens.choose_max_length(self.data.max_length, tokenizer, model_config, self.pair is not None)
+        self.seed = settings.training.seed if self.data.data_seed is None else self.data.data_seed
+        self.notes: list[str] = []
 
-    def prepared(self, more: dict[str, Any], accelerator: Accelerator | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(the fields of `Prepared`, the targets). The folder's name is the digest of `more` and everything else it
-        depends on; a seed only where rows are drawn."""
-        if accelerator is not None:  # paths may differ between machines: what the files hold is compared below
-            local = Path(str(self.settings.data.dataset_name)).is_dir()
-            paths = ("train_file", "validation_file", "test_file", "model_name_or_path", *["dataset_name"] * local)
-            values = {name: value for name, value in flat(self.settings).items() if name not in paths}
-            launch.same_everywhere(accelerator, "the settings", values)
-        data, tables = self.settings.data, read_tables(self.settings.data)
-        tokens.refuse_foreign_tokenizer(self.tokenizer, self.model_config)
-        self.max_length = tokens.choose_max_length(
-            data.max_length, self.tokenizer, self.model_config, self.pair is not None
-        )
-        self.seed = self.settings.training.seed if data.data_seed is None else data.data_seed
-        limits = {name: value for name in ("min_length", "max_train_samples", "max_eval_samples")
-                  if (value := getattr(data, name)) is not None}  # fmt: skip
-        drawn = "validation" not in tables or data.max_train_samples or data.max_eval_samples
-        asked = {
-            "layout": _LAYOUT,
-            "max_length": self.max_length,
-            **({"seed": self.seed} if drawn else {}),
-            **{name: getattr(data, name) for name in ("text_column", "drop_empty_text", "validation_split")},
-            **limits,
-            **more,
-        }
-        digests = {split: table.digest for split, table in tables.items()}
-        kind = tokens.fingerprint(self.tokenizer)
-        if accelerator is not None:  # before an hour of work on what is not the same
-            content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
-            launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
-        digest = _digest({**asked, "tables": digests, "tokenizer": kind})
-        source = ", ".join(table.name for table in tables.values())
-        folder = made_once("tokens", digest, lambda draft: self._make(draft, tables), accelerator, source)
-        return self._load(folder)
+    def asked(self, has_validation: bool) -> dict[str, Any]:
+        """What the tokens depend on beside the content of the files and the tokenizer; a seed only where it draws
+        rows."""
+        always = ["text_column", "drop_empty_text", "validation_split"]
+        always += ["title_column", "max_target_length"] if self.titled else ["label_column"]
+        given = ("text_pair", "min_length", "max_train_samples", "max_eval_samples")
+        asked = {name: getattr(self.data, name) for name in always}
+        asked |= {name: value for name in given if (value := getattr(self.data, name, None)) is not None}
+        if not self.titled:
+            asked["problem_type"] = self.problem_type
+        if not has_validation or self.data.max_train_samples or self.data.max_eval_samples:
+            asked["seed"] = self.seed
+        return {"layout": _LAYOUT, "max_length": self.max_length, **asked}
 
-    def _load(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    def load(self, folder: Path) -> Prepared:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         splits = {name: tokens.load_split(folder, name, self.model_config) for name in meta["splits"]}
         notes = list(meta["notes"])
         if self.pair and not tokens.tells_pairs_apart(self.model_config):
             notes.append("this model has one token type: a separator alone tells the two texts of a pair apart")
-        loaded = {
-            "folder": folder, "digest": folder.name, "text_column": meta["text_column"], "text_pair": self.pair,
-            "max_length": self.max_length, "notes": tuple(notes), "train": splits["train"],
-            "validation": splits["validation"], "test": splits.get("test"),
-        }  # fmt: skip
-        return loaded, meta["labels"]
+        return Prepared(
+            folder=folder,
+            digest=folder.name,
+            text_column=meta["text_column"],
+            text_pair=self.pair,
+            max_length=self.max_length,
+            notes=tuple(notes),
+            targets=(Titles if self.titled else Labels).from_json(meta["labels"]),
+            train=splits["train"],
+            validation=splits["validation"],
+            test=splits.get("test"),
+        )
 
-    def _make(self, draft: Path, tables: dict[str, Table]) -> None:
+    def make(self, draft: Path, tables: dict[str, Table]) -> None:
         """Checks every split before any is tokenized, and writes them to `draft`."""
-        column = text_column(tables["train"], self.settings.data.text_column)
+        column = text_column(tables["train"], self.data.text_column)
         targets, chosen = self._choose(tables, column)
         selection.note_overlap(chosen, self.notes)
         for split, rows in chosen.items():
             arrays, cut = tokens.encode(self.tokenizer, rows.texts, self.max_length, f"tokens of {split}", rows.pairs)
             self._check_known(split, arrays["input_ids"])
             if cut:
-                share = 100 * cut / len(rows.texts)
-                self.notes.append(
-                    f"{split}: {share:.1f} % of the texts are cut at {self.max_length} tokens (--max_length)"
-                )
+                share = f"{split}: {100 * cut / len(rows.texts):.1f} % of the texts"
+                self.notes.append(f"{share} are cut at {self.max_length} tokens (--max_length)")
             own = targets.arrays(split, rows.targets, self.tokenizer, self.notes)
             kept: dict[str, Sequence[str] | None] = {}
             if split != "train":  # for reports
@@ -241,11 +185,17 @@ class _Job:
         meta = {"labels": asdict(targets), "text_column": column, "notes": self.notes, "splits": list(chosen)}
         (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
+    def _targets(self, table: Table, column: str, kept: np.ndarray) -> Targets:
+        """The training table, its text column, the rows that are used -> what is learned."""
+        if self.titled:
+            return find_titles(table, self.data.title_column, column, self.data.max_target_length)
+        return find_labels(table, self.data.label_column, self.problem_type, column, kept)
+
     def _choose(self, tables: dict[str, Table], column: str) -> tuple[Targets, dict[str, Rows]]:
         """(what is learned, the rows of each split that take part)."""
-        data, notes = self.settings.data, self.notes
+        data, notes = self.data, self.notes
         train = self._usable(tables["train"], column)
-        targets = self.find(tables["train"], column, train.numbers)
+        targets = self._targets(tables["train"], column, train.numbers)
         chosen: dict[str, Rows] = {}
         for split, table in tables.items():
             if split == "test" and targets.all_missing(table):
@@ -264,12 +214,11 @@ class _Job:
 
     def _usable(self, table: Table, column: str) -> Rows:
         """The rows that are neither empty nor too short."""
-        data = self.settings.data
         pair = selection.pair_column(table, self.pair, column)
-        rows = selection.usable_rows(table, column, pair, data.drop_empty_text, self.notes)
-        if data.min_length is None:
+        rows = selection.usable_rows(table, column, pair, self.data.drop_empty_text, self.notes)
+        if self.data.min_length is None:
             return rows
-        return selection.long_enough(rows, data.min_length, self.tokenizer, self.notes)
+        return selection.long_enough(rows, self.data.min_length, self.tokenizer, self.notes)
 
     def _check_known(self, split: str, input_ids: np.ndarray) -> None:
         """Texts in a language the model cannot read would train, to nothing. Raises UserError then."""

@@ -19,6 +19,19 @@ USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "a
 class Targets:
     """What is learned from a text: `toolkit.data.labels.Labels` or `toolkit.data.titles.Titles`."""
 
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> Targets:
+        """What `dataclasses.asdict` made of it."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in loaded.items()})
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint and the run that goes on from it have in common. JSON."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """What is learned, for the user."""
+        raise NotImplementedError
+
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """(samples, ...): the targets of those rows. Raises UserError naming a row without one."""
         raise NotImplementedError

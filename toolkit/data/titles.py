@@ -51,6 +51,13 @@ class Titles(Targets):
         labels = np.zeros(len(encoded), np.int64)
         return {"target_ids": tokens["input_ids"], "target_offsets": tokens["offsets"], "labels": labels}
 
+    def facts(self) -> dict[str, Any]:
+        learned = {"title_column": self.column, "max_target_length": self.max_length}
+        return {"labels": [], "problem_type": "title_generation", **learned}
+
+    def describe(self) -> str:
+        return f"titles of at most {self.max_length} tokens, from column {self.column}"
+
     def written(self, encoded: np.ndarray) -> list[str]:
         return list(encoded.tolist())
 

@@ -18,8 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch, memory
 from toolkit.config import TrainingSettings
-from toolkit.data import batches
-from toolkit.data.batches import Batch, collator_of
+from toolkit.data.batches import Batch, collator_of, micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import raise_if_requested
@@ -93,7 +92,7 @@ def batches_of(
     """
     collate = collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    for indices in batches.evaluation_batches(split, per_device, rank, world, max_tokens):
+    for indices in micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens):
         raise_if_requested(accelerator)
         batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
         launch.explain_failures(partial(memory.answer, batch, None))

@@ -115,7 +115,7 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     def make(draft: Path) -> None:
         _write(name, draft, sizes)
 
-    path = made_once("models", _folder_name(name, sizes), make, accelerator)
+    path = made_once("models", _folder_name(name, sizes), make, accelerator, name)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
