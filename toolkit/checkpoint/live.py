@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
 from toolkit.compat import require
@@ -54,7 +55,10 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
                 "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
             )
         return LiveState(module, inner)
-    if any(_is_sharded(parameter) for parameter in module.parameters()):
+    if accelerator.distributed_type == DistributedType.FSDP:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # the outermost one keeps its parameters whole between an evaluation and a backward
         return ShardedState(module, inner)
     return LiveState(module, inner)
 

@@ -83,8 +83,18 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
     if on_cpu and _flag("ACCELERATE_USE_FSDP"):
-        say(accelerator, "no GPU here: FSDP needs one, so this runs as plain data parallel (same losses)")
+        _shard_on_cpu(accelerator)
     return accelerator
+
+
+def _shard_on_cpu(accelerator: Accelerator) -> None:
+    """Accelerate knows FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
+    from accelerate import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
 
 
 def verify_world(accelerator: Accelerator, place: Place) -> None:

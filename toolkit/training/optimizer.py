@@ -66,6 +66,8 @@ def align_strategy(
     would turn into another one.
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
+    if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layer_classes(model)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
@@ -103,6 +105,13 @@ def align_strategy(
         _fill_sizes(config["zero_optimization"], model)
     if plugin.zero_stage == 3:  # otherwise the final weights could not be gathered
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+
+
+def layer_classes(model: torch.nn.Module) -> list[str]:
+    """The classes of a model's layers: of what stands in its `ModuleList`s that do not stand in another layer."""
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)}
+    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return sorted({type(layer).__name__ for part in outer for layer in part})
 
 
 def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
