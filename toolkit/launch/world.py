@@ -56,6 +56,9 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
     find_ranks(place, sys.argv[0], rendezvous_seconds())
+    sharded = _flag("ACCELERATE_USE_FSDP")
+    if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
+        raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
     deepspeed = plugin is not None or _flag("ACCELERATE_USE_DEEPSPEED")
     handlers = [
         InitProcessGroupKwargs(
@@ -82,7 +85,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
         raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
-    if on_cpu and _flag("ACCELERATE_USE_FSDP"):
+    if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
     return accelerator
 
@@ -92,7 +95,9 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
-    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    plugin = accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
     for state in (accelerator.state, PartialState()):
         state.distributed_type = DistributedType.FSDP
 

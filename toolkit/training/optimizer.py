@@ -67,7 +67,7 @@ def align_strategy(
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.is_fsdp2:
-        accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = layer_classes(model)
+        _choose_units(accelerator.state.fsdp_plugin, model)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
@@ -107,11 +107,18 @@ def align_strategy(
         config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
-def layer_classes(model: torch.nn.Module) -> list[str]:
-    """The classes of a model's layers: of what stands in its `ModuleList`s that do not stand in another layer."""
-    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList) and len(part)}
+def _choose_units(plugin: Any, model: Any) -> None:
+    """FSDP2 gathers a model's layers one at a time: what stands in its `ModuleList`s, but for those inside another
+    layer. transformers' `_no_split_modules`, accelerate's choice, names embeddings too, or nothing (BigBird)."""
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
     outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return sorted({type(layer).__name__ for part in outer for layer in part})
+    plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for part in outer for layer in part})
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None or model.get_input_embeddings().weight is head.weight:
+        return
+    if sum(parameter is head.weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1:
+        # a decoder's embedding too: accelerate would give the head a unit of its own, and the weight would be in two
+        model.get_output_embeddings = lambda: None
 
 
 def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:
