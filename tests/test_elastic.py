@@ -10,7 +10,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, recipe
 
 ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
-MATRIX = ["single", "ddp x2", "zero1 x2", "zero2 x2", "zero2 x3", "zero3 x2", "zero3 x3"]
+MATRIX = ["single", "ddp x2", "zero1 x2", "zero2 x2", "zero2 x3", "zero3 x2", "zero3 x3", "fsdp2 x2"]
 STEPS, SAVED_AT = 6, 3
 
 
