@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import re
+import traceback
 from collections.abc import Iterable
 
 
@@ -11,6 +14,29 @@ class UserError(Exception):
 
     It is printed as one line by one process (see `toolkit.launch.run`), without a traceback.
     """
+
+
+# of the machine, its disks and its permissions: no fault of the program
+_OF_FILES = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT, errno.ENOTDIR,
+    errno.EISDIR, errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.EBUSY,
+}  # fmt: skip
+
+
+def line_of(error: BaseException) -> str | None:
+    """What a fault of files or memory says in one line, with the file's name; None for others, which need a traceback.
+
+    A RecursionError counts where a file was read that is nested too deep.
+    """
+    last = (traceback.extract_tb(error.__traceback__) or [None])[-1]
+    where = f" ({last.filename}, line {last.lineno})" if last else ""
+    if isinstance(error, OSError) and error.errno in _OF_FILES:
+        return f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}{where}"
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}{where}"
+    if isinstance(error, RecursionError) and last and re.search(r"[/\\](json|yaml)[/\\]", last.filename):
+        return f"a file is nested too deep to be read{where}"
+    return str(error) if re.search(r"\(os error \d+\)", str(error)) else None  # of safetensors
 
 
 class Faults:

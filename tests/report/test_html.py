@@ -136,6 +136,15 @@ def test_summary(three: Run) -> None:
         assert shown in text
 
 
+def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    path = three[0] / "config.json"
+    path.write_text(path.read_text().replace("recipes/cls.py --seed", "/home/somebody/cls.py --seed"))
+    source = written(three).source
+    assert "~/cls.py --seed 1" in source
+    assert "somebody" not in source
+
+
 def test_worst_mistakes_are_the_surest(three: Run) -> None:
     rows = written(three).rows["mistakes"]
     predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
@@ -317,18 +326,19 @@ def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
     assert "The commonest was written for 60 texts: Weather <b> report" in text
 
 
-def test_diverged_run(three: Run) -> None:
-    """NaN and infinity are shown, and are no reason to have no report."""
+@pytest.mark.parametrize("written_as", ["NaN", "null"])
+def test_diverged_run(three: Run, written_as: str) -> None:
+    """What is no number is no reason to have no report."""
     folder, last, texts = three
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines[10:]:
-        line |= {"loss": float("nan"), "grad_norm": float("inf")}
+        line |= {"loss": float("nan"), "grad_norm": float("inf")} if written_as == "NaN" else {"loss": None}
     write_lines(folder / "metrics.jsonl", lines)
     text = (folder / "predictions.jsonl").read_text()
-    (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", "[NaN, NaN, NaN]", text))
-    last.numbers["loss"] = float("nan")
+    (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", f"[{written_as}, 0.5, 0.5]", text))
+    last.numbers["loss"] = float("nan") if written_as == "NaN" else None
     write_report(folder, last, texts)
-    assert "Loss nan" in Page(folder / "report.html").text
+    assert f"Loss {'nan' if written_as == 'NaN' else '–'}" in Page(folder / "report.html").text
 
 
 def test_of_folder(three: Run) -> None:

@@ -48,7 +48,8 @@ class Best:
 
     def improved(self, evaluation: Evaluation, step: int) -> bool:
         """Takes note of an evaluation; True when it is better than all before it."""
-        value = self.sign * evaluation.numbers[self.metric]
+        number = evaluation.numbers[self.metric]
+        value = math.nan if number is None else self.sign * number  # null in eval.jsonl
         if value > self.value:
             self.value, self.step, self.waited = value, step, 0
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import decide, probabilities_of
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
-from toolkit.files import replace_file
+from toolkit.files import replace_file, writing
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config
@@ -94,9 +95,12 @@ def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) ->
     frame = table.rows.to_pandas().assign(**columns)
     kind = format_of(output)
     packed: Any = "gzip" if output.suffix == ".gz" else None
-    with replace_file(output, flush=False) as draft:
+    with writing(output), replace_file(output, flush=False) as draft:
         if kind in _SEPARATORS:
-            frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding, compression=packed)
+            try:
+                frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding, compression=packed)
+            except UnicodeEncodeError as error:
+                raise UserError(f"--encoding {encoding} cannot write {output}: {error}; use utf-8") from error
         elif kind == ".parquet":
             frame.to_parquet(draft, index=False)
         else:
@@ -136,4 +140,6 @@ def _output_of(options: Any) -> Path:
         raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output.parent} cannot be written: name another file with --output")
     return output

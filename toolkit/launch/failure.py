@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, line_of
 from toolkit.launch import failure_detector
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.nodes import span_nodes
@@ -95,6 +95,8 @@ def _describe(error: Exception) -> str:
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
         return _NO_READER
+    if line := line_of(error):
+        return f"error: {line}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
     if "eaddrinuse" in first.lower() or "address already in use" in first.lower():
         return (

@@ -100,11 +100,11 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
             metric_type=kind,
             metric_name=name if kind == "rouge" else record.metric_title(name),
             metric_args={"tokenizer": segmenter} if kind == "rouge" and segmenter != "word" else arguments,
-            metric_value=round(record.last.numbers[name], 6),
+            metric_value=round(value, 6),
         )
         for name, (kind, arguments) in _HUB_METRICS.items()
         # YAML readers disagree on what a NaN is
-        if math.isfinite(record.last.numbers.get(name, math.nan))
+        if isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
     ]
     return ModelCardData(
         base_model=None if is_local(base) else demo.about(base).origin or base,

@@ -173,7 +173,8 @@ def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     if labels.problem_type == "regression":
         sample.badness = abs(prediction - label)
     elif sample.wrong:
-        chances = dict(zip(labels.names, line["probabilities"], strict=True))
+        known = [math.nan if chance is None else chance for chance in line["probabilities"]]  # null in the file
+        chances = dict(zip(labels.names, known, strict=True))
         single = labels.problem_type == "single_label_classification"
         true, guessed = ([label], [prediction]) if single else (label, prediction)
         sample.missed = [(name, chances[name]) for name in true if name not in guessed]

@@ -54,7 +54,7 @@ class Record:
         evaluations: list[dict[str, Any]] = []
         comparisons: list[dict[str, Any]] = []
         for line in read_lines(folder / "eval.jsonl"):  # the confusion matrix of many classes is large: left out
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float | None)}
             kind = comparisons if "max_length" in line else evaluations
             kind.append({"step": line["step"], "split": line["split"], **numbers})
         steps = by_step(read_lines(folder / "metrics.jsonl"))
@@ -94,16 +94,16 @@ class Record:
             return "Loss (of a title's token)"
         return METRICS.get(name) or name.replace("_", " ")
 
-    def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float]:
+    def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:
         """An evaluation's single numbers by title, the loss last; the last evaluation's when none is given."""
         numbers = self.last.numbers if numbers is None else numbers
-        names = sorted((name for name, value in numbers.items() if isinstance(value, float)), key="loss".__eq__)
+        names = sorted((name for name, value in numbers.items() if isinstance(value, float | None)), key="loss".__eq__)
         if self.problem_type == "single_label_classification":
             names = [name for name in names if name != "f1_micro"]  # the accuracy once more
         return {self.metric_title(name): numbers[name] for name in names}
 
     @property
-    def readings(self) -> list[tuple[int, dict[str, float]]]:
+    def readings(self) -> list[tuple[int, dict[str, float | None]]]:
         """(tokens read of each text, the results) of the last model, its own length first; empty for one length."""
         others = {line["max_length"]: self.results(line) for line in self.comparisons if line["step"] == self.last_step}
         return [(self.data["max_length"], self.results()), *sorted(others.items(), reverse=True)] if others else []

@@ -1,0 +1,51 @@
+"""toolkit/errors.py: faults of files and memory are a line, others keep their traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from toolkit.errors import line_of
+
+FULL = Path("/dev/full")
+
+
+def write_to_a_full_disk() -> None:
+    with FULL.open("w") as file:
+        file.write("x")
+
+
+FAULTS: dict[str, tuple[Callable[[], object], str | None]] = {
+    "missing": (lambda: Path("/no/such.json").read_text(), "/no/such.json: No such file or directory"),
+    "a folder": (lambda: Path("/tmp").read_text(), "/tmp: Is a directory"),
+    "full": (write_to_a_full_disk, "No space left on device"),
+    "weights": (lambda: save_file({"a": torch.ones(1)}, "/no/such.safetensors"), "No such file or directory"),
+    "memory": (lambda: bytearray(1 << 62), "out of memory"),
+    "nested": (lambda: json.loads(100_000 * "["), "nested too deep"),
+    "a bug": (lambda: {}["x"], None),
+    "no file": (lambda: os.fsync(-1), None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_files_and_memory_are_one_line(fault: str) -> None:
+    broken, said = FAULTS[fault]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        broken()
+    line = line_of(caught.value)
+    assert (line is None) == (said is None)
+    assert said is None or (said in str(line) and "\n" not in str(line))
+
+
+def test_a_command_ends_with_the_line(tmp_path: Path) -> None:
+    script = "from toolkit import launch\nlaunch.run(lambda: open('/no/such.json'))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: /no/such.json: No such file or directory\n")
