@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, recipe
+from tests.runs import MORE_WAYS, WAYS, lines_of
 
 ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
-MATRIX = ["single", "ddp x2", "zero1 x2", "zero2 x2", "zero2 x3", "zero3 x2", "zero3 x3", "fsdp2 x2"]
+# Each goes on from the checkpoints of those before it and from its own; one process at the end from all.
+ORDER = ["single", "zero2 x3", "ddp x2", "zero3 x2", "zero1 x2", "fsdp2 x2", "zero2 x2", "zero3 x3"]
 STEPS, SAVED_AT = 6, 3
 
 
@@ -24,33 +26,54 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sources(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Way -> the folder of an undisturbed run under it."""
-    root = tmp_path_factory.mktemp("sources")
-    found = {}
-    for way in MATRIX:
-        found[way] = root / way.replace(" ", "-")
-        finished = recipe(*settings, "--output_dir", found[way], *ALL[way])
-        assert finished.code == 0, finished.err[-3000:]
-    return found
+def run_way(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, list[str]], Path]:
+    """`run_way("ddp x2", ["single"])` -> the folder with a run that goes on from each of those ways' checkpoints. What
+    each way saves is made first, with what goes on from it, by one start of the way's processes."""
+    root = tmp_path_factory.mktemp("elastic")
+
+    def folder_of(name: str) -> Path:
+        return root / name.replace(" ", "-")
+
+    def resumes(way: str, sources: list[str]) -> list[list[str]]:
+        saved = {source: folder_of(source) / "source" / "checkpoints" / f"step-{SAVED_AT:08d}" for source in sources}
+        return [["recipes.cls", *settings, "--resume", str(path), "--output_dir", str(folder_of(way) / source)]
+                for source, path in saved.items()]  # fmt: skip
+
+    def run(way: str, sources: list[str]) -> Path:
+        for place, name in enumerate(ORDER):
+            if not folder_of(name).exists():
+                source = ["recipes.cls", *settings, "--output_dir", str(folder_of(name) / "source")]
+                run_jobs(folder_of(name), ALL[name], [source, *resumes(name, ORDER[: place + 1])])
+            if name == way:
+                break
+        if missing := [source for source in sources if not (folder_of(way) / source).exists()]:
+            run_jobs(folder_of(way) / "more", ALL[way], resumes(way, missing))
+        return folder_of(way)
+
+    return run
 
 
 def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(folder / "metrics.jsonl")}
 
 
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", MATRIX)
-def test_matrix(way: str, settings: list[str], sources: dict[str, Path], tmp_path: Path) -> None:
-    jobs, targets = [], {}
-    for source, folder in sources.items():
-        targets[source] = tmp_path / source.replace(" ", "-")
-        saved = folder / "checkpoints" / f"step-{SAVED_AT:08d}"
-        jobs.append([*settings, "--output_dir", str(targets[source]), "--resume", str(saved)])
-    run_jobs(tmp_path, ALL[way], [["recipes.cls", *job] for job in jobs])
-    expected = losses(sources["single"])
-    for source, folder in targets.items():
-        found = losses(folder)
+def assert_all_go_on(folder: Path, sources: list[str], expected: Path) -> None:
+    for source in sources:
+        found, wanted = losses(folder / source), losses(expected)
         assert list(found) == [4, 5, 6]
-        for step, loss in found.items():
-            assert loss == pytest.approx(expected[step], rel=1e-5), f"{source} -> {way}, step {step}"
+        assert found == pytest.approx({step: wanted[step] for step in found}, rel=1e-5), f"{source} -> {folder.name}"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ORDER)
+def test_from_those_before_it(way: str, run_way: Callable[[str, list[str]], Path]) -> None:
+    sources = ORDER[: ORDER.index(way) + 1]
+    assert_all_go_on(run_way(way, sources), sources, run_way("single", []) / "source")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.slow) for way in ORDER[1:-1])])
+def test_from_those_behind_it(way: str, run_way: Callable[[str, list[str]], Path]) -> None:
+    run_way(ORDER[-1], [])
+    sources = ORDER[ORDER.index(way) + 1 :]
+    assert_all_go_on(run_way(way, sources), sources, run_way("single", []) / "source")
