@@ -11,11 +11,10 @@ import pytest
 
 from tests.checkpoint.conftest import Made
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_file import zip_members
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
-KINDS = ("zero0 x2", "zero1-frozen x3", "zero2-groups x2", "zero3-frozen x2", "zero3-bf16 x3")
+KINDS = ("zero0 x2", "zero2-bf16 x3", "zero3-bf16 x3")
 
 
 @pytest.fixture
@@ -33,9 +32,8 @@ def copied(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> Callable[.
 def fault_of(folder: Path) -> str:
     with pytest.raises(UserError) as raised:
         open_checkpoint(folder)
-    fault = str(raised.value)
-    assert "\n" not in fault
-    return fault
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
 
 
 def tag_of(root: Path) -> Path:
@@ -51,8 +49,7 @@ def test_truncated_or_longer(name: str, copied: Callable[..., Path]) -> None:
     root = copied(name)
     for file in files_of(root):
         content = file.read_bytes()
-        sizes = {0, 1, 3, 21, 22, 1000, len(content) // 3, len(content) // 2, len(content) - 100, len(content) - 1}
-        for size in sorted(sizes):
+        for size in (0, 1, 21, 22, 1000, len(content) // 2, len(content) - 100, len(content) - 1):
             file.write_bytes(content[:size])
             assert str(file) in fault_of(root), size
         file.write_bytes(content + b"\0")
@@ -91,20 +88,6 @@ def test_all_missing_ranks_are_named_at_once(name: str, gone: str, told: str, co
     fault, tag = fault_of(root), tag_of(root)
     assert fault.startswith(f"{tag} lacks the {told}")
     assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in fault
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_flipped_bytes_of_the_structure(name: str, copied: Callable[..., Path]) -> None:
-    root = copied(name)
-    for file in files_of(root):
-        content = bytearray(file.read_bytes())
-        structure = next(m for key, m in zip_members(file).items() if key.endswith("/data.pkl"))
-        for at in range(structure.offset, structure.offset + structure.size, structure.size // 20):
-            content[at] ^= 0x55
-            file.write_bytes(content)
-            assert str(file) in fault_of(root)
-            content[at] ^= 0x55
-        file.write_bytes(content)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -220,7 +220,7 @@ def test_damaged_fsdp(fsdp: Path, tmp_path: Path) -> None:
         for size in (0, 1, 100, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:size])
             assert str(file) in fault_of(folder), size
-        for at in range(0, len(content), 211):
+        for at in range(0, len(content), 997):
             flipped = bytearray(content)
             flipped[at] ^= 0xFF
             file.write_bytes(flipped)

@@ -67,7 +67,7 @@ def hostile(mark: Path) -> dict[str, bytes]:
         "map": Bomb(map, eval, [python]),
     }
     found = {
-        f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in range(5)
+        f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in (0, 2, 4)
     }
     return {
         **found,

@@ -11,9 +11,10 @@ the other in the order of `param_shapes`, cut into sub-groups between parameters
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     """
     files = open_files(tag_folder)
     stage, content = _stage(files), files.models[0].content
-    owned = _owned_by_optimizer(files, stage) if stage else _Owned()
-    module = _Module(files, owned.weights)
-    weights = {**owned.weights, **module.frozen}
+    tensors, scalars = _owned_by_optimizer(files, stage) if stage else ({}, {})
+    masters = {name: kept.pop("") for name, kept in tensors.items()}
+    module = _Module(files, masters)
+    weights = {**masters, **module.frozen}
     return CheckpointReader(
         path=path,
         strategy=f"zero{stage}" if stage else "ddp" if files.world > 1 else "single",
@@ -51,11 +53,9 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         tied=module.tied,
         frozen=frozenset(module.frozen if stage else ()),
         excluded=module.excluded,
-        optimizer_state=owned.kept,
-        optimizer_scalars=owned.scalars,
-        engine_dtype=main_dtype(
-            module.tensors[name].dtype for name in owned.weights or module.frozen if name in module.tensors
-        ),
+        optimizer_state={name: kept for name, kept in tensors.items() if kept},
+        optimizer_scalars=scalars,
+        engine_dtype=main_dtype(module.tensors[name].dtype for name in masters or weights if name in module.tensors),
         model_folder=model_folder,
         details={
             "zero_stage": stage,
@@ -91,15 +91,6 @@ def _stage(files: Files) -> int:
 
 
 # what the optimizer owns
-
-
-@dataclass
-class _Owned:
-    """By parameter name."""
-
-    weights: dict[str, TensorIndex] = field(default_factory=dict)
-    kept: dict[str, dict[str, TensorIndex]] = field(default_factory=dict)
-    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
 
 
 class _Rank:
@@ -141,7 +132,7 @@ class _Rank:
                 "weights: damaged?"
             )
         (span,) = whole.spans
-        count = max(0, min(count, span.count - start))
+        count = max(0, min(count, span.count - start))  # `joined` tells of what is missing
         return replace(
             whole,
             shape=(count,),
@@ -158,10 +149,15 @@ class _Rank:
         return {name: (each.state["start"], each.state["numel"]) for name, each in mappings[number].items()}
 
 
-def _owned_by_optimizer(files: Files, stage: int) -> _Owned:
-    """Masters and optimizer state of the parameters that are trained. Raises UserError where sizes do not add up."""
+def _owned_by_optimizer(
+    files: Files, stage: int
+) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
+    """(tensors, scalars) by parameter that is trained and key of its state, "" for its master.
+
+    Raises UserError where sizes do not add up.
+    """
     model = files.models[0]
-    owned, groups = _Owned(), model.content.get("param_shapes") or []  # by sub-group under stage 3
+    groups = model.content.get("param_shapes") or []  # by sub-group under stage 3
     names = [name for group in groups for name in group]
     if not groups or len(set(names)) < len(names):
         raise UserError(f"{model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
@@ -172,10 +168,14 @@ def _owned_by_optimizer(files: Files, stage: int) -> _Owned:
                 f"{rank.file} holds {len(rank.groups)} groups and {model.file} names parameters of {len(groups)}: "
                 f"{_COPY_AGAIN}"
             )
+    tensors: dict[str, dict[str, TensorIndex]] = {name: {} for name in names}
+    scalars: dict[str, dict[str, Scalar]] = {}
     pieces_of = _pieces_of_stage_3 if stage == 3 else _pieces_of_stage_1_or_2
     for number, shapes in enumerate(groups):
-        _add_group(owned, ranks, number, shapes, pieces_of(ranks, number, shapes))
-    return owned
+        for name, key, tensor in _group(ranks, shapes, number, pieces_of(ranks, number, shapes)):
+            tensors[name][key] = tensor
+        scalars.update(dict.fromkeys(shapes, _scalars(ranks, number)))
+    return tensors, scalars
 
 
 def _pieces_of_stage_1_or_2(ranks: list[_Rank], number: int, shapes: Shapes) -> Pieces:
@@ -221,7 +221,7 @@ def _pieces_of_stage_3(ranks: list[_Rank], number: int, shapes: Shapes) -> Piece
     for name, shape in shapes.items():
         count = math.prod(shape)
         part = -(-count // len(ranks))
-        pieces[name] = [(order, place, min(part, count - order * part)) for order in range(len(ranks))]
+        pieces[name] = [(order, place, max(0, min(part, count - order * part))) for order in range(len(ranks))]
         place += part
     for rank in ranks:
         if (found := rank.groups[number][""].count) != place:
@@ -237,20 +237,14 @@ def _pieces_of_stage_3(ranks: list[_Rank], number: int, shapes: Shapes) -> Piece
     return pieces
 
 
-def _add_group(owned: _Owned, ranks: list[_Rank], number: int, shapes: Shapes, pieces: Pieces) -> None:
+def _group(ranks: list[_Rank], shapes: Shapes, number: int, pieces: Pieces) -> Iterator[tuple[str, str, TensorIndex]]:
+    """(parameter, state's key or "", tensor) of a group."""
     held = [item for rank in ranks for item in rank.groups[number].items()]
     for key in dict.fromkeys(key for key, value in held if type(value) is Tensor and (value.shape or not key)):
         for name, shape in shapes.items():
-            parts, place = [], 0
-            for order, start, count in pieces[name]:
-                parts.append((place, ranks[order].piece(number, key, start, count)))
-                place += max(0, count)
-            stored = joined(name, shape, parts)
-            if key:
-                owned.kept.setdefault(name, {})[key] = stored
-            else:
-                owned.weights[name] = stored
-    owned.scalars.update(dict.fromkeys(shapes, _scalars(ranks, number)))
+            ends = itertools.accumulate((count for _, _, count in pieces[name]), initial=0)
+            parts = [ranks[order].piece(number, key, start, count) for order, start, count in pieces[name]]
+            yield name, key, joined(name, shape, zip(ends, parts, strict=False))
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:

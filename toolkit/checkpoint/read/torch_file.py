@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from toolkit.checkpoint.checksum import crc32_of_range
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, TORCH, Global, MalformedError, Tensor, unpickle, walk
@@ -129,14 +129,11 @@ def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str
         ) from None
 
 
-class _Range(io.RawIOBase):
-    """Bytes of a file as a file of their own."""
+class _Range:
+    """Bytes of a file as a file of their own, as far as zipfile asks."""
 
     def __init__(self, opened: io.FileIO, start: int, size: int) -> None:
         self.opened, self.start, self.size, self._at = opened, start, size, 0
-
-    def seekable(self) -> bool:
-        return True
 
     def tell(self) -> int:
         return self._at
@@ -165,7 +162,7 @@ def _members(file: Path, archive: _Range) -> dict[str, Member]:
         raise UserError(f"{file}: {_what_it_is(archive)}")
     if end[-2:] != b"\0\0":
         raise MalformedError("an end record that torch does not write")
-    with zipfile.ZipFile(archive) as opened:
+    with zipfile.ZipFile(cast(IO[bytes], archive)) as opened:
         entries, directory = sorted(opened.infolist(), key=lambda entry: entry.header_offset), opened.start_dir
     # torch.serialization.set_crc32_options(False) leaves zeros
     checked = any(entry.CRC for entry in entries)

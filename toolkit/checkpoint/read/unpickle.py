@@ -141,12 +141,9 @@ class _Operations(dict[int, Callable[[Any], None]]):
 
     def __getitem__(self, opcode: int) -> Callable[[Any], None]:
         self.left -= 1
-        if self.left < 0:
-            raise MalformedError("more operations than is believable")
+        if self.left < 0 or opcode not in self:
+            raise MalformedError(f"opcode {opcode:#04x}, which torch does not write there, or not so often")
         return super().__getitem__(opcode)
-
-    def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        raise MalformedError(f"opcode {opcode:#04x}, which torch does not write")
 
 
 _Python: Any = pickle._Unpickler
