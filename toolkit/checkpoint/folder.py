@@ -38,6 +38,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(manifest, ensure_ascii=False).encode()  # half a character is a ValueError
     except FileNotFoundError:
         raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint") from None
     except (OSError, ValueError, RecursionError) as error:
