@@ -165,8 +165,11 @@ def split_state(
     return kept, scalars
 
 
-def joined(name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorIndex]]) -> TensorIndex:
-    """A tensor of its shards, (first element, shard) each. Raises UserError unless each element is there once."""
+def joined(where: Path, name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorIndex]]) -> TensorIndex:
+    """A tensor of its shards, (first element, shard) each. Raises UserError unless each element is there once.
+
+    `where`: the folder, for messages.
+    """
     spans: list[Span] = []
     dtypes, place = set(), 0
     for start, part in sorted(parts, key=lambda part: (part[0], part[1].count)):
@@ -177,8 +180,9 @@ def joined(name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorI
             spans += part.spans
             place += part.count
     if place != math.prod(shape):
-        where = f"{spans[0].member.file} and its siblings" if spans else "the files"
-        raise UserError(f"{where} hold {place:,} of the {math.prod(shape):,} elements of {name}: copy them again")
+        raise UserError(
+            f"the files in {where} hold {place:,} of the {math.prod(shape):,} elements of {name}: copy them again"
+        )
     return TensorIndex(name, shape, next(iter(dtypes), "F32"), tuple(spans))
 
 

@@ -244,7 +244,7 @@ def _group(ranks: list[_Rank], shapes: Shapes, number: int, pieces: Pieces) -> I
         for name, shape in shapes.items():
             ends = itertools.accumulate((count for _, _, count in pieces[name]), initial=0)
             parts = [ranks[order].piece(number, key, start, count) for order, start, count in pieces[name]]
-            yield name, key, joined(name, shape, zip(ends, parts, strict=False))
+            yield name, key, joined(ranks[0].file.parent, name, shape, zip(ends, parts, strict=False))
 
 
 def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
@@ -315,7 +315,7 @@ class _Module:
             count = min(part.count, math.prod(shape) - place)
             parts.append((place, replace(part, shape=(count,), spans=(replace(part.spans[0], count=count),))))
             place += count
-        return joined(name, shape, parts)
+        return joined(self.models[0].file.parent, name, shape, parts)
 
     def _whole(self) -> Iterator[tuple[str, TensorIndex]]:
         """What lies in `module` alone: all under stage 0, frozen parameters under stage 1."""

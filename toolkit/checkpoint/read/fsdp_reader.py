@@ -88,7 +88,7 @@ def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
         content = unpickle(metadata.read_bytes(), metadata, DISTRIBUTED).state
         places = _places(folder, content["storage_data"])
         return {
-            name.removeprefix(prefix): _whole(name, prefix, entry.state, places)
+            name.removeprefix(prefix): _whole(folder, name, prefix, entry.state, places)
             for name, entry in content["state_dict_metadata"].items()
             if entry.name.endswith(".TensorStorageMetadata") and name.startswith(prefix)
         }
@@ -116,7 +116,7 @@ def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
     return places
 
 
-def _whole(name: str, prefix: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
+def _whole(folder: Path, name: str, prefix: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
     """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
     shape, parts = entry["size"], []
     for chunk in entry["chunks"]:
@@ -130,4 +130,4 @@ def _whole(name: str, prefix: str, entry: Mapping[str, Any], places: _Places) ->
         if type(opened.content) is not Tensor or opened.content.shape != sizes:
             raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
         parts.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.stored(name, opened.content)))
-    return joined(name.removeprefix(prefix), shape, parts)
+    return joined(folder, name.removeprefix(prefix), shape, parts)

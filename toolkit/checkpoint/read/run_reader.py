@@ -24,8 +24,7 @@ _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     """Opens a folder with a manifest. `path`: as the user named it.
 
-    Raises UserError where a file is missing or of another size than the manifest says, or is damaged; where all
-    that is missing lies on other machines' disks, with the command that brings it.
+    Raises UserError where a file is missing, damaged, or of another size than the manifest says.
     """
     manifest = read_manifest(folder)
     if fault := fault_of(folder):
@@ -119,7 +118,7 @@ def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> Chec
                     raise UserError(f"{file}: its slice of {key} is of another shape than in the other files")
             else:
                 _check_scalar(key, whole.setdefault(key, dataclasses.replace(stored, shape=())), stored)
-    whole |= {key: joined(key, shapes[key], found) for key, found in parts.items()}
+    whole |= {key: joined(folder, key, shapes[key], found) for key, found in parts.items()}
     return _reader(path, manifest, whole, numbers)
 
 
