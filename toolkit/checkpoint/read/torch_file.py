@@ -38,7 +38,7 @@ class TorchFile:
     def span(self, tensor: Tensor, what: str) -> Span:
         """All elements of a tensor. Raises UserError where they do not follow one another, or are not there."""
         if not tensor.contiguous or tensor.bits:
-            why = f"is stored with {tensor.bits}" if tensor.bits else "is not contiguous"
+            why = f"is stored with the bit {tensor.bits[:50]!r}" if tensor.bits else "is not contiguous"
             raise UserError(f"{self.file}: {what} {why}; save it again after .resolve_neg().contiguous()")
         member = self.members.get(tensor.storage.key)
         if member is None:

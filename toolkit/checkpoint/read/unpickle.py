@@ -71,7 +71,7 @@ class Tensor:
     """Elements from the storage's beginning."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    bits: Any = None
+    bits: str
     """What torch does to the stored numbers when they are used (`neg`, `conj`), where it does anything."""
 
     @property
@@ -266,7 +266,10 @@ def _tensor(
 ) -> Tensor:
     if type(storage) is not Storage:
         raise MalformedError("a tensor without a storage")
-    tensor = Tensor(storage, _count(offset), _counts(shape), _counts(stride), bits)
+    if bits is not None and (type(bits) is not dict or len(bits) > 8):
+        raise MalformedError("a tensor with bits that torch does not write")
+    found = ", ".join(str(_key(name)) for name, is_set in (bits or {}).items() if is_set)
+    tensor = Tensor(storage, _count(offset), _counts(shape), _counts(stride), found)
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
     if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[tensor.dtype] > storage.size:
         raise MalformedError("a tensor larger than its storage")
