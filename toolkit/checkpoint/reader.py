@@ -104,17 +104,17 @@ class Scalar:
     """Of the tensor it was, a key of `ITEM_BYTES`; empty where it was none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointReader:
     """An opened checkpoint. Opening has read the structure of every file and none of the data."""
 
     path: Path
     """As the user named it, for messages."""
-    strategy: str
+    strategy: str = "single"
     """`single`, `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or `model` for weights without an optimizer."""
-    world: int
+    world: int = 1
     """Processes that wrote it."""
-    step: int | None
+    step: int | None = None
     """Optimizer steps taken, where the files say."""
     weights: Mapping[str, TensorIndex]
     """By parameter name: the fp32 masters of trained parameters, frozen ones as stored."""

@@ -137,9 +137,6 @@ def _reader(
         scalars[name] = {key: Scalar(value) for key, value in values.items()} | scalars.get(name, {})
     return CheckpointReader(
         path=path,
-        strategy="single",
-        world=1,
-        step=None,
         weights=weights,
         buffers=buffers,
         optimizer_state=kept,

@@ -15,12 +15,12 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolkit.checkpoint.reader import ITEM_BYTES
 from toolkit.errors import UserError
 
-MOST_BYTES = 256 << 20
+MOST_BYTES = 64 << 20
 """A larger structure is refused. A model of 10,000 tensors takes about 1 MiB."""
 _MOST_OPERATIONS = 5_000_000
 _DEEPEST = 100
@@ -50,8 +50,7 @@ class Inert:
     state: Any = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """The bytes that tensors are views of: a member of the zip file."""
 
     key: str

@@ -46,7 +46,6 @@ def open_weights(path: Path, folder: Path) -> CheckpointReader:
         path=path,
         strategy="ddp" if states > 1 else "single" if saved_state else "model",
         world=max(states, 1),
-        step=None,
         weights=tensors,
         tied=tied,
         engine_dtype=main_dtype(stored.dtype for stored in tensors.values()),
