@@ -161,7 +161,10 @@ def test_what_is_called_copies_nothing() -> None:
         ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more holds tensors in a dict"),
         ({1: torch.ones(2), "1": torch.zeros(2)}, "a tensor is named 1, which is no text"),
         ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is no name of a parameter"),
-        ({"a": torch.nested.nested_tensor([torch.ones(2)])}, "wants torch._utils._rebuild_nested_tensor"),
+        (
+            {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
+            "wants torch._utils._rebuild_nested_tensor",
+        ),
     ],
 )
 def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path) -> None:
