@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -14,10 +15,12 @@ import pytest
 
 from toolkit.launch.channel import (
     MAX_BYTES,
+    MOST_GREETED_OF_ONE,
     Channel,
     ChannelError,
     ClosedError,
     Listener,
+    Message,
     UnreachableError,
     connect,
     dial,
@@ -120,6 +123,64 @@ def test_what_is_no_message_is_an_error_in_time(content: bytes, words: str) -> N
         bare.sendall(content)
         with pytest.raises(ChannelError, match=words):
             channel.receive(0.4)
+
+
+def test_connections_that_say_nothing_are_bounded_and_keep_nobody_out(port: int) -> None:
+    before = psutil.Process().num_threads()
+    with contextlib.ExitStack() as silent, Listener(listen(port), TOKEN, seconds=1.0) as listener:
+        for _ in range(3 * MOST_GREETED_OF_ONE):
+            silent.enter_context(socket.create_connection((HERE, port)))
+        assert psutil.Process().num_threads() <= before + 1 + MOST_GREETED_OF_ONE
+        with ThreadPoolExecutor() as pool:
+            joining = pool.submit(join, HERE, port, TOKEN, {"number": 1}, 20)
+            with coordinate(listener, {}, 2, 20) as found, joining.result(30):
+                assert list(found.hellos) == [0, 1]
+
+
+def test_where_machines_are_named_no_other_address_is_heard(port: int) -> None:
+    with Listener(listen(port), TOKEN, allowed={"10.0.0.1"}) as listener:
+        with pytest.raises(ChannelError):
+            dial(HERE, port, TOKEN)
+        await_refusal(listener, "not one of the machines that were named")
+
+
+def test_what_a_peer_says_can_be_printed() -> None:
+    with two_ends() as (channel, bare):
+        bare.sendall(framed(json.dumps({"host": "a\x1b[2Jb\u202e", "x": ["\x9b1m\r", 1]}).encode()))
+        assert channel.receive() == {"host": "a [2Jb ", "x": [" 1m ", 1]}
+
+
+def test_a_stranger_that_says_what_cannot_be_read_stops_nobody(port: int) -> None:
+    def compare(hellos: Sequence[Message]) -> str:
+        return "" if hellos[-1]["peer"]["host"] else "no host"
+
+    with ThreadPoolExecutor() as pool, Listener(listen(port), TOKEN) as listener:
+        strangers = [dial(HERE, port, TOKEN), dial(HERE, port, TOKEN)]
+        strangers[0].send({"number": 1, "id": "x", "peer": 7})
+        strangers[1].send({"number": "one", "id": "x"})
+        joining = pool.submit(join, HERE, port, TOKEN, {"number": 1, "peer": {"host": "B"}}, 20)
+        with coordinate(listener, {}, 2, 20, compare) as found, joining.result(30):
+            assert found.fault == ""
+            assert found.hellos[1]["peer"] == {"host": "B"}
+
+
+def test_silence_of_a_network_is_borne_as_long_as_the_setting_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds in (14, 60):
+        monkeypatch.setenv("TOOLKIT_PEER_TIMEOUT", str(seconds))
+        with two_ends() as (channel, _):
+            option = channel._socket.getsockopt
+            assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * seconds
+            probes = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) * option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+            assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + probes == seconds
+
+
+def test_a_wait_without_a_limit_has_none() -> None:
+    with two_ends() as (channel, bare), ThreadPoolExecutor() as pool:
+        received = pool.submit(channel.receive, None)
+        time.sleep(0.3)
+        assert channel._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16) == bytes(16)
+        bare.sendall(framed(b"{}"))
+        assert received.result(10) == {}
 
 
 def test_what_is_too_long_is_not_sent_and_nobody_who_reads_nothing_holds_it_up() -> None:

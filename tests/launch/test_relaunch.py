@@ -19,7 +19,7 @@ from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORC
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.errors import UserError
 from toolkit.launch import accelerate_cli, relaunch
-from toolkit.launch.environment import MARKER, TIMEOUTS, Place, ddp_seconds, place_of, rendezvous_seconds
+from toolkit.launch.environment import MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.nodes import RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
@@ -324,14 +324,13 @@ def test_launch_options_without_a_config(replaced: list[Any], argument: str) -> 
     assert replaced == []
 
 
-@pytest.mark.parametrize(("name", "usual"), [(rendezvous_seconds, 60), (ddp_seconds, 1800)])
+@pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800)])
 def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
-    replaced: list[Any], name: Callable[[], int], usual: int
+    replaced: list[Any], option: str, usual: int
 ) -> None:
-    option = {60: "rendezvous_timeout", 1800: "ddp_timeout"}[usual]
-    assert name() == usual
+    assert seconds_of(option) == usual
     assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
-    assert name() == 77
+    assert seconds_of(option) == 77
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((_, command, env),) = replaced
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)

@@ -97,6 +97,7 @@ def batches_of(
         batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
+    launch.explain_failures()
 
 
 class Outputs:

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
+from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.restarts import ENDED_FILE
 
 # How long processes that were told to stop have for their checkpoint.
@@ -75,6 +76,8 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> None:
         launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        if nodes := requested_nodes(os.environ):  # torchrun counts those of this machine
+            rank += nodes.rank * (arguments.num_processes // nodes.count)
         _leave(failure.exitcode, f"rank {rank}")
     except subprocess.CalledProcessError as error:
         _leave(error.returncode, "the process")

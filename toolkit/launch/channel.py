@@ -21,7 +21,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from toolkit.launch.environment import peer_seconds
+from toolkit.launch.environment import seconds_of
 from toolkit.launch.network import address_towards
 
 MAX_BYTES = 1 << 20
@@ -57,7 +57,7 @@ class Channel:
             self.peer, self.own = (str(end()[0]) for end in (connected.getpeername, connected.getsockname))
             """The peer's address, and the one of this machine that the connection uses."""
             connected.settimeout(None)
-            _keep_alive(connected, peer_seconds())
+            _keep_alive(connected, seconds_of("peer_timeout"))
             self._messages = Connection(connected.dup().detach())
         except OSError as error:  # the peer has hung up already
             connected.close()

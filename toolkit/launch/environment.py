@@ -30,10 +30,10 @@ MARKER = "TOOLKIT_LAUNCH"
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
 # settings of how long is waited, whatever launched the script -> the variable that carries them, and their default
 TIMEOUTS = {
-    "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),
-    "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),
-    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),
-    "stop_timeout": ("TOOLKIT_STOP_TIMEOUT", 25),
+    "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),  # for each other at the start
+    "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),  # in a collective; `transformers`' default
+    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),  # for any answer of a machine, before it counts as lost
+    "stop_timeout": ("TOOLKIT_STOP_TIMEOUT", 25),  # after a stop signal, while nothing moves
 }
 
 
@@ -164,27 +164,9 @@ def whole(name: str, value: object, path: Path | None = None) -> int:
         raise UserError(f"{where}{name} must be a whole number, not {value!r}") from error
 
 
-def rendezvous_seconds() -> int:
-    """How long nodes and ranks wait for each other at the start."""
-    return _seconds(*TIMEOUTS["rendezvous_timeout"])
-
-
-def ddp_seconds() -> int:
-    """How long a collective may take; `transformers`' default."""
-    return _seconds(*TIMEOUTS["ddp_timeout"])
-
-
-def peer_seconds() -> int:
-    """How long a machine may not answer before it counts as lost."""
-    return _seconds(*TIMEOUTS["peer_timeout"])
-
-
-def stop_seconds() -> int:
-    """How long after a stop signal a step may go on that has taken less until now."""
-    return _seconds(*TIMEOUTS["stop_timeout"])
-
-
-def _seconds(variable: str, default: int) -> int:
+def seconds_of(name: str) -> int:
+    """The value of one of TIMEOUTS, by the environment. Raises UserError for what is no number of seconds."""
+    variable, default = TIMEOUTS[name]
     seconds = whole(variable, os.environ.get(variable) or default)
     if seconds < 1:
         raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")

@@ -40,11 +40,12 @@ _NEWS_SECONDS = 20.0
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
 _stopped = 0
-_explain: Callable[[Exception], str | None] = lambda error: None  # noqa: E731
+_explain: Callable[[Exception], str | None] | None = None
 
 
-def explain_failures(explain: Callable[[Exception], str | None]) -> None:
-    """From now on `explain` is called first: what there is to say of an exception, or None for a traceback."""
+def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
+    """From now on `explain` is called first: what there is to say of an exception, or None for a traceback. Without
+    it, nobody is: what the last one knew of is over."""
     global _explain
     _explain = explain
 
@@ -91,7 +92,7 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
 
 def _describe(error: Exception) -> str:
     """A traceback for our own faults; one line where `_explain` knows better."""
-    if explained := _explain(error):
+    if explained := _explain and _explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
         return _NO_READER

@@ -20,7 +20,7 @@ from typing import Literal, NoReturn
 
 from toolkit.errors import listing
 from toolkit.launch.channel import Channel, ChannelError, ClosedError, Message
-from toolkit.launch.environment import ddp_seconds
+from toolkit.launch.environment import seconds_of
 from toolkit.launch.restarts import ENDED_FILE, give_up
 
 _HEARTBEAT_SECONDS = 2.0
@@ -250,7 +250,7 @@ class FailureDetector:
 
     def _beat(self) -> None:
         # rank 0 tells who does not arrive; where it is stopped itself, the others do
-        timeout, mentioned = ddp_seconds() + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
+        timeout, mentioned = seconds_of("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
         while not self.finished:
             time.sleep(_HEARTBEAT_SECONDS)
             beat = self._heartbeat()

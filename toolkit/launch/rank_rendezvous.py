@@ -33,7 +33,7 @@ from toolkit.launch.channel import (
     remedy,
     token_or,
 )
-from toolkit.launch.environment import Place, ddp_seconds, peer_seconds
+from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join
@@ -56,7 +56,8 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     if place.world_size == 1 or failure_detector.current is not None:  # a second accelerator of the same processes
         return
     _check_master(place)
-    ddp_seconds(), peer_seconds()  # the detector's threads could tell nobody that they are no numbers
+    for name in TIMEOUTS:
+        seconds_of(name)  # the detector's threads could tell nobody that it is no number
     deadline = time.monotonic() + seconds
     store = _open_store(place, deadline, seconds)
     me = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
@@ -189,12 +190,8 @@ def _difference(hellos: Sequence[Message]) -> str:
     host, rank = other["peer"]["host"], other["number"]
     if other["failure"]:
         return str(other["failure"])
-    if (counts := (first["world_size"], other["world_size"])) != (counts[0], counts[0]):
-        return (
-            f"rank 0 on {first['peer']['host']} counts {counts[0]} processes and rank {rank} on {host} {counts[1]}: "
-            f"start all of them with the same number, --num_processes {min(counts)} perhaps (without it, it is the "
-            "devices that a machine sees)"
-        )
+    if len(set(counts := (first["world_size"], other["world_size"]))) > 1:
+        return _unequal(first["peer"]["host"], counts[0], f"rank {rank} on {host}", counts[1])
     if twin := next((hello for hello in hellos[:-1] if hello["number"] == rank), None):
         return (
             f"two processes say that they are rank {rank}, on {twin['peer']['host']} and {host}: give each its own "
@@ -206,6 +203,13 @@ def _difference(hellos: Sequence[Message]) -> str:
     if not (differences := versions.differences(found)):
         return ""
     return f"the machines do not run the same: {differences}. {versions.remedy(found)}; nothing was read or trained"
+
+
+def _unequal(first_host: str, first: int, who: str, other: int) -> str:
+    return (
+        f"rank 0 on {first_host} counts {first} processes and {who} {other}: start all of them with the same number, "
+        f"--num_processes {min(first, other)} perhaps (without it, it is the devices that a machine sees)"
+    )
 
 
 def _hosts(hellos: Sequence[Message]) -> list[str]:
@@ -270,10 +274,7 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
 
     def waiting(trouble: ChannelError, waited: float) -> None:
         if known["size"] != place.world_size:
-            raise UserError(
-                f"rank 0 on {known['host']} counts {known['size']} processes and {me} {place.world_size}: start all of "
-                "them with the same number"
-            )
+            raise UserError(_unequal(known["host"], known["size"], me, place.world_size))
         if store.check(["fault"]):
             raise UserError(store.get("fault").decode())
         if isinstance(trouble, ClosedError) or getattr(trouble, "kind", "") == "refused":

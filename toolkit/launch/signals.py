@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from toolkit.launch import failure_detector
-from toolkit.launch.environment import stop_seconds
+from toolkit.launch.environment import seconds_of
 from toolkit.launch.failure import leave
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
@@ -94,7 +94,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _end_where_it_hangs(self) -> None:
-        limit, since = max(float(stop_seconds()), 2 * self._longest), time.monotonic()
+        limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
         while not self._left.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -22,7 +22,7 @@ import psutil
 
 from toolkit.compat import require
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, ddp_seconds, rendezvous_seconds, settle
+from toolkit.launch.environment import Place, seconds_of, settle
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
@@ -55,7 +55,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
-    find_ranks(place, sys.argv[0], rendezvous_seconds())
+    find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
@@ -63,7 +63,7 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     handlers = [
         InitProcessGroupKwargs(
             backend="gloo" if on_cpu and deepspeed else None,
-            timeout=timedelta(seconds=ddp_seconds() + _GROUP_GRACE_SECONDS),
+            timeout=timedelta(seconds=seconds_of("ddp_timeout") + _GROUP_GRACE_SECONDS),
         ),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]

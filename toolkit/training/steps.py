@@ -164,6 +164,7 @@ class Step:
         """
         steps = self.steps
         loss_sum, peak, stop_signal = self._over_processes()
+        launch.explain_failures()  # what fails from here on is no longer the micro-batch's
         steps.done, steps.stop_signal = self.number, stop_signal
         seconds = time.perf_counter() - self.started
         metrics = StepMetrics(
