@@ -60,16 +60,15 @@ def slow() -> Iterator[dict[str, Group]]:
     short, soon_asked = {"TOOLKIT_DDP_TIMEOUT": "2"}, {1: "failure_detector._SILENCE_SECONDS = 5.0"}
     with ExitStack() as stack:
         late = stack.enter_context(group(REDUCE, JOIN + READ, JOIN + WAIT, env={"TOOLKIT_DDP_TIMEOUT": "6"}))
-        alone = stack.enter_context(group(REDUCE, JOIN + READ, hosts=["A", "B"], env=short))
         headless = stack.enter_context(group(WAIT, WAIT, env=short, before=soon_asked))
         idle = stack.enter_context(group(WAIT, f"{WAIT}\nsys.exit()", WAIT, env=short, before=soon_asked))
         partly = stack.enter_context(group(PART, PART, PART, env=short))
-        for started in (late, alone, headless, idle, partly):
+        for started in (late, headless, idle, partly):
             started.await_line("here")
         headless.ranks[0].send_signal(signal.SIGSTOP)
         late.await_line("joined")
         late.ranks[2].send_signal(signal.SIGSTOP)
-        yield {"late": late, "alone": alone, "rank 0": headless, "idle": idle, "partly": partly}
+        yield {"late": late, "rank 0": headless, "idle": idle, "partly": partly}
 
 
 def several_processes(test: Callable[..., None]) -> Callable[..., None]:
@@ -206,14 +205,6 @@ def test_a_collective_of_a_part_of_the_processes_makes_nobody_late(slow: dict[st
     assert errors(ended) == []
 
 
-@several_processes
-def test_one_of_a_process_group_that_is_done_by_sys_exit_is_not_waited_for() -> None:
-    with group(REDUCE, f"{REDUCE}\nsys.exit()") as started:
-        ended = started.end(SOON)
-    assert codes(ended) == [0, 0]
-    assert of_machine(ended, range(2)) == []
-
-
 # --- who does not arrive
 
 
@@ -233,16 +224,6 @@ def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Gr
     assert f" on {HOST} (it does not answer: process {stopped.pid} there is stopped" in silent
     assert "kill -9" in silent
     assert "rank 0" not in line.partition("error:")[2]
-
-
-@several_processes
-def test_one_that_does_not_arrive_and_is_alone_on_its_machine_ends_too(slow: dict[str, Group]) -> None:
-    ended = slow["alone"].end(SOON)
-    assert codes(ended) == [1, 1]
-    (line,) = ended[0].error_lines
-    assert "rank 1 on B (it is at" in line
-    assert "reads_slowly" in line
-    assert "Traceback" not in ended[1].err
 
 
 @several_processes
@@ -348,14 +329,6 @@ def test_the_first_death_goes_before_what_it_did_to_others(
     monkeypatch: pytest.MonkeyPatch, suspects: list[Failure], failure: Failure
 ) -> None:
     assert decided(monkeypatch, *suspects) == failure
-
-
-def test_after_a_good_end_nothing_is_a_failure_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FailureDetector, "end", lambda *_: pytest.fail("it ends the process"))
-    observer = detector("AB", 1)
-    observer.finished = True
-    observer._learn(Failure(0, "gone", ""))
-    assert observer.failure is None
 
 
 def test_who_is_about_to_leave_has_the_last_word_and_the_first_failure_stays(monkeypatch: pytest.MonkeyPatch) -> None:

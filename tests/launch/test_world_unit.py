@@ -65,20 +65,9 @@ def test_the_users_own_file_counts_where_nothing_is_named(
     assert _requested_by(line.split()) == asked
 
 
-def test_the_marker_of_a_relaunch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
-    assert requested_processes(ALONE) == (4, "my.yaml")
-    assert how_launched()["config_file"] == "my.yaml"
-
-
 def test_without_a_launcher_one_process_is_requested_processes(no_launcher: None) -> None:
     assert requested_processes(ALONE) == (1, "python")
     assert how_launched()["config_file"] is None
-
-
-def test_a_launchers_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(MARKER, raising=False)
-    assert requested_processes(Place("srun", 1, 3, 1, 3)) == (3, "srun")
 
 
 class _Parent:

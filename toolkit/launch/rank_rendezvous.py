@@ -213,12 +213,10 @@ def _unequal(first_host: str, first: int, who: str, other: int) -> str:
 
 
 def _hosts(hellos: Sequence[Message]) -> list[str]:
-    """A name for each process's node; two nodes of one name get their number."""
-    peers = [hello["peer"] for hello in sorted(hellos, key=lambda hello: int(hello["number"]))]
-    nodes = list(dict.fromkeys(peer["node"] for peer in peers))
-    alike = len({peer["host"] for peer in peers}) < len(nodes)
-    named = {p["node"]: f"{p['host']} (machine {nodes.index(p['node'])})" if alike else p["host"] for p in peers}
-    return [str(named[hello["peer"]["node"]]) for hello in hellos]
+    """A name for each process's node; two nodes of one name get their id."""
+    peers = [hello["peer"] for hello in hellos]
+    alike = len({peer["host"] for peer in peers}) < len({peer["node"] for peer in peers})
+    return [f"{peer['host']} ({peer['node']})" if alike else peer["host"] for peer in peers]
 
 
 def _missing(
