@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import re
+import shlex
 import socket
 import struct
 import threading
@@ -293,4 +294,4 @@ def remedy(fault: UnreachableError) -> str:
         )
     if fault.kind == "local":
         return "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule"
-    return f"`ip route get {address}` shows the way; is the interface up (`ip -br address`), the address right?"
+    return f"`ip route get {shlex.quote(address)}` shows the way; is the interface up (`ip -br address`), the address right?"

@@ -138,9 +138,10 @@ class FailureDetector:
     def end(self, failure: Failure) -> NoReturn:
         """Leaves at once: what a broken process group would still do can hang."""
         self._word.acquire()  # for good: the main thread and one of the detector may both be about to
-        if self.speaks_of(failure):
-            print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            if self.speaks_of(failure):
+                print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
         code = 130 if failure.kind == "interrupted" else 1
         if failure.final:
             give_up(code)
@@ -208,6 +209,7 @@ class FailureDetector:
                 self._send(self._heartbeat(), rank)
         elif "failure" in message:
             failure = Failure(**message["failure"])
+            self.peers[failure.rank]  # LookupError for a rank there is not
             self._learn(failure) if rank == 0 else self._suspect(failure)
         elif "done" in message:
             self._done.add(rank)

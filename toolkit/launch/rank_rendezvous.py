@@ -41,7 +41,8 @@ from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, j
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_EARLY_SECONDS = 20.0
+# How long one that cannot take part waits for the others: they start at the same time, or have met already.
+_EARLY_SECONDS, _LATE_SECONDS = 20.0, 5.0
 _MENTION_SECONDS = 5.0
 # Whoever keeps the store must keep it as long as the process lives.
 _kept: list[Any] = []
@@ -77,7 +78,7 @@ def tell_of_early_failure(place: Place, message: str) -> None:
     if several and "torch" in sys.modules and os.environ.get("MASTER_ADDR"):
         said = f"rank {place.rank} on {socket.gethostname()} failed: {message}"
         with contextlib.suppress(Exception):  # what there is to say here has been said
-            find_ranks(place, "", _EARLY_SECONDS, said)
+            find_ranks(place, "", _LATE_SECONDS if _kept else _EARLY_SECONDS, said)
 
 
 def _check_master(place: Place) -> None:
