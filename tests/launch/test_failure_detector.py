@@ -342,8 +342,14 @@ def test_who_is_about_to_leave_has_the_last_word_and_the_first_failure_stays(mon
 
 @pytest.mark.parametrize(
     "message",
-    [{"collectives": "many", "doing": ""}, {"collectives": 1}, {"failure": {"rank": 1}}, {"failure": 7}, {"what": 1},
-     {"failure": {"rank": 9, "kind": "gone", "message": ""}}],
+    [
+        {"collectives": "many", "doing": ""},
+        {"collectives": 1},
+        {"failure": {"rank": 1}},
+        {"failure": 7},
+        {"what": 1},
+        {"failure": {"rank": 9, "kind": "gone", "message": ""}},
+    ],
 )
 def test_a_message_that_is_not_understood_does_not_end_the_watch_over_its_sender(
     monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]

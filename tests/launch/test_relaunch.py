@@ -295,6 +295,13 @@ def test_a_config_replaces_the_process_with_the_launcher(replaced: list[Any], mo
     assert env["OMP_NUM_THREADS"]
 
 
+def test_a_file_for_the_cpu_is_handed_on_whole(replaced: list[Any], config_file: Callable[..., Path]) -> None:
+    path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
+    relaunch_if_requested([SCRIPT, "--config_file", str(path)])
+    ((_, _, env),) = replaced
+    assert env["ACCELERATE_USE_CPU"] == "true"
+
+
 def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -36,7 +36,7 @@ def main() -> None:
     arguments = launch_command_parser().parse_args()
     run = require(elastic, "run", "torch")
     elastic.run = lambda given: run(_of_this_node(given))
-    if not torch.accelerator.is_available():
+    if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # its account of which process it stops next says nothing that the failed process has not said
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

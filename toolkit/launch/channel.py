@@ -294,4 +294,5 @@ def remedy(fault: UnreachableError) -> str:
         )
     if fault.kind == "local":
         return "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule"
-    return f"`ip route get {shlex.quote(address)}` shows the way; is the interface up (`ip -br address`), the address right?"
+    way = f"`ip route get {shlex.quote(address)}` shows the way"
+    return f"{way}; is the interface up (`ip -br address`), the address right?"

@@ -124,7 +124,7 @@ def plan(
     if module:
         arguments.append("--module")
     requested = {"config_file": str(path), "num_processes": processes, "nodes": asdict(nodes),
-                 "started": time.strftime("%Y%m%d-%H%M%S")}  # fmt: skip
+                 "use_cpu": bool(config.get("use_cpu")), "started": time.strftime("%Y%m%d-%H%M%S")}  # fmt: skip
     return [*arguments, module or script[0], *script[1:]], requested
 
 
@@ -147,7 +147,7 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
     """Over all machines; on several, without a number, as many on each as this one has devices."""
     wanted = options.num_processes or config.get("num_processes")
     if wanted is None:
-        wanted = machines * _devices() if machines > 1 else 1
+        wanted = machines * (1 if config.get("use_cpu") else _devices()) if machines > 1 else 1
     processes = whole("num_processes", wanted, path)
     if processes < 1:
         raise UserError(f"{path}: num_processes is {processes}: at least one is needed")
@@ -208,6 +208,8 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 def _replace_process(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
+    if requested["use_cpu"]:
+        env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     if place_of(os.environ).launcher in ("accelerate", "torchrun"):
