@@ -22,7 +22,7 @@ from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.restarts import give_up
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
-SILENCE_SECONDS = 10.0
+SILENCE_SECONDS = 25.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
 INTERRUPTED = 130
