@@ -121,6 +121,32 @@ def test_a_torn_last_line_is_replaced(server: Server, settings: list[Any], whole
     assert_same_run(run, whole)
 
 
+def test_what_a_power_cut_takes_is_named(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    """Lines that were there at the checkpoint, or a block of NULs in their place: the run goes on without them."""
+    run = rewound(whole, tmp_path / "run", 18)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(lines[0] + bytes(len(lines[1])) + b"".join(lines[2:]))
+    (run / "eval.jsonl").write_bytes(b"")
+    said = server.run(*settings, "--output_dir", run)
+    assert f"{run / 'metrics.jsonl'} has 16 of the 17 lines that it had at step 18" in said
+    assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in said
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
+    assert [line["step"] for line in lines_of(run / "eval.jsonl")][:1] == [STEPS]
+
+
+def test_a_moved_model_is_no_other_job(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Its content is compared, not its path."""
+    run, moved = rewound(whole, tmp_path / "run", 18), tmp_path / "moved"
+    shutil.copytree(tiny_model, moved)
+    assert "step 18 of" in server.run(*settings, "--output_dir", run, "--model_name_or_path", moved)
+    weights = next(moved.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    said = server.fail(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
+    assert f"is of another job: model_name_or_path was {tiny_model} and is {moved}" in said
+
+
 def test_a_lost_model_folder_is_made_again(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     shutil.rmtree(run / "model")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, Server, environment, lines_of, losses_of
+from tests.runs import ROOT, Server, environment, lines_of, losses_of, recipe
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -103,6 +103,42 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
     server.run(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 201))
     assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
+
+
+STOPPED_IN_EVALUATION = """
+import os, signal, sys
+from toolkit.evaluation import outputs
+from recipes import cls
+from toolkit import launch
+ask, asked = outputs.raise_if_requested, 0
+def raise_if_requested(accelerator):
+    global asked
+    asked += 1
+    if asked == 3:  # within the first evaluation, between two batches
+        os.kill(os.getpid(), signal.SIGTERM)
+    ask(accelerator)
+outputs.raise_if_requested = raise_if_requested
+launch.run(cls.main)
+"""
+
+
+def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
+    settings: list[str], server: Server, tmp_path: Path
+) -> None:
+    """At once, with a checkpoint, and not to its end first; evaluations are those of a run that nobody stopped."""
+    words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
+    worker = tmp_path / "worker.py"
+    worker.write_text(STOPPED_IN_EVALUATION)
+    stopped = recipe(*words, "--output_dir", tmp_path / "run", script=str(worker), env={"PYTHONPATH": str(ROOT)})
+    assert "stopped by SIGTERM after step 4 of 8" in stopped.err, stopped.err[-3000:]
+    assert not (tmp_path / "run" / "eval.jsonl").exists()
+    assert (tmp_path / "run" / "checkpoints" / "last").readlink() == Path("step-00000004")
+    server.run(*words, "--output_dir", tmp_path / "run")
+    server.run(*words, "--output_dir", tmp_path / "whole")
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        found, wanted = (lines_of(tmp_path / run / name) for run in ("run", "whole"))
+        assert [line["step"] for line in found] == [line["step"] for line in wanted]
+        assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
 
 
 def test_before_the_first_step_it_ends_at_once(settings: list[str], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -34,7 +35,7 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
     try:
         yield draft
         if flush:
-            _flush(draft)
+            flush_file(draft)
         draft.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -113,11 +114,24 @@ def remove_drafts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises UserError in place of an OSError of the block, which writes `path` and leaves nothing behind."""
+    """Raises UserError where the disk does not take what the block writes at `path`, which leaves nothing behind."""
     try:
         yield
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; nothing was left behind") from error
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":  # which says it in its own way
+            raise
+        raise UserError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}; nothing was left behind"
+        ) from error
+
+
+def finite(content: Any) -> Any:
+    """What is written as JSON, which knows no NaN and no infinity: None in their place."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def read_table(path: Path, kinds: Mapping[str, tuple[Callable[[Any], bool], str]]) -> dict[str, Any]:
@@ -155,7 +169,7 @@ def flush_tree(folder: Path) -> None:
     """Everything in the folder, and the names of its files, are on the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            _flush(path)
+            flush_file(path)
     flush_folders(folder)
 
 
@@ -167,10 +181,11 @@ def flush_folders(folder: Path) -> None:
 
 def flush_folder(folder: Path) -> None:
     """What was made, renamed or removed in the folder is on the disk."""
-    _flush(folder)
+    flush_file(folder)
 
 
-def _flush(path: Path) -> None:
+def flush_file(path: Path) -> None:
+    """What was written to the file, or made in the folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,12 +23,14 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import demo, launch
+from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.evaluation import ComputeMetrics, Evaluation
 from toolkit.evaluation.best import make_best
+from toolkit.files import writing
 from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
@@ -59,7 +61,11 @@ class Run:
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
         self.trackers = tracker_names(settings.training.report_to)
-        self.facts = {"settings": flat(settings), "versions": versions(), "identity": _identity(settings, data, recipe)}
+        self.facts = {
+            "settings": flat(settings),
+            "versions": versions(),
+            "identity": _identity(accelerator, settings, data, recipe),
+        }
         problem_type, size = data.facts["problem_type"], len(data.facts.get("labels", ()))
         self.best = make_best(accelerator, settings.training, problem_type, compute_metrics, data.validation, size)
         self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
@@ -130,7 +136,8 @@ class Run:
             return False
         improved = self.best.improved(evaluation, step)
         if improved:
-            save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step)
+            with writing(self.folder.model):
+                save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step)
         self._log_evaluation(evaluation, step, improved)
         return True
 
@@ -188,7 +195,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.evaluations) if resumed else (0, None, 0)))
+        self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.had) if resumed else (0, None, {})))
         learned = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
@@ -262,12 +269,15 @@ def _optimizer_name(optimizer: Any) -> str:
     return type(optimizer).__name__
 
 
-def _identity(settings: TaskSettings | TitleSettings, data: Prepared, recipe: str) -> dict[str, Any]:
+def _identity(
+    accelerator: Accelerator, settings: TaskSettings | TitleSettings, data: Prepared, recipe: str
+) -> dict[str, Any]:
     """What a checkpoint and the run that goes on from it must have in common; JSON."""
     model, training = settings.model, settings.training
+    name = str(model.model_name_or_path)
     return {
         "recipe": recipe,
-        "model": str(model.model_name_or_path),
+        "model": _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name,
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,
@@ -276,6 +286,15 @@ def _identity(settings: TaskSettings | TitleSettings, data: Prepared, recipe: st
         "seed": training.seed,
         **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
     }
+
+
+def _content_of(model: Path) -> str:
+    """The same for a folder that was moved or copied: a checksum of its config and its weights."""
+    files = sorted(
+        path for path in model.iterdir() if path.name == "config.json" or path.suffix in (".safetensors", ".bin")
+    )
+    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
+    return f"{crc32(text.encode()):08x}"
 
 
 def _world(accelerator: Accelerator) -> str:

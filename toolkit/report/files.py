@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import collections
+import itertools
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
-from toolkit.files import replace_file
+from toolkit.files import finite, replace_file, writing
 from toolkit.versions import versions
 
 
@@ -49,17 +50,23 @@ class RunFiles:
             "started": now,
             **more,
         }
-        write_json(self.path / "config.json", config)
+        write_whole(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def go_on_from(self, step: int, metrics: dict[str, Any] | None, evaluations: int) -> None:
-        """metrics.jsonl and eval.jsonl as they were at a checkpoint: what came after it is done again."""
+    def go_on_from(self, step: int, metrics: dict[str, Any] | None, had: Mapping[str, int]) -> None:
+        """metrics.jsonl and eval.jsonl as they were at a checkpoint: what came after it is done again.
+
+        `metrics` is the step's own line, which is written after the checkpoint; `had`, how many lines each file had.
+        Says which of them are gone.
+        """
         if not self.writes:
             return
-        lines = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
-        if lines and metrics is not None and lines[-1]["step"] == step - 1:
-            lines.append(metrics)  # it was killed between the checkpoint and the line
-        evaluated = list(read_lines(self.path / "eval.jsonl"))[:evaluations]
+        lines = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] < step]
+        evaluated = list(read_lines(self.path / "eval.jsonl", had.get("eval.jsonl", 0)))
         for name, kept in (("metrics.jsonl", lines), ("eval.jsonl", evaluated)):
+            if (count := had.get(name, 0)) > len(kept):
+                _say(f"{self.path / name} has {len(kept)} of the {count} lines that it had at step {step}")
+            if name == "metrics.jsonl" and metrics is not None and name in had:
+                kept.append(metrics)
             if kept:
                 write_whole(self.path / name, (dumps(line) + "\n" for line in kept))
             else:
@@ -79,49 +86,50 @@ class RunFiles:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         if self.writes:
-            with (self.path / name).open("a", encoding="utf-8") as file:
+            path = self.path / name
+            with writing(path), path.open("a", encoding="utf-8") as file:
                 file.write(dumps(line) + "\n")
 
 
-def write_json(path: Path, content: Any) -> None:
-    write_whole(path, [dumps(content, indent=2), "\n"])
-
-
 def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it."""
-    with replace_file(path, flush=False) as draft, draft.open("x", encoding="utf-8") as file:
+    """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it.
+
+    Raises UserError where the disk does not take it.
+    """
+    with writing(path), replace_file(path, flush=False) as draft, draft.open("x", encoding="utf-8") as file:
         file.writelines(parts)
 
 
 def dumps(content: Any, indent: int | None = None) -> str:
-    return json.dumps(content, ensure_ascii=False, indent=indent, default=str)
+    """JSON, with null for numbers that are not finite."""
+    return json.dumps(finite(content), ensure_ascii=False, indent=indent, default=str)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file; none where there is no file. Raises ValueError for a broken line.
+def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The objects of the first `most` lines of a .jsonl file; none where there is no file.
 
-    A last line without its end is what a killed run leaves, and is passed over.
+    A line that is no object, as a power cut leaves it, is named and left out; one without its end, which a killed run
+    leaves, is left out.
     """
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
-        for place, line in enumerate(file, 1):
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for place, line in enumerate(itertools.islice(file, most), 1):
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                if line.endswith("\n"):
-                    raise ValueError(f"{path}, line {place} is not JSON: {error}") from error
+                yield dict(json.loads(line.strip("\0 \n")))
+            except (ValueError, TypeError, RecursionError):
+                if line.endswith("\n") or "\0" in line:
+                    _say(f"{path}, line {place} is broken: left out")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def by_step(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """A resumed run does the steps after its checkpoint again: the last line of a step is the one that counts."""
-    found = {line["step"]: line for line in lines}
+    found = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     return [found[step] for step in sorted(found)]
-
-
-def last_step(path: Path) -> int:
-    """The step of the last line of metrics.jsonl or eval.jsonl; 0 where there is none."""
-    return max((line["step"] for line in collections.deque(read_lines(path), maxlen=1)), default=0)
 
 
 def _device_name(device: torch.device) -> str:

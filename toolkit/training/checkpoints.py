@@ -37,6 +37,7 @@ from toolkit.checkpoint.save import (
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
+from toolkit.files import finite, flush_file, flush_folder
 from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
 
@@ -70,7 +71,6 @@ class Checkpoints:
         self.accelerator, self.steps, self.best = state.accelerator, state.steps, state.best
         self.settings = state.steps.settings
         self.path = run_folder / "checkpoints"
-        self.evaluations = run_folder / "eval.jsonl"
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         remember_groups(state.optimizer)
@@ -191,10 +191,19 @@ class Checkpoints:
             "scheduler_steps": self.state.scheduler.scheduler.last_epoch,
             "loss_scale": scaler_state(accelerator, self.state.optimizer),
             "best": self.best.state(),
-            "metrics": vars(metrics),
-            "evaluations": _count_lines(self.evaluations) if accelerator.is_main_process else 0,
+            "metrics": finite(vars(metrics)),
+            "lines": self._flush_log() if accelerator.is_main_process else {},
             **self.facts,
         }
+
+    def _flush_log(self) -> dict[str, int]:
+        """Brings the run's own files to the disk before a checkpoint counts. Returns how many lines each has."""
+        config, *lines = (self.path.with_name(name) for name in ("config.json", "metrics.jsonl", "eval.jsonl"))
+        found = [path for path in (config, *lines) if path.is_file()]
+        for path in found:
+            flush_file(path)
+        flush_folder(self.path.parent)
+        return {path.name: path.read_bytes().count(b"\n") if path in found else 0 for path in lines}
 
     def point_best(self) -> None:
         """Lets `best` name the checkpoint of the best step, where it is there."""
@@ -225,13 +234,6 @@ class Checkpoints:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
-
-
-def _count_lines(path: Path) -> int:
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
 
 
 @contextlib.contextmanager

@@ -88,16 +88,18 @@ def _place_of(resume: str, checkpoints: Path) -> Path:
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     saved = folders.read_manifest(folder)
-    found = folders.differences(saved["identity"], facts["identity"])
-    digest = next((line for line in found if line.startswith("data ")), None)
-    if digest:  # says that the data differ; the settings perhaps why
-        names = {field.name for field in dataclasses.fields(DataSettings)}
-        now = {name: value for name, value in facts["settings"].items() if name in names}
-        why = folders.differences(saved["settings"], now)
-        if not why and len(found) == 1:
-            why = ["the data are others: the content of the files, or the tokenizer, has changed"]
-        lines = [line for line in [*found, *why] if line is not digest]
-        found = list({line.partition(" was ")[0]: line for line in reversed(lines)}.values())[::-1]
+    was, now = dict(saved["identity"]), facts["identity"]
+    explained = {
+        "data": ([field.name for field in dataclasses.fields(DataSettings)], "the files, or the tokenizer,"),
+        "model": (["model_name_or_path"], "its files"),
+    }
+    why: list[str] = []
+    for name, (names, files) in explained.items():  # digests say that something differs; the settings perhaps why
+        if was.pop(name, now.get(name)) != now.get(name):
+            settings = {key: value for key, value in facts["settings"].items() if key in names}
+            changed = folders.differences(saved["settings"], settings)
+            why += changed or [f"the {name} is another: the content of {files} has changed"]
+    found = list(dict.fromkeys([*folders.differences(was, now), *why]))
     if found:
         raise UserError(
             f"{folder} is of another job: {'; '.join(found)}. Give the settings it was made with, another "
@@ -113,8 +115,8 @@ class Resumed:
     step: int
     metrics: dict[str, Any] | None
     """The line of metrics.jsonl of that step."""
-    evaluations: int
-    """Lines that eval.jsonl had."""
+    had: dict[str, int]
+    """How many lines metrics.jsonl and eval.jsonl had, where the checkpoint is of this run."""
     evaluation_left: bool
     """Whether a stop signal put off the evaluation of that step."""
     lines: list[str]
@@ -171,7 +173,7 @@ class Resume:
         self.best.restore(manifest["best"])
         lines += self._make_best_model_again(folder)
         restore(self.state.live(), open_checkpoint(here), step)
-        if folder.parent.resolve() == self.path.resolve():
+        if ours := folder.parent.resolve() == self.path.resolve():
             self.checkpoints.point_best()
         set_schedule(self.state.scheduler, int(manifest["scheduler_steps"]))
         set_scaler(accelerator, self.state.optimizer, manifest["loss_scale"])
@@ -181,8 +183,8 @@ class Resume:
         lines.append(f"resuming from {folder}: step {step} of {total} (saved by {by})")
         if changed:
             lines.append(f"settings that changed since: {'; '.join(changed)}")
-        left = bool(manifest.get("evaluation_left"))
-        return Resumed(folder, step, manifest["metrics"], int(manifest["evaluations"]), left, lines)
+        had, left = manifest.get("lines", {}) if ours else {}, bool(manifest.get("evaluation_left"))
+        return Resumed(folder, step, manifest["metrics"], had, left, lines)
 
     def _make_best_model_again(self, folder: Path) -> list[str]:
         """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
@@ -226,5 +228,6 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[st
         )
 
 
-# Settings that say where and how often, not what is trained.
-_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "checkpoint_", "keep_checkpoints ")
+# Settings that say where and how often, not what is trained: of files and models the content is compared.
+_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "checkpoint_", "keep_checkpoints ",
+             "model_name_or_path ", "train_file ", "validation_file ", "test_file ")  # fmt: skip

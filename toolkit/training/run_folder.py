@@ -120,11 +120,12 @@ def _locked(path: Path) -> FileLock | None:
 
 
 def _config_of(path: Path) -> dict[str, Any]:
-    """config.json of the run that is in the folder; empty where there is none to be read."""
+    """The sections of config.json of the run that is in the folder; none where it cannot be read."""
     try:
-        return dict(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
 
 
 def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
