@@ -328,27 +328,6 @@ def test_in_the_background_the_same_bytes_are_written(
             assert said[folders.step_number(folder) or 0] == sum(entry["bytes"] for entry in files)
 
 
-@pytest.mark.parametrize("background", [pytest.param("false", marks=pytest.mark.slow), "true"])
-def test_old_checkpoints_go(background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    more = ["--keep_checkpoints", 1, "--checkpoint_in_background", background]
-    server.run(*settings, "--output_dir", tmp_path / "run", *more)
-    checkpoints = tmp_path / "run" / "checkpoints"
-    best = json.loads((whole / "model" / "trainer_state.json").read_text())["global_step"]
-    kept = ["best", "last", f"step-{best:08d}", f"step-{STEPS:08d}"]
-    assert sorted(path.name for path in checkpoints.iterdir()) == kept
-    assert folders.pointed(checkpoints, "best") == folders.step_folder(checkpoints, best)
-
-
-def test_other_micro_batches(server: Server, settings: list[Any], tmp_path: Path) -> None:
-    """Without dropout accumulation changes nothing."""
-    arguments = [*settings, "--dropout", 0, "--max_steps", 8]
-    server.run(*arguments, "--output_dir", tmp_path / "one")
-    server.run(*arguments, "--output_dir", tmp_path / "two", "--per_device_batch_size", 5, "--resume",
-               checkpoint(tmp_path / "one", 3))  # fmt: skip
-    wanted = [line["loss"] for line in lines_of(tmp_path / "one" / "metrics.jsonl")[3:]]
-    assert [line["loss"] for line in lines_of(tmp_path / "two" / "metrics.jsonl")] == pytest.approx(wanted, rel=1e-5)
-
-
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_a_full_disk(background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     """The model fits, the moments do not."""

@@ -88,19 +88,3 @@ def test_ended_before_its_first_checkpoint(settings: list[str], server: Server, 
     assert "no manifest.json" in server.run(*settings, *options)
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "config.json").read_text())["resumed_from"] is None
-
-
-def test_damaged_checkpoints_are_not_started_over(settings: list[str], server: Server, tmp_path: Path) -> None:
-    """An unfinished run all of whose checkpoints are cut short: each is named, and nothing is touched."""
-    folder = tmp_path / "run"
-    options = ["--max_steps", "4", "--checkpoint_every", "2", "--output_dir", folder]
-    server.run(*settings, *options)
-    (folder / "report.html").unlink()
-    for path in (folder / "checkpoints").glob("step-*/weights.safetensors"):
-        path.write_bytes(path.read_bytes()[:1000])
-    before = digest(folder)
-    line = server.fail(*settings, *options)
-    assert "step-00000002" in line
-    assert "step-00000004" in line
-    assert "of which no checkpoint is whole" in line
-    assert digest(folder) == before

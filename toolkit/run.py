@@ -36,7 +36,7 @@ from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
-from toolkit.training.checkpoints import Checkpoints, TrainingState
+from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
@@ -80,11 +80,10 @@ class Run:
     def resume(self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler) -> None:
         """Loads the newest sound checkpoint of this run, where there is one, into what it is given, and opens the
         log. Raises UserError when its checkpoints are damaged or do not fit."""
-        parts = (self.accelerator, model, optimizer, scheduler, self.tokenizer, self._steps, self.best)
-        self.state = TrainingState(*parts)
-        self.checkpoints = Checkpoints(self.state, self.folder.path, self.facts)
+        prepared = (self.accelerator, model, optimizer, scheduler)
+        self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
-        self._evaluation_left = bool(resumed and resumed.evaluation_left)
+        self._evaluation_left = bool(resumed and resumed.manifest.get("evaluation_left"))
         self._write_config(resumed)
         project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
         done = self._steps.done
@@ -111,7 +110,7 @@ class Run:
             if self.best.gives_up:
                 self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
                 return
-            step.learning_rate = float(self.state.scheduler.get_last_lr()[0])
+            step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
             yield step
             left = bool(evaluate) and step.evaluates
             if evaluate and left and not self._steps.stop_signal:
@@ -137,7 +136,7 @@ class Run:
         improved = self.best.improved(evaluation, step)
         if improved:
             with writing(self.folder.model):
-                save_model(self.accelerator, self.state.model, self.tokenizer, self.folder.model, step)
+                save_model(self.accelerator, self.checkpoints.model, self.tokenizer, self.folder.model, step)
         self._log_evaluation(evaluation, step, improved)
         return True
 
@@ -165,7 +164,7 @@ class Run:
     def load_best_model(self) -> None:
         """Puts the weights of model/ into the model, where training went on after them."""
         if self.best.step != self._steps.done:
-            load_weights(self.accelerator, self.state.model, self.folder.model)
+            load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
 
     def evaluation_of(self, split: Split) -> Evaluation | None:
         """The last evaluation, where it was of the best model and this split."""
@@ -195,15 +194,15 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.go_on_from(*((resumed.step, resumed.metrics, resumed.had) if resumed else (0, None, {})))
+        self.files.go_on_from(resumed.manifest if resumed else None, bool(resumed and resumed.ours))
         learned = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
         }  # fmt: skip
         more = {
             "identity": self.facts["identity"],
-            "model_class": type(self.accelerator.unwrap_model(self.state.model)).__name__,
-            "optimizer": _optimizer_name(self.state.optimizer),
+            "model_class": type(self.accelerator.unwrap_model(self.checkpoints.model)).__name__,
+            "optimizer": _optimizer_name(self.checkpoints.optimizer),
             "resumed_from": str(resumed.folder) if resumed else None,
         }
         self.files.write_config(self.settings, self.accelerator, learned, more)
@@ -230,7 +229,7 @@ class Run:
             demo.about(settings.data.dataset_name).note,
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
-            lines.append(lora.describe(self.state.model, settings.model))
+            lines.append(lora.describe(self.checkpoints.model, settings.model))
         return [line for line in lines if line]
 
     def _summary(self, last: Evaluation) -> list[str]:

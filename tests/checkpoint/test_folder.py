@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +166,6 @@ def test_a_folder_in_the_way_is_unmade_manifest_first(tmp_path: Path, monkeypatc
     assert list(folder.iterdir()) == []
 
 
-def test_links(tmp_path: Path) -> None:
-    assert folders.pointed(tmp_path, "last") is None
-    one, other = save(tmp_path, 1), save(tmp_path, 2)
-    folders.point(tmp_path, "last", one)
-    folders.point(tmp_path, "last", other)
-    assert (tmp_path / "last").readlink() == Path("step-00000002")  # a moved run keeps its links
-    assert folders.pointed(tmp_path, "last") == other
-    (other / "manifest.json").unlink()
-    assert folders.pointed(tmp_path, "last") is None
-
-
 def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4), save(tmp_path, 8)
     folders.point(tmp_path, "best", folders.step_folder(tmp_path, 8))
@@ -185,24 +173,3 @@ def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
     assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 4)
     folders.point_best(tmp_path, 5)
     assert not (tmp_path / "best").is_symlink()
-
-
-def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
-    assert folders.resumable(tmp_path / "checkpoints") == ([], [])
-    (tmp_path / "step-00000009").write_text("a file")
-    assert folders.resumable(tmp_path) == ([], [])
-
-
-def test_names(tmp_path: Path) -> None:
-    assert folders.step_folder(tmp_path, 100).name == "step-00000100"
-    assert folders.step_number(Path("step-123456789")) == 123456789
-    assert [folders.step_number(Path(name)) for name in ("step-7", "best", "step-0000000x", ".step-00000001")] == [
-        None
-    ] * 4
-
-
-def test_differences() -> None:
-    saved = {"seed": 1, "labels": ["a", "b"], "gone": 3}
-    now = {"seed": 2, "labels": ["a", "c"], "new": 4}
-    assert folders.differences(saved, now) == ["seed was 1 and is 2", "labels was [a, b] and is [a, c]"]
-    assert folders.differences(saved, json.loads(json.dumps(saved))) == []

@@ -22,7 +22,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         yield "half"
         raise OSError("disk full")
 
-    with pytest.raises(UserError, match="cannot write .*predictions.jsonl: disk full; nothing was left behind"):
+    with pytest.raises(UserError, match=r"cannot write .*predictions.jsonl: disk full; nothing was left behind"):
         write_whole(path, broken())
     assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
 

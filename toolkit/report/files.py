@@ -52,21 +52,22 @@ class RunFiles:
         }
         write_whole(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def go_on_from(self, step: int, metrics: dict[str, Any] | None, had: Mapping[str, int]) -> None:
+    def go_on_from(self, manifest: Mapping[str, Any] | None, ours: bool) -> None:
         """metrics.jsonl and eval.jsonl as they were at a checkpoint: what came after it is done again.
 
-        `metrics` is the step's own line, which is written after the checkpoint; `had`, how many lines each file had.
-        Says which of them are gone.
+        Says where lines are gone that were there when it was saved. None: the run begins; `ours`: the checkpoint is
+        of this run, whose files begin anew with one of another.
         """
         if not self.writes:
             return
+        step, had = manifest["step"] if manifest else 0, (manifest or {}).get("lines", {}) if ours else {}
         lines = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] < step]
         evaluated = list(read_lines(self.path / "eval.jsonl", had.get("eval.jsonl", 0)))
         for name, kept in (("metrics.jsonl", lines), ("eval.jsonl", evaluated)):
             if (count := had.get(name, 0)) > len(kept):
                 _say(f"{self.path / name} has {len(kept)} of the {count} lines that it had at step {step}")
-            if name == "metrics.jsonl" and metrics is not None and name in had:
-                kept.append(metrics)
+            if manifest and ours and name == "metrics.jsonl":
+                kept.append(manifest["metrics"])  # the step's own line is written after its checkpoint
             if kept:
                 write_whole(self.path / name, (dumps(line) + "\n" for line in kept))
             else:

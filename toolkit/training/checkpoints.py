@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,23 +41,6 @@ from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
 
 
-@dataclass(frozen=True)
-class TrainingState:
-    """What a checkpoint saves and a resume restores; model and optimizer are prepared."""
-
-    accelerator: Accelerator
-    model: torch.nn.Module
-    optimizer: Any
-    scheduler: AcceleratedScheduler
-    tokenizer: Any
-    steps: Steps
-    best: Best
-
-    def live(self) -> LiveState:
-        """Weights and optimizer state where this strategy keeps them."""
-        return live_state(self.accelerator, self.model, self.optimizer)
-
-
 class Checkpoints:
     """The checkpoints of one run; every process calls every method.
 
@@ -66,14 +48,30 @@ class Checkpoints:
     have in common with it.
     """
 
-    def __init__(self, state: TrainingState, run_folder: Path, facts: dict[str, Any]) -> None:
-        self.state, self.facts = state, facts
-        self.accelerator, self.steps, self.best = state.accelerator, state.steps, state.best
-        self.settings = state.steps.settings
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizer: Any,
+        scheduler: AcceleratedScheduler,
+        tokenizer: Any,
+        steps: Steps,
+        best: Best,
+        run_folder: Path,
+        facts: dict[str, Any],
+    ) -> None:
+        """`model` and `optimizer` are prepared."""
+        self.accelerator, self.model, self.optimizer, self.scheduler = accelerator, model, optimizer, scheduler
+        self.tokenizer, self.steps, self.best, self.facts = tokenizer, steps, best, facts
+        self.settings = steps.settings
         self.path = run_folder / "checkpoints"
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        remember_groups(state.optimizer)
+        remember_groups(optimizer)
+
+    def live(self) -> LiveState:
+        """Weights and optimizer state where this strategy keeps them."""
+        return live_state(self.accelerator, self.model, self.optimizer)
 
     @functools.cached_property
     def _far(self) -> dict[int, int]:
@@ -122,12 +120,12 @@ class Checkpoints:
         if rank in (0, self._far.get(rank)):
             folders.begin(folder)
         accelerator.wait_for_everyone()
-        state = self.state.live()
+        state = self.live()
         manifest = self._manifest(state, metrics)
         drafts: list[Draft] = []
         mine: dict[str, dict[str, Any]] = {}
         if state.strategy_files == "deepspeed":
-            write_deepspeed(self.state.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
+            write_deepspeed(self.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
         else:
             drafts = drafts_of(state, set(manifest["excluded"]), rank)
         if state.strategy_files == "slices":
@@ -154,13 +152,13 @@ class Checkpoints:
 
     def _write_model_folder(self, folder: Path) -> None:
         """What a conversion needs besides the weights."""
-        module = self.accelerator.unwrap_model(self.state.model)
+        module = self.accelerator.unwrap_model(self.model)
         config: Any = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):  # a model class of one's own may have none
             config.save_pretrained(folder)
         if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
             module.generation_config.save_pretrained(folder)
-        self.state.tokenizer.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
         if lora_config(module):
             write_adapter_config(module, folder)
 
@@ -188,8 +186,8 @@ class Checkpoints:
             "excluded": frozen if with_adapter else {},
             "base_model": self.facts["settings"].get("model_name_or_path"),
             "seeds": {"seed": self.settings.seed},
-            "scheduler_steps": self.state.scheduler.scheduler.last_epoch,
-            "loss_scale": scaler_state(accelerator, self.state.optimizer),
+            "scheduler_steps": self.scheduler.scheduler.last_epoch,
+            "loss_scale": scaler_state(accelerator, self.optimizer),
             "best": self.best.state(),
             "metrics": finite(vars(metrics)),
             "lines": self._flush_log() if accelerator.is_main_process else {},
@@ -215,7 +213,7 @@ class Checkpoints:
         not at the first save, where checkpoints are asked for and this strategy's state cannot be saved."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
-        state, lines = self.state.live(), []
+        state, lines = self.live(), []
         if self.settings.checkpoint_in_background and not self._in_background(state.strategy_files):
             lines = [
                 f"--checkpoint_in_background is for one process or data parallel, and this is {state.strategy}: "

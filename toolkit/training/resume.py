@@ -112,13 +112,9 @@ class Resumed:
     """What a run goes on from."""
 
     folder: Path
-    step: int
-    metrics: dict[str, Any] | None
-    """The line of metrics.jsonl of that step."""
-    had: dict[str, int]
-    """How many lines metrics.jsonl and eval.jsonl had, where the checkpoint is of this run."""
-    evaluation_left: bool
-    """Whether a stop signal put off the evaluation of that step."""
+    manifest: Mapping[str, Any]
+    ours: bool
+    """Whether the checkpoint is this run's own."""
     lines: list[str]
     """For the user."""
 
@@ -128,8 +124,8 @@ class Resume:
 
     def __init__(self, checkpoints: Checkpoints, origin: Origin) -> None:
         self.checkpoints, self.origin = checkpoints, origin
-        self.state, self.accelerator, self.path = checkpoints.state, checkpoints.accelerator, checkpoints.path
-        self.steps, self.best = self.state.steps, self.state.best
+        self.accelerator, self.path = checkpoints.accelerator, checkpoints.path
+        self.steps, self.best = checkpoints.steps, checkpoints.best
 
     def from_newest(self) -> Resumed | None:
         """Puts the newest sound checkpoint's state into model, optimizer, schedule and random generators.
@@ -172,19 +168,18 @@ class Resume:
         _refuse_without_effect(folder, step, total, changed)
         self.best.restore(manifest["best"])
         lines += self._make_best_model_again(folder)
-        restore(self.state.live(), open_checkpoint(here), step)
+        restore(self.checkpoints.live(), open_checkpoint(here), step)
         if ours := folder.parent.resolve() == self.path.resolve():
             self.checkpoints.point_best()
-        set_schedule(self.state.scheduler, int(manifest["scheduler_steps"]))
-        set_scaler(accelerator, self.state.optimizer, manifest["loss_scale"])
+        set_schedule(self.checkpoints.scheduler, int(manifest["scheduler_steps"]))
+        set_scaler(accelerator, self.checkpoints.optimizer, manifest["loss_scale"])
         self.steps.done = step
         self._set_randomness(here, world)
         by = f"{manifest['strategy']}, {world} process{'es' * (world > 1)}"
         lines.append(f"resuming from {folder}: step {step} of {total} (saved by {by})")
         if changed:
             lines.append(f"settings that changed since: {'; '.join(changed)}")
-        had, left = manifest.get("lines", {}) if ours else {}, bool(manifest.get("evaluation_left"))
-        return Resumed(folder, step, manifest["metrics"], had, left, lines)
+        return Resumed(folder, manifest, ours, lines)
 
     def _make_best_model_again(self, folder: Path) -> list[str]:
         """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
@@ -198,8 +193,8 @@ class Resume:
             if fault:
                 self.best.forget()
                 return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
-            restore(self.state.live(), open_checkpoint(here), step)
-        save_model(self.accelerator, self.state.model, self.state.tokenizer, model_folder, step)
+            restore(self.checkpoints.live(), open_checkpoint(here), step)
+        save_model(self.accelerator, self.checkpoints.model, self.checkpoints.tokenizer, model_folder, step)
         return []
 
     def _set_randomness(self, folder: Path, world: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
@@ -19,15 +20,7 @@ from toolkit.files import remove_drafts
 from toolkit.launch import restarts
 from toolkit.training.resume import Origin, choose_origin
 
-_MARKS = (
-    "config.json",
-    "metrics.jsonl",
-    "eval.jsonl",
-    "predictions.jsonl",
-    "model",
-    "checkpoints",
-    "report.html",
-)
+_MARKS = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
 
 
 class RunFolder:
@@ -154,7 +147,5 @@ def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict
 
 
 def _unused(path: Path) -> Path:
-    candidate, number = path, 2
-    while candidate.exists():
-        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return candidate
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())

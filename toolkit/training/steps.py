@@ -46,27 +46,19 @@ class Schedule:
 
 def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> Schedule:
     """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
-    _refuse_too_long(settings, train.lengths)
-    steps_per_epoch = -(-len(train) // settings.global_batch_size)
-    total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_micro_batches(
-        train,
-        settings.global_batch_size,
-        settings.per_device_batch_size,
-        processes,
-        settings.max_tokens_per_batch,
-    )
-    largest = -(-settings.global_batch_size // (accumulation * processes))
-    return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
-
-
-def _refuse_too_long(settings: TrainingSettings, lengths: np.ndarray) -> None:
-    longest, most = int(lengths.max()), settings.max_tokens_per_batch
+    longest, most = int(train.lengths.max()), settings.max_tokens_per_batch
     if most is not None and longest > most:
         raise UserError(
             f"--max_tokens_per_batch {most} is less than the longest text, which has {longest} tokens: raise it, or "
             f"cut texts with --max_length {most}"
         )
+    steps_per_epoch = -(-len(train) // settings.global_batch_size)
+    total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
+    accumulation = most_micro_batches(
+        train, settings.global_batch_size, settings.per_device_batch_size, processes, most
+    )
+    largest = -(-settings.global_batch_size // (accumulation * processes))
+    return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
 
 @dataclass
@@ -118,14 +110,8 @@ class Step:
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
-        mine = micro_batches(
-            self.steps.train,
-            self.indices,
-            settings.per_device_batch_size,
-            accelerator.process_index,
-            accelerator.num_processes,
-            settings.max_tokens_per_batch,
-        )
+        rank, world, most = accelerator.process_index, accelerator.num_processes, settings.max_tokens_per_batch
+        mine = micro_batches(self.steps.train, self.indices, settings.per_device_batch_size, rank, world, most)
         for place, indices in enumerate(mine):
             accelerator.sync_gradients = place == len(mine) - 1
             self._batch = self.steps.collate(indices)
