@@ -130,12 +130,6 @@ def test_another_class_is_refused(tmp_path: Path) -> None:
     assert "was saved by SGD, and this run has AdamW" in refused(started("adamw", 1), reader)
 
 
-def test_the_first_checkpoints_did_not_say_their_class(tmp_path: Path) -> None:
-    reader = saved(started("adamw", 3), tmp_path / "one", optimizer=None)
-    restore(started("adamw", 0), reader, 3)
-    assert "was saved by AdamW, and this run has Lion" in refused(started("lion", 1), reader)
-
-
 def test_other_groups_are_refused(tmp_path: Path) -> None:
     fresh = started("lion", 0)
     one, *others = fresh.module.parameters()

@@ -19,8 +19,8 @@ from toolkit.checkpoint.reader import CheckpointReader, Scalar, TensorIndex
 from toolkit.errors import Faults, UserError, listing
 
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
-# They keep the same state for the same algorithm; the toolkit's first checkpoints do not say their class.
-_SAME_AS = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW", "": "AdamW"}
+# They keep the same state for the same algorithm.
+_SAME_AS = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
 
 
 def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
@@ -101,10 +101,10 @@ def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
 
 def _refuse_other_optimizer(state: LiveState, reader: CheckpointReader) -> None:
     saved, now = str(reader.optimizer.get("class", "")), type(state.optimizer).__name__
-    if _SAME_AS.get(saved, saved) != _SAME_AS.get(now, now) and (saved or now != "Adam"):
+    if saved and _SAME_AS.get(saved, saved) != _SAME_AS.get(now, now):
         raise UserError(
-            f"{reader.path} was saved by {saved or 'AdamW'}, and this run has {now}: take that optimizer again, or "
-            "another --output_dir"
+            f"{reader.path} was saved by {saved}, and this run has {now}: take that optimizer again, or another "
+            "--output_dir"
         )
     if (reader.strategy, reader.world) != (state.strategy, state.world):
         _refuse_what_one_strategy_has(state, reader)
