@@ -84,7 +84,7 @@ def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
     assert str(caught.value).count("is missing") == 3
 
 
-@pytest.mark.parametrize("key", [key for key in IDENTITY if key != "data"])
+@pytest.mark.parametrize("key", [key for key in IDENTITY if key not in ("data", "model")])
 @pytest.mark.parametrize("by_path", [False, True])
 def test_another_job_is_named(key: str, by_path: bool, run: Path) -> None:
     other = {**FACTS, "identity": {**IDENTITY, key: "another"}}
@@ -109,6 +109,9 @@ def test_other_data_are_explained_by_the_settings(run: Path) -> None:
             "auto", run / "checkpoints", {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
         )
     assert "ffff" not in str(caught.value)
+    other = {"identity": {**IDENTITY, "model": "gpt"}, "settings": SETTINGS}
+    with pytest.raises(UserError, match="another job: the model is another: the content of its files has changed"):
+        choose_origin("auto", run / "checkpoints", other)
     with pytest.raises(UserError, match="the content of the files, or the tokenizer, has changed"):
         choose_origin("auto", run / "checkpoints", {"identity": identity, "settings": SETTINGS})
 

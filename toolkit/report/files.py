@@ -61,15 +61,16 @@ class RunFiles:
         if not self.writes:
             return
         step, had = manifest["step"] if manifest else 0, (manifest or {}).get("lines", {}) if ours else {}
-        lines = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] < step]
+        found = by_step(read_lines(self.path / "metrics.jsonl"))
+        lines = [line for line in found if line["step"] < step]
+        # the step's own line is written after its checkpoint
+        own = [line for line in found if line["step"] == step] or ([manifest["metrics"]] if manifest and ours else [])
         evaluated = list(read_lines(self.path / "eval.jsonl", had.get("eval.jsonl", 0)))
-        for name, kept in (("metrics.jsonl", lines), ("eval.jsonl", evaluated)):
+        for name, kept, more in (("metrics.jsonl", lines, own), ("eval.jsonl", evaluated, [])):
             if (count := had.get(name, 0)) > len(kept):
                 _say(f"{self.path / name} has {len(kept)} of the {count} lines that it had at step {step}")
-            if manifest and ours and name == "metrics.jsonl":
-                kept.append(manifest["metrics"])  # the step's own line is written after its checkpoint
-            if kept:
-                write_whole(self.path / name, (dumps(line) + "\n" for line in kept))
+            if kept or more:
+                write_whole(self.path / name, (dumps(line) + "\n" for line in [*kept, *more]))
             else:
                 (self.path / name).unlink(missing_ok=True)
 
