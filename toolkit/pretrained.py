@@ -9,19 +9,54 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line
+from toolkit.units import size_text
+
+_FEW_PARAMETERS = 10**8
 
 
 def load_config(settings: PretrainedSettings) -> Any:
+    """The model's config. Raises UserError for one that cannot be read, or asks for far more than its weights hold."""
     name = str(settings.model_name_or_path)
     with explained(name):
+        _refuse_oversized(name)
         return AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+
+
+def _refuse_oversized(name: str) -> None:
+    """Memory is taken for what config.json says (a list of layers in the config itself, random weights in the model)
+    before anybody compares it with the weights."""
+    folder = Path(model_path(name))
+    held = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+    wanted = _parameters(PreTrainedConfig.get_config_dict(str(folder))[0]) if held else 0
+    # 8: of quantized weights, and of layers that share theirs
+    if wanted > max(_FEW_PARAMETERS, 8 * held):
+        raise UserError(
+            f"--model_name_or_path {name}: its config.json asks for about {wanted:.0e} parameters (num_hidden_layers, "
+            f"hidden_size, vocab_size), and its weights have {size_text(held)}: name the folder the weights belong to"
+        )
+
+
+def _parameters(config: dict[str, Any]) -> int:
+    """About as many as a model of this config has, encoder and decoder together."""
+    parts = sum(_parameters(part) for part in config.values() if isinstance(part, dict))
+
+    def size(*names: str) -> int:
+        found = next((config[name] for name in names if config.get(name)), 0)
+        return int(found) if isinstance(found, int | float) and abs(found) < 1e30 else 0
+
+    hidden, layers = size("hidden_size", "dim", "d_model"), size("num_hidden_layers", "n_layers", "num_layers")
+    rows = size("vocab_size") + size("max_position_embeddings") + size("type_vocab_size")
+    wide = 2 * size("intermediate_size", "hidden_dim", "d_ff")
+    return (
+        parts + rows * size("embedding_size", "hidden_size", "dim", "d_model") + layers * hidden * (4 * hidden + wide)
+    )
 
 
 def encoder_config(config: Any) -> Any:

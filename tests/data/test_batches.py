@@ -16,6 +16,7 @@ from toolkit.data.batches import (
     Collator,
     TitleCollator,
     collator_of,
+    even_width,
     global_batches,
     micro_batches,
     most_micro_batches,
@@ -265,6 +266,8 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     collate = collator(split)
     collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    assert collate(np.array([8, 0])).inputs["input_ids"].shape == (2, 9)  # the longest text: no position beyond
+    collate.longest = 20
     batch = collate(np.array([8, 0]))
     assert batch.inputs["input_ids"].shape == (2, 16)
     assert batch.inputs["attention_mask"].sum().item() == batch.tokens == 10
@@ -272,6 +275,12 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     assert collate(np.array([7])).inputs["input_ids"].shape == (1, 8)
     assert "attention_mask" not in collate(np.array([7])).inputs
     assert "attention_mask" in collate(np.array([8])).inputs
+
+
+def test_widths_stay_within_the_positions_and_the_bucket() -> None:
+    assert [even_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
+    odd = LengthBuckets(full=33, block=3)
+    assert [even_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 700])

@@ -11,7 +11,7 @@ import pytest
 
 from toolkit.doctor import peers
 from toolkit.doctor.compare import Node, check
-from toolkit.doctor.finding import Finding
+from toolkit.doctor.finding import Finding, report
 from toolkit.doctor.peers import Cluster, Link
 from toolkit.launch.nodes import Nodes
 
@@ -109,6 +109,15 @@ def test_a_machine_that_sends_what_cannot_be_read(machines: Machines, monkeypatc
     machines.run(0, 1, 2)
     assert machines.clusters == {}
     assert all(isinstance(error, peers.UNREADABLE) for error in machines.raised)
+
+
+def test_a_finding_that_a_peer_made_up_is_a_line() -> None:
+    sent = {"area": ["x"], "name": None, "level": "\x1b[31m", "text": "\x1b]0;title\x07red\nnext", "host": "me"}
+    told = peers._told(sent, "B")
+    assert told == Finding("['x']", "None", "note", "]0;title red next", "", "B")
+    assert report([told]) == "['x']\n  --    None  [B] ]0;title red next"
+    line = peers._mend(replace(A, address="1.2.3.4; reboot"), B, Link(kind="silent"), 29600)
+    assert line.startswith("on B: sudo ufw allow from '1.2.3.4; reboot' to any port 29600")
 
 
 @pytest.mark.parametrize(("other", "links", "why"), [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tests.models.test_bigbird import _seeded, batch, compare, fast, make
 from toolkit.models.bigbird import attention as ways
+from toolkit.models.bigbird.plan import few_widths
 
 __all__ = ["_seeded"]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,6 +49,39 @@ def test_flex_attention_uncompiled(length: int, padding: str, training: bool) ->
     torch.testing.assert_close(
         fast(reference, "flex").bert(**inputs).last_hidden_state, expected, rtol=1e-12, atol=1e-12
     )
+
+
+def test_batches_of_any_shape_are_few_shapes_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch compiles flex_attention for 8 shapes, and then computes dense scores."""
+    shapes: set[tuple[int, ...]] = set()
+    plain = ways._kernel("cpu")
+
+    def kernel(query: torch.Tensor, *others: torch.Tensor, **options: Any) -> Any:
+        shapes.add(tuple(query.shape))
+        return plain(query, *others, **options)
+
+    monkeypatch.setattr(ways, "_kernel", lambda device: kernel)
+    reference = make(block_size=16, max_position_embeddings=1024, num_hidden_layers=1, training=False)
+    model = fast(reference.requires_grad_(False), "flex")
+    for samples, length in enumerate(range(192, 1024, 64), start=1):
+        inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
+        torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    assert {shape[0] for shape in shapes} == {1, 2, 4, 8}
+    assert {shape[2] for shape in shapes} == {192, 256, 384, 512, 768, 1024}
+    assert len({few_widths(blocks) for blocks in range(12, 65)}) == 6  # 768 to 4096 tokens
+
+
+def test_a_shape_too_many_is_an_error_and_never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "_MOST_SHAPES", 2)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, backend="eager", **given))
+    kernel = ways._compiled.__wrapped__()
+    torch._dynamo.reset()
+    for width in (16, 32):
+        kernel(*torch.ones(3, 1, 1, width, 16))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        kernel(*torch.ones(3, 1, 1, 48, 16))
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow

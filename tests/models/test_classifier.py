@@ -20,6 +20,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
+from toolkit.pretrained import load_config
 
 THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
 FIVE = Labels("single_label_classification", tuple("abcde"), ("label",))
@@ -108,6 +109,18 @@ def test_an_encoder_that_does_not_fit_its_config_is_an_error(broken: Path) -> No
     """Only the head may be made anew: an encoder made anew is random, and trains as if it was pretrained."""
     edit_config(broken, intermediate_size=50)
     assert str(broken) in fault_of(broken)
+
+
+@pytest.mark.parametrize("size", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
+@pytest.mark.parametrize("part", ["", "encoder", "decoder"])
+def test_a_config_that_asks_for_all_memory_is_refused(broken: Path, size: str, part: str) -> None:
+    """Also that of an encoder-decoder; before anything of that size is made."""
+    config = json.loads((broken / "config.json").read_text())
+    huge = config | {size: 3_000_000_000}
+    parts = {"model_type": "encoder-decoder", "encoder": config, "decoder": config, part: huge}
+    (broken / "config.json").write_text(json.dumps(parts if part else huge))
+    with pytest.raises(UserError, match=r"its config.json asks for about .e.* parameters .* its weights have"):
+        load_config(ModelSettings(model_name_or_path=str(broken)))
 
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 20, "vocab_size": 30}

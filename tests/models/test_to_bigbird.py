@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
         ({"is_decoder": True}, "is a decoder"),
         ({"num_hidden_layers": 1}, "do not fit its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
+        ({"num_hidden_layers": 3_000_000_000}, "its config.json asks for about"),
         ({"hidden_size": 48}, "do not fit its config.json"),
         ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight)"),
     ],
@@ -268,6 +270,16 @@ def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -
     assert len(list(out.iterdir())) == 4
 
 
+def test_a_disk_that_is_full_is_one_line(bert: Bert, out: Path) -> None:
+    source, limits = bert(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        assert f"cannot write {out}: " in fault_of(source, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, UserError])
 def test_an_error_half_way_leaves_nothing(
     bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
@@ -316,6 +328,11 @@ def test_a_recipes_long_model_is_made_once(bert: Bert, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "_write", lambda *given: pytest.fail("made again"))
     assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
     monkeypatch.undo()
+    weights = (path / "model.safetensors").read_bytes()
+    for damaged in (b"", b"\0" * len(weights)):  # as after a power cut
+        (path / "model.safetensors").write_bytes(damaged)
+        assert made(long_model(of(source), None)) == path
+        assert (path / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.usefixtures("toolkit_cache")

@@ -128,6 +128,13 @@ def _width(length: int) -> int:
     return -(-int(length) // _GPU_MULTIPLE) * _GPU_MULTIPLE
 
 
+def even_width(length: int, longest: int, buckets: LengthBuckets | None) -> int:
+    """`_width`, but no wider than the longest text of a split, as a model may have no more positions, and no wider
+    than the texts of its bucket may be."""
+    most = longest if buckets is None else min(longest, buckets.widest(length))
+    return min(_width(length), most)
+
+
 class Collator:
     """Sample indices -> a padded `Batch` on the device."""
 
@@ -136,6 +143,7 @@ class Collator:
         self.pad_id = int(tokenizer.pad_token_id)
         self.pad_type = int(getattr(tokenizer, "pad_token_type_id", 0))
         self.left = tokenizer.padding_side == "left"
+        self.longest = int(split.lengths.max(initial=0))
         self.device = device
 
     def __call__(self, indices: np.ndarray) -> Batch:
@@ -146,7 +154,7 @@ class Collator:
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
         if self.device.type == "cuda":
-            width = _width(width)
+            width = even_width(width, self.longest, self.split.buckets)
         inputs = {"input_ids": self._padded(samples, width, self.pad_id)}
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
             inputs["attention_mask"] = self._padded([np.ones_like(sample) for sample in samples], width, 0)

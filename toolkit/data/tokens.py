@@ -43,6 +43,10 @@ class LengthBuckets:
         """(samples,) int64: texts of one bucket are read together as each is alone."""
         return np.where(lengths <= self.full, 0, -(-lengths // self.block))
 
+    def widest(self, length: int) -> int:
+        """The most tokens that a text of the same bucket may have."""
+        return self.full if length <= self.full else -(-length // self.block) * self.block
+
 
 @dataclass(frozen=True)
 class Split:

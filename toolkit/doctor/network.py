@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def check_interfaces(machines: Nodes | None, found: Sequence[Interface]) -> list
         return [*lines, Finding("network", "chosen", "ok", f"{chosen.name} ({chosen.address}), by {why}")]
     if not others:
         return [*lines, Finding("network", "chosen", "note", "there is no way out of this machine: one machine only")]
-    remedy = f"`ip route get {others[0]}`, `ip -br link`"
+    remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
     return [*lines, Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy)]
 
 

@@ -12,11 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from toolkit.doctor import torch_checks
 from toolkit.doctor.compare import Node
-from toolkit.doctor.finding import Finding, clean, plain
+from toolkit.doctor.finding import Finding, Level, clean, plain
 from toolkit.doctor.network import own_host
 from toolkit.launch import network
 from toolkit.launch.channel import ChannelError, Listener, UnreachableError, dial, remedy
@@ -145,13 +145,19 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
         node = Node(**{**said["node"], "rank": rank})
         host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
         found.nodes.append(node := replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
-        found.told += [Finding(**{**one, "host": node.host}) for one in node.findings if rank != machines.rank]
+        found.told += [_told(one, node.host) for one in node.findings if rank != machines.rank]
     found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found)) for node in found.nodes]
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
         heard = clean(rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS))
         found.reduced = {int(rank): dict(said["reduced"]) for rank, said in heard.items()}
     return found
+
+
+def _told(sent: Mapping[str, Any], host: str) -> Finding:
+    """Another machine's finding; it may have sent anything."""
+    found = Finding(**{name: plain(value) for name, value in sent.items()})  # type: ignore[arg-type]
+    return replace(found, host=host, level=found.level if found.level in get_args(Level) else "note")
 
 
 # --- a call each way between every two
@@ -192,7 +198,7 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
         with dial(address, port, token, _DIAL_SECONDS) as channel:
             clock, began = time.time(), time.perf_counter()
             channel.send({"call": True}, _DIAL_SECONDS)
-            said = channel.receive(_DIAL_SECONDS)
+            said = clean(channel.receive(_DIAL_SECONDS))
             trip = time.perf_counter() - began
             if said.get("number") == rank:
                 return Link(True, "", "", "", trip * 1000, float(said["time"]) - clock - trip / 2)

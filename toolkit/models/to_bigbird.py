@@ -9,6 +9,7 @@ attention: within BERT's own positions it then gives BERT's numbers.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 from transformers.utils import cached_file
 
-from toolkit.cache import digest_of_file, made_once
+from toolkit.cache import digest_of_file, digest_of_files, made_once
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
@@ -82,7 +84,8 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     and nobody has changed since. Returns lines that say what was made. Raises UserError for a source that is no BERT,
     lacks a tokenizer or does not fit its config, for a length that does not fit, and for an output that is there.
     """
-    _check_place(output, overwrite)
+    with writing(output):
+        _check_place(output, overwrite)
     config = load_config(ModelSettings(model_name_or_path=source))
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
@@ -115,7 +118,9 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     def make(draft: Path) -> None:
         _write(name, draft, sizes)
 
-    path = made_once("models", _folder_name(name, sizes), make, accelerator, name)
+    with explained(name):
+        folder_name = _folder_name(name, sizes)
+    path = made_once("models", folder_name, make, accelerator, source=name)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
@@ -131,8 +136,7 @@ def _digest(name: str) -> str:
     folder = Path(model_path(name))
     if not folder.is_dir():  # the config has just been loaded from snapshots/COMMIT/config.json
         return f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
-    files = sorted(path for path in folder.iterdir() if path.suffix in _SOURCE_FILES and path.is_file())
-    return " ".join(f"{path.name}:{digest_of_file(path)}" for path in files)
+    return digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
 
 
 def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
@@ -153,7 +157,10 @@ def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
     config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
     # `save_pretrained` writes in the first process of a group only, and says nothing in the others
     config.to_json_file(folder / "config.json")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for one
+        raise OSError(errno.EIO, str(error)) from error
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     _finish(name, folder)
     said = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept" if heads else "the BERT has no MLM head to keep"
@@ -337,5 +344,5 @@ def _is_ours(path: Path) -> bool:
         meta = json.loads((path.parent / _META).read_text(encoding="utf-8"))
         written = meta["made_by"] == _MADE_BY
         return written and (path.name == _META or meta["files"].get(path.name) == digest_of_file(path))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False

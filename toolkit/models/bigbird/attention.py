@@ -1,8 +1,9 @@
 """Two ways to compute the sparse attention of one layer; both give transformers' numbers.
 
-`gathered` uses operators that every device has. `flex` is one fused kernel each way on CUDA; on a CPU torch 2.13
-compiles its forward pass only, and uncompiled it is exact and dense, which serves the tests. No line of it has run on a
-GPU yet: tests marked `gpu` are there for who has one.
+`gathered` uses operators that every device has. `flex` is one fused kernel each way on CUDA, compiled for each shape:
+so batches are cut and padded to few shapes, and one shape too many is an error, where torch by itself would go on with
+dense scores. On a CPU torch 2.13 compiles its forward pass only, and uncompiled it is exact and dense, which serves
+the tests. No line of it has run on a GPU yet: tests marked `gpu` are there for who has one.
 
 Both take queries, keys and values (B, nh, S, hs) and give (B, nh, S, hs). `bias` (B, S) is added to every score of a
 key; S is `pattern.length`.
@@ -23,6 +24,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from toolkit.models.bigbird.plan import Pattern, may_repeat, planned
 
+_MOST_SAMPLES = 8
+_MOST_SHAPES = 128
+"""6 widths up to 4096 tokens, 4 numbers of samples, with and without padding, in training and evaluation: 96."""
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
 _TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
@@ -69,19 +73,27 @@ def _rows(queries: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Ten
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """flex_attention with a block mask."""
-    counted = planned(query, list(pattern), "counts")  # (nh, n, n)
+    """flex_attention with a block mask, over at most 8 samples at a time."""
+    counted = planned(query, list(pattern), "counts")  # (nh, N, N) for N blocks, the last ones padding
     logs = counted.to(torch.promote_types(query.dtype, torch.float32)).log() if may_repeat(pattern) else None
-    out = _kernel(query.device.type)(
-        query,
-        key,
-        value,
-        score_mod=_score(logs, bias, pattern.block),
-        block_mask=block_mask(counted, pattern.block),
-        kernel_options=_TILES if query.is_cuda else None,
-    )
-    assert isinstance(out, Tensor)
-    return out
+    mask, missing = block_mask(counted, pattern.block), counted.shape[-1] * pattern.block - pattern.length
+    query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    bias = None if bias is None else F.pad(bias, (0, missing))
+    options = _TILES if query.is_cuda else None
+    parts, start = [], 0
+    for size in _sizes(len(query)):
+        part = slice(start, start := start + size)
+        score = _score(logs, None if bias is None else bias[part].contiguous(), pattern.block)
+        given = (x[part].contiguous() for x in (query, key, value))
+        parts.append(_kernel(query.device.type)(*given, score_mod=score, block_mask=mask, kernel_options=options))
+    return torch.cat(parts)[:, :, : pattern.length]
+
+
+def _sizes(samples: int) -> list[int]:
+    """A batch in powers of two: 13 -> [8, 4, 1]."""
+    if torch.compiler.is_compiling():
+        return [samples]
+    return [_MOST_SAMPLES] * (samples // _MOST_SAMPLES) + [size for size in (4, 2, 1) if samples & size]
 
 
 def block_mask(counted: Tensor, block: int) -> BlockMask:
@@ -118,5 +130,9 @@ def _kernel(device: str) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
+    """Where a shape is too many, `fullgraph` makes torch raise FailOnRecompileLimitHit."""
+    compile_it: Any = torch.compile  # its stub does not know recompile_limit
+    compiled: Callable[..., Any] = compile_it(
+        flex_attention, dynamic=False, fullgraph=True, recompile_limit=_MOST_SHAPES
+    )
     return compiled

@@ -99,12 +99,19 @@ def may_repeat(pattern: Pattern) -> bool:
     return pattern.random > 0 and (not pattern.training or pattern.length == _EARLY)
 
 
+def few_widths(blocks: int) -> int:
+    """The next 2^k or 3 * 2^(k - 1): a kernel that is compiled for each width then is for few."""
+    power = 1 << (blocks - 1).bit_length()
+    return 3 * power // 4 if 3 * power // 4 >= blocks else power
+
+
 @functools.lru_cache(maxsize=512)
 def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """What each query block reads, kept on the device.
 
     `second` (nh, 2, 4 + r) holds the key blocks of query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) those of the
-    blocks between, and `counts` (nh, n, n) how often each query block reads each key block.
+    blocks between, and `counts` (nh, N, N) how often each query block reads each key block. N is the next of 8, 12, 16,
+    24, 32, 48, 64, ...: blocks from n on are padding, of which each reads itself.
     """
     blocks, drawn = pattern.length // pattern.block, random_blocks(pattern)
     middle = np.arange(2, blocks - 2)
@@ -124,7 +131,10 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
         }
         second, rows = (torch.nn.functional.one_hot(table, blocks).sum(2) for table in made.values())  # (nh, rows, n)
         all_read = torch.ones(pattern.heads, 1, blocks, dtype=torch.long)
-        made["counts"] = torch.cat([all_read, second[:, :1], rows, second[:, 1:], all_read], dim=1)
+        counts = torch.cat([all_read, second[:, :1], rows, second[:, 1:], all_read], dim=1)
+        wide = torch.eye(few_widths(blocks), dtype=torch.long).repeat(pattern.heads, 1, 1)
+        wide[:, :blocks, :blocks] = counts
+        made["counts"] = wide
         return {name: table.to(device) for name, table in made.items()}
 
 
@@ -143,9 +153,8 @@ def planned(like: Tensor, pattern: list[int], what: str) -> Tensor:
 @planned.register_fake
 def _(like: Any, pattern: Any, what: Any) -> Any:
     _, heads, block, random, _, length, _ = pattern
-    shapes = {
-        "second": (2, 4 + random),
-        "middle": (length // block - 4, 5 + random),
-        "counts": (length // block, length // block),
-    }
-    return like.new_empty(heads, *shapes[what], dtype=torch.int64)
+    if what == "counts":
+        width = few_widths(int(length // block))
+        return like.new_empty(heads, width, width, dtype=torch.int64)
+    shape = (2, 4 + random) if what == "second" else (length // block - 4, 5 + random)
+    return like.new_empty(heads, *shape, dtype=torch.int64)
