@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
-from toolkit.errors import UserError, did_you_mean, first_line
+from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
@@ -83,6 +83,15 @@ def refuse_unusable(tokenizer: Any, name: str) -> None:
         raise UserError(f"--model_name_or_path {name} has no tokenizer: put tokenizer.json (or vocab.txt) beside it")
     if tokenizer.pad_token_id is None:
         raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
+
+
+def refuse_random(name: str, lost: Iterable[str]) -> None:
+    """Raises UserError for parameters that the weights lack: they would train as if they were pretrained."""
+    if lost := sorted(lost):
+        raise UserError(
+            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(lost, 3)} would be "
+            "random, or lost): name the folder the weights belong to"
+        )
 
 
 @contextlib.contextmanager

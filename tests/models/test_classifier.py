@@ -192,7 +192,7 @@ def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
     frozen = {name for name, parameter in load(tmp_path).named_parameters() if not parameter.requires_grad}
     assert frozen == {"bert.pooler.weight", "bert.pooler.bias"}
     fault = fault_of(tmp_path, attn_implementation="flash_attention_2")
-    assert "--attn_implementation flash_attention_2: a BigBird has auto" in fault
+    assert "--attn_implementation flash_attention_2: a BigBird has no such attention. It has auto" in fault
 
 
 def test_gradient_checkpointing(tiny_model: Path) -> None:

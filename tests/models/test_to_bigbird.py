@@ -325,9 +325,9 @@ def test_a_recipes_long_model_is_made_once(bert: Bert, monkeypatch: pytest.Monke
     assert long_model(ModelSettings(), None) == ModelSettings()
     same_numbers(source, path, AutoModel, batch())
 
-    monkeypatch.setattr(module, "_write", lambda *given: pytest.fail("made again"))
-    assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_write", lambda *given: pytest.fail("made again"))
+        assert made(long_model(of(source), 30)) == made(long_model(of(source), 4096)) == path
     weights = (path / "model.safetensors").read_bytes()
     for damaged in (b"", b"\0" * len(weights)):  # as after a power cut
         (path / "model.safetensors").write_bytes(damaged)

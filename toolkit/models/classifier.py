@@ -17,7 +17,7 @@ from toolkit.errors import UserError, listing
 from toolkit.models import bigbird
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
-from toolkit.pretrained import encoder_config, explained, load_config, quiet_transformers, whole_weights
+from toolkit.pretrained import encoder_config, explained, load_config, quiet_transformers, refuse_random, whole_weights
 
 
 class Classes(Protocol):
@@ -45,8 +45,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
-    if settings.dropout is not None:
-        set_dropout(config, settings.dropout)
+    set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
@@ -61,9 +60,10 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
             **options,
         )
     fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
-    _refuse_random_encoder(name, model, fresh)
-    if config.model_type == "big_bird":
-        choose_attention(model, settings.attn_implementation)
+    # a head (and a pooler) may be new
+    prefix = f"{model.base_model_prefix}."
+    refuse_random(name, (key for key in fresh if key.startswith(prefix) and "pooler" not in key))
+    choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         recompute_activations(name, model)
     freeze_unused(model)
@@ -76,20 +76,17 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
 
 
 def choose_attention(model: Any, asked: str | None) -> None:
-    """Gives the BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
+    """Gives a BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
 
-    `eager` is transformers' own. Raises UserError for a name that BigBird does not have.
+    `eager` is transformers' own. Other models have it already. Raises UserError for a name that BigBird does not have.
     """
     config = encoder_config(model.config)
+    if config.model_type != "big_bird":
+        return
     if asked == "eager":
         if config.attention_type == "block_sparse":
             _keep_sparse(model)
         return
-    if asked not in (None, *bigbird.ATTENTIONS):
-        raise UserError(
-            f"--attn_implementation {asked}: a BigBird has {', '.join(bigbird.ATTENTIONS)} (all tokens attend to all), "
-            "and eager (transformers' own, slow)"
-        )
     bigbird.install(model, asked or ("auto" if config.attention_type == "block_sparse" else "full"))
 
 
@@ -105,17 +102,6 @@ def recompute_activations(name: str, model: Any) -> None:
     if not model.supports_gradient_checkpointing:
         raise UserError(f"{name} cannot recompute activations: leave --gradient_checkpointing out")
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-
-
-def _refuse_random_encoder(name: str, model: Any, fresh: list[str]) -> None:
-    """A head (and a pooler) may be new; an encoder that is would train as if it were pretrained."""
-    prefix = f"{model.base_model_prefix}."
-    lost = sorted(key for key in fresh if key.startswith(prefix) and "pooler" not in key)
-    if lost:
-        raise UserError(
-            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(lost, 3)} would be "
-            "random): name the folder the weights belong to"
-        )
 
 
 def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
@@ -149,13 +135,14 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
             "its predictions would be noise; fine-tune it first, or name a run's model folder"
         )
-    if model.config.model_type == "big_bird":
-        choose_attention(model, settings.attn_implementation)
+    choose_attention(model, settings.attn_implementation)
     return model
 
 
-def set_dropout(config: Any, probability: float) -> None:
-    """Sets every dropout probability a config knows, whatever the family calls it."""
+def set_dropout(config: Any, probability: float | None) -> None:
+    """Sets every dropout probability a config knows, whatever the family calls it; None leaves them alone."""
+    if probability is None:
+        return
     for name, value in config.to_dict().items():
         if "dropout" in name and (value is None or isinstance(value, float | int)) and not isinstance(value, bool):
             setattr(config, name, probability)

@@ -21,14 +21,9 @@ from transformers import (
 
 from toolkit.config import GenerationSettings, PretrainedSettings
 from toolkit.demo import model_path
-from toolkit.errors import UserError, listing
-from toolkit.models.classifier import (
-    choose_attention,
-    freeze_unused,
-    recompute_activations,
-    set_dropout,
-)
-from toolkit.pretrained import explained, load_config, quiet_transformers, whole_weights
+from toolkit.errors import UserError
+from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
 
 KIND = "encoder-decoder"
 
@@ -56,8 +51,7 @@ def load_title_model(
             model = EncoderDecoderModel(encoder=_encoder(long), decoder=_decoder(settings))
     _refuse_short_decoder(name, model.config.decoder, max_target_length)
     _describe(model, tokenizer, generation, max_target_length)
-    if model.config.encoder.model_type == "big_bird":
-        choose_attention(model, settings.attn_implementation)
+    choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
         recompute_activations(name, model)
     freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
@@ -68,8 +62,7 @@ def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:
     """A fine-tuned encoder-decoder as it was saved."""
     with explained(str(settings.model_name_or_path)), whole_weights(), quiet_transformers():
         model = _saved(settings)
-    if model.config.encoder.model_type == "big_bird":
-        choose_attention(model, settings.attn_implementation)
+    choose_attention(model, settings.attn_implementation)
     return model
 
 
@@ -77,24 +70,17 @@ def _saved(settings: PretrainedSettings) -> EncoderDecoderModel:
     name = str(settings.model_name_or_path)
     config = load_config(settings)
     for part in (config.encoder, config.decoder):
-        if settings.dropout is not None:
-            set_dropout(part, settings.dropout)
+        set_dropout(part, settings.dropout)
     model, loading = EncoderDecoderModel.from_pretrained(
         model_path(name), config=config, dtype=torch.float32, output_loading_info=True
     )
-    lost = [key for key in loading["missing_keys"] if "pooler" not in key]
-    if lost:
-        raise UserError(
-            f"{name}: its weights do not fit its config.json ({listing(sorted(lost), 3)} would be random): name the "
-            "folder the weights belong to"
-        )
+    refuse_random(name, (key for key in loading["missing_keys"] if "pooler" not in key))
     return model
 
 
 def _encoder(long: PretrainedSettings) -> Any:
     config = load_config(long)
-    if long.dropout is not None:
-        set_dropout(config, long.dropout)
+    set_dropout(config, long.dropout)
     return AutoModel.from_pretrained(
         str(long.model_name_or_path), config=config, dtype=torch.float32, trust_remote_code=False
     )
@@ -107,8 +93,7 @@ def _decoder(settings: PretrainedSettings) -> Any:
         _refuse_without_twin(str(settings.model_name_or_path), config)
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
-    if settings.dropout is not None:
-        set_dropout(config, settings.dropout)
+    set_dropout(config, settings.dropout)
     path = model_path(str(settings.model_name_or_path))
     decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
     return _as_bert(decoder) if sparse else decoder

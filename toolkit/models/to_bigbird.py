@@ -38,6 +38,7 @@ from toolkit.pretrained import (
     load_config,
     load_plain_tokenizer,
     quiet_transformers,
+    refuse_random,
     whole_weights,
 )
 
@@ -189,11 +190,7 @@ def _load(name: str) -> tuple[Any, set[str], list[str]]:
     lost = set(_within(fresh, "bert.")) - set(pooler) | set(_within(mismatched, "bert."))
     lost |= set(pooler) if len(pooler) == 1 else set()  # half of it
     lost |= {key for key in unknown if _ENCODER.match(key)}  # layers that the config does not count
-    if lost:
-        raise UserError(
-            f"{name}: its weights do not fit its config.json ({listing(sorted(lost), 3)}): name the folder the "
-            "weights belong to"
-        )
+    refuse_random(name, lost)
     return bert, fresh, unknown
 
 
