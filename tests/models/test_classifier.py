@@ -92,14 +92,6 @@ def test_a_head_of_another_size_is_replaced_and_the_encoder_kept(tiny_model: Pat
     assert torch.equal(model.classifier.weight, load(tmp_path, FIVE).classifier.weight)
 
 
-def test_a_head_that_fits_is_kept(tiny_model: Path, tmp_path: Path) -> None:
-    trained = load(tiny_model, THREE)
-    with torch.no_grad():
-        trained.classifier.weight.fill_(0.25)
-    trained.save_pretrained(tmp_path)
-    assert torch.all(load(tmp_path, THREE).classifier.weight == 0.25)
-
-
 def edit_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
@@ -162,14 +154,6 @@ def test_dropout_overrides_every_probability(family: str) -> None:
         assert set(drops) == {probability}
 
 
-def test_dropout_of_the_settings_reaches_the_model(tiny_model: Path) -> None:
-    def found(**given: Any) -> set[float]:
-        return {module.p for module in load(tiny_model, **given).modules() if isinstance(module, torch.nn.Dropout)}
-
-    assert found(dropout=0.0) == {0.0}
-    assert found() == {0.1}  # the checkpoint's own
-
-
 def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_changes(tiny_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(tiny_model).eval()
     model.spare = torch.nn.Linear(3, 5)
@@ -193,16 +177,6 @@ def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:
     assert frozen == {"bert.pooler.weight", "bert.pooler.bias"}
     fault = fault_of(tmp_path, attn_implementation="flash_attention_2")
     assert "--attn_implementation flash_attention_2: a BigBird has no such attention. It has auto" in fault
-
-
-def test_gradient_checkpointing(tiny_model: Path) -> None:
-    assert load(tiny_model, gradient_checkpointing=True).is_gradient_checkpointing
-    assert not load(tiny_model).is_gradient_checkpointing
-
-
-def test_the_attention_that_was_asked_for(tiny_model: Path) -> None:
-    assert load(tiny_model, attn_implementation="eager").config._attn_implementation == "eager"
-    assert load(tiny_model, attn_implementation="sdpa").config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "sdpaa"])

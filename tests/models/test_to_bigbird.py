@@ -216,7 +216,7 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
         ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
         ({"num_hidden_layers": 3_000_000_000}, "its config.json asks for about"),
         ({"hidden_size": 48}, "do not fit its config.json"),
-        ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight)"),
+        ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight "),
     ],
 )
 def test_other_models_are_refused(bert: Bert, out: Path, changed: dict[str, Any], said: str) -> None:
