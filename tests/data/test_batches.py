@@ -266,7 +266,7 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     collate = collator(split)
     collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
     monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
-    assert collate(np.array([8, 0])).inputs["input_ids"].shape == (2, 9)  # the longest text: no position beyond
+    assert collate(np.array([8, 0])).inputs["input_ids"].shape == (2, 12)  # as long as the longest text
     collate.longest = 20
     batch = collate(np.array([8, 0]))
     assert batch.inputs["input_ids"].shape == (2, 16)
