@@ -79,7 +79,7 @@ def meet(machines: Nodes, token: str, seconds: float, describe: Callable[[str], 
     with contextlib.ExitStack() as closing:
         listener = None
         with contextlib.suppress(OSError):  # the port is taken, as the findings say; this machine can still call
-            listener = closing.enter_context(Listener(network.listen(machines.port), token))
+            listener = closing.enter_context(Listener(network.listen(machines.port), token, machines.allowed()))
         try:
             rendezvous = closing.enter_context(_rendezvous(machines, token, seconds, listener, line))
         except ChannelError as error:
