@@ -78,8 +78,8 @@ def main() -> None:
 
     # Train: each step is one global batch, however many processes compute it
     run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird")
-    run.resume(model, optimizer, scheduler)  # at the newest checkpoint of this run, where there is one
-    for step in run.steps(evaluate):  # after each it evaluates, and saves, where that is due
+    run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
+    for step in run.steps():
         model.train()
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             losses = loss_fn(model(**batch.inputs).logits, batch.labels)  # (B,)
@@ -89,6 +89,8 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
         run.log(step, grad_norm)
+        run.evaluate_if_due(step, evaluate)  # and saves the best model
+        run.checkpoint_if_due(step)
     if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
         return
 

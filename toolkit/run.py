@@ -42,6 +42,8 @@ from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.versions import versions
 
+Evaluate = Callable[[Split], Evaluation]
+
 
 class Run:
     """Opens `--output_dir`; every process calls every method."""
@@ -77,13 +79,15 @@ class Run:
         self._compared: tuple[int, Evaluation] | None = None
         self._started = time.monotonic()
 
-    def resume(self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler) -> None:
+    def resume(
+        self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
+    ) -> None:
         """Loads the newest sound checkpoint of this run, where there is one, into what it is given, and opens the
-        log. Raises UserError when its checkpoints are damaged or do not fit."""
+        log. `evaluate` makes up for an evaluation that a stop signal put off. Raises UserError when its checkpoints are
+        damaged or do not fit."""
         prepared = (self.accelerator, model, optimizer, scheduler)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
-        self._evaluation_left = bool(resumed and resumed.manifest.get("evaluation_left"))
         self._write_config(resumed)
         project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
         done = self._steps.done
@@ -91,42 +95,45 @@ class Run:
         self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
         for line in [*self._introduction(), *(resumed.lines if resumed else []), *self.checkpoints.notes()]:
             self.say(line)
+        if evaluate and resumed and resumed.manifest.get("evaluation_left"):
+            self._evaluate(evaluate, done)
+            self.checkpoints.point_best()
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
         self._log.say(line)
 
-    def steps(self, evaluate: Callable[[Split], Evaluation] | None = None) -> Iterator[Step]:
+    def steps(self) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
-        one.
-
-        After each step it evaluates the validation rows, saves the model where it is the best so far, and saves a
-        checkpoint, where these are due. A stop signal puts an evaluation off until the run goes on.
-        """
-        if self._evaluation_left and evaluate:
-            self._evaluate(evaluate, self._steps.done)
-            self.checkpoints.point_best()
+        one."""
         for step in self._steps:
             if self.best.gives_up:
                 self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
+            self._evaluation_left = False
             yield step
-            left = bool(evaluate) and step.evaluates
-            if evaluate and left and not self._steps.stop_signal:
-                left = not self._evaluate(evaluate, step.number)
-            self._log.write_line(self.checkpoints.save_if_due(self._metrics, left))
             if self._steps.stop_signal:
                 self._stop()
                 return
 
     def log(self, step: Step, grad_norm: Any) -> StepMetrics:
         """Logs a finished step: the loss is gathered here. Raises UserError where it is not finite."""
-        self._metrics = step.gather_metrics(grad_norm)
-        self._log.log_step(self._metrics)
-        return self._metrics
+        metrics = step.gather_metrics(grad_norm)
+        self._log.log_step(metrics)
+        return metrics
 
-    def _evaluate(self, evaluate: Callable[[Split], Evaluation], step: int) -> bool:
+    def evaluate_if_due(self, step: Step, evaluate: Evaluate) -> None:
+        """Evaluates the validation rows where that is due (`--eval_every`), and saves the model where it is the best so
+        far. A stop signal puts the evaluation off until the run goes on: the checkpoint comes first."""
+        if step.evaluates:
+            self._evaluation_left = bool(self._steps.stop_signal) or not self._evaluate(evaluate, step.number)
+
+    def checkpoint_if_due(self, step: Step) -> None:
+        """Saves a checkpoint where one is due (`--checkpoint_every`), or a stop signal came."""
+        self._log.write_line(self.checkpoints.save_if_due(step.metrics, self._evaluation_left))
+
+    def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """False where a stop signal came before its end."""
         try:
             evaluation = evaluate(self.data.validation)

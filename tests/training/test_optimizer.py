@@ -30,7 +30,8 @@ TINY: dict[str, dict[str, Any]] = {
 
 def tiny(model_type: str) -> torch.nn.Module:
     sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20}
-    options = TINY[model_type] if "dim" in TINY[model_type] else sizes | TINY[model_type]
+    more = TINY.get(model_type, {})
+    options = more if "dim" in more else sizes | more
     config = AutoConfig.for_model(model_type, vocab_size=30, max_position_embeddings=40, num_labels=3, **options)
     return AutoModelForSequenceClassification.from_config(config)
 
@@ -81,7 +82,7 @@ def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: i
     """What align_strategy sees of an accelerator."""
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin)
-    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1)
+    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False)
 
 
 AUTO = {
@@ -166,3 +167,18 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_where_it_would_get_
     align(accelerator_with(None), optimizer=optimizer)
     with pytest.raises(UserError, match=r"Adafactor computes with whole parameters.*ddp\.yaml"):
         align(accelerator_with({"zero_optimization": {}}), optimizer=optimizer)
+
+
+LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
+          "deberta-v2": "DebertaV2Layer", "distilbert": "TransformerBlock", "modernbert": "ModernBertEncoderLayer",
+          "big_bird": "BigBirdLayer"}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
+    """Of any model: transformers' `_no_split_modules` name BERT's embeddings too, and nothing of BigBird's."""
+    accelerator = accelerator_with(None)
+    accelerator.is_fsdp2, accelerator.state.fsdp_plugin = True, SimpleNamespace()
+    schedule = make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2)
+    align_strategy(accelerator, tiny(model_type), None, SETTINGS, schedule)
+    assert accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]

@@ -96,6 +96,8 @@ class Step:
     """What the sum of the global batch's losses is divided by: its samples, or the tokens of its titles."""
     learning_rate: float = math.nan
     """Of this step's update."""
+    metrics: StepMetrics = field(init=False)
+    """Once they are gathered."""
     started: float = field(default_factory=time.perf_counter)
     _batch: Batch | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
@@ -153,7 +155,7 @@ class Step:
         launch.explain_failures()  # what fails from here on is no longer the micro-batch's
         steps.done, steps.stop_signal = self.number, stop_signal
         seconds = time.perf_counter() - self.started
-        metrics = StepMetrics(
+        self.metrics = StepMetrics(
             step=self.number,
             epoch=round(self.number / steps.schedule.steps_per_epoch, 4),
             loss=loss_sum / self.loss_denominator,
@@ -165,8 +167,8 @@ class Step:
             tokens_per_second=round(self.tokens / seconds, 1),
             peak_memory_bytes=peak,
         )
-        self._refuse_non_finite(metrics)
-        return metrics
+        self._refuse_non_finite(self.metrics)
+        return self.metrics
 
     def _over_processes(self) -> tuple[float, int, int]:
         """(sum of the global batch's losses, largest memory of any process, a stop signal that any of them got,
