@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.faults import Fault
 from tests.runs import Finished, recipe
 from tests.splits import of_lengths
 from toolkit import launch, memory
@@ -229,15 +230,20 @@ LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLE
 
 
 @LIMITED
-def test_training_with_too_large_a_micro_batch(files: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
+def test_training_with_too_large_a_micro_batch(
+    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
+) -> None:
     finished = run_out(files, tiny_model, tmp_path, *LARGE, limited_rank="0")
     assert finished.code == 1
     assert_one_line(finished, TRAINING)
     assert finished.error_lines[0].startswith("error: ")
+    fault("memory runs out in training", finished.err)
 
 
 @LIMITED
-def test_an_evaluation_with_too_large_a_batch(files: dict[str, Path], tiny_model: Path, tmp_path: Path) -> None:
+def test_an_evaluation_with_too_large_a_batch(
+    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
+) -> None:
     small = ["--global_batch_size", "2", "--per_device_batch_size", "2"]
     finished = run_out(
         files, tiny_model, tmp_path, *small, "--per_device_eval_batch_size", str(SAMPLES), limited_rank="0"
@@ -252,6 +258,7 @@ def test_an_evaluation_with_too_large_a_batch(files: dict[str, Path], tiny_model
             "--max_length 65",
         ],
     )
+    fault("memory runs out in an evaluation", finished.err)
 
 
 @LIMITED

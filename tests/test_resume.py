@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from tests.faults import Fault
 from tests.runs import Server, lines_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import crc32_of_range
@@ -121,7 +122,9 @@ def test_a_torn_last_line_is_replaced(server: Server, settings: list[Any], whole
     assert_same_run(run, whole)
 
 
-def test_what_a_power_cut_takes_is_named(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_what_a_power_cut_takes_is_named(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     """Lines that were there at the checkpoint, or a block of NULs in their place: the run goes on without them."""
     run = rewound(whole, tmp_path / "run", 18)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -132,6 +135,8 @@ def test_what_a_power_cut_takes_is_named(server: Server, settings: list[Any], wh
     assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in said
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
     assert [line["step"] for line in lines_of(run / "eval.jsonl")][:1] == [STEPS]
+    line = next(line for line in said.splitlines() if "has 16 of" in line)
+    fault("a power cut that empties metrics.jsonl or leaves NULs in it", line, "those lines of the log")
 
 
 def test_a_moved_model_is_no_other_job(
@@ -252,7 +257,7 @@ QUICK = ("moments", "the manifest", "a missing file")
     "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.slow) for what in DAMAGE]
 )
 def test_a_damaged_checkpoint_is_skipped(
-    what: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path
+    what: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
 ) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     DAMAGE[what](checkpoint(run, 18))
@@ -262,9 +267,13 @@ def test_a_damaged_checkpoint_is_skipped(
     assert f"resuming from {checkpoint(run, 16)}" in said or f"resuming from {checkpoint(run, 15)}" in said
     assert_same_run(run, whole)
     assert folders.resumable(run / "checkpoints")[1] == []  # it was saved anew
+    line = next(line for line in said.splitlines() if ": skipped" in line)
+    fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
 
 
-def test_nothing_sound_is_an_error(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_nothing_sound_is_an_error(
+    server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     run = rewound(whole, tmp_path / "run", 6)
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "weights.safetensors")
@@ -273,6 +282,7 @@ def test_nothing_sound_is_an_error(server: Server, settings: list[Any], whole: P
     assert "no checkpoint is sound" in said
     assert said.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
     assert digest(run) == before
+    fault("all checkpoints are damaged", said, "nothing more: the run is left as it is")
 
 
 def test_a_finished_run_stays_as_it_is(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
@@ -329,7 +339,9 @@ def test_in_the_background_the_same_bytes_are_written(
 
 
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_full_disk(background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk(
+    background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+) -> None:
     """The model fits, the moments do not."""
     run = rewound(whole, tmp_path / "run", 15)
     largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
@@ -342,3 +354,4 @@ def test_a_full_disk(background: str, server: Server, settings: list[Any], whole
     assert digest(run / "checkpoints") == before
     server.run(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)
+    fault(f"a full disk during a checkpoint (background {background})", said, "the steps since the last checkpoint")

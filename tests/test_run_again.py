@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Fault
 from tests.runs import ROOT, Server, environment, lines_of, recipe
 
 
@@ -55,7 +56,7 @@ def test_refused(changed: list[str], told: str, settings: list[str], finished: P
     assert digest(finished) == before
 
 
-def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
+def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused, and says which process is there; the first is not disturbed."""
     folder = tmp_path / "run"
     command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", "100", "--checkpoint_every", "50"]
@@ -74,6 +75,7 @@ def test_two_at_once(settings: list[str], tmp_path: Path) -> None:
     error = first.communicate(timeout=120)[1]
     assert first.returncode == 0, error[-3000:]
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 101))
+    fault("a second run into the same folder", second.err)
 
 
 def test_ended_before_its_first_checkpoint(settings: list[str], server: Server, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Fault
 from tests.runs import ROOT, Server, environment, lines_of, losses_of, recipe
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
@@ -76,7 +77,7 @@ def _nothing_left(group: int) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
-def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
+def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"
     command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
@@ -89,6 +90,7 @@ def test_stop(name: str, settings: list[str], tmp_path: Path) -> None:
     assert f"after step {done} of {STEPS}" in told
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
     assert 0 < done < STEPS
+    fault(f"a stop signal: {name}", told, "nothing: a checkpoint is taken at once")
 
 
 def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ launch.run(cls.main)
 
 
 def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
-    settings: list[str], server: Server, tmp_path: Path
+    settings: list[str], server: Server, tmp_path: Path, fault: Fault
 ) -> None:
     """At once, with a checkpoint, and not to its end first; evaluations are those of a run that nobody stopped."""
     words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
@@ -139,6 +141,7 @@ def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
         found, wanted = (lines_of(tmp_path / run / name) for run in ("run", "whole"))
         assert [line["step"] for line in found] == [line["step"] for line in wanted]
         assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
+    fault("a stop signal within an evaluation", stopped.err, "nothing: it is evaluated when the run goes on")
 
 
 def test_before_the_first_step_it_ends_at_once(settings: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.faults import Fault
 from tests.hosts import ADDRESSES, INTERFACE, NAMES, NOBODY, TwoHosts, two_hosts
 from tests.runs import ROOT, Finished, losses_of, recipe
 
@@ -183,20 +184,22 @@ def error_of(finished: Finished) -> str:
     return line.partition("error: ")[2]
 
 
-def test_the_first_machine_alone_names_the_missing_one(hosts: TwoHosts) -> None:
+def test_the_first_machine_alone_names_the_missing_one(hosts: TwoHosts, fault: Fault) -> None:
     started = time.monotonic()
     words = error_of(hosts.run("a", [*WORKER, *FIRST, *SHORT], SECONDS))
     assert time.monotonic() - started < 60
     assert "rank 1 (machine 1) of 2 did not come within 6 s to 10.77.0.1:29600" in words
     assert "with the same command" in words
     assert "toolkit doctor --peers 10.77.0.1,ADDRESS_OF_THE_OTHER" in words
+    fault("the other machine does not come", words)
 
 
-def test_the_second_machine_alone_says_what_it_tried(hosts: TwoHosts) -> None:
+def test_the_second_machine_alone_says_what_it_tried(hosts: TwoHosts, fault: Fault) -> None:
     words = error_of(hosts.run("b", [*WORKER, *FIRST, *SHORT], SECONDS))
     assert "rank 1 on hostB found no rank 0 within 6 s" in words
     assert "10.77.0.1:29600: the machine answers and nothing listens on this port" in words
     assert "toolkit doctor --peers 10.77.0.1,10.77.0.2" in words
+    fault("the first machine is not there", words)
 
 
 @pytest.mark.slow
@@ -386,7 +389,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("what", default_of(BREAKS, "its rank is killed", "the cable is pulled"))
 def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
-    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path, fault: Fault
 ) -> None:
     config, expected = BREAKS[what]
     folder = tmp_path / "run"
@@ -412,9 +415,16 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
     assert again["a"].code == 0, again["a"].err[-3000:]
     assert "resuming from" in again["a"].err
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+    fault(
+        f"two machines: {what}",
+        error_of(done["a"]),
+        "the steps since the last checkpoint; the same command goes on exactly",
+    )
 
 
-def test_a_rank_that_does_not_arrive_is_named(hosts: TwoHosts, long_settings: list[str], tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive_is_named(
+    hosts: TwoHosts, long_settings: list[str], tmp_path: Path, fault: Fault
+) -> None:
     folder = tmp_path / "run"
     command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--output_dir", str(folder),
                "--ddp_timeout", "8"]  # fmt: skip
@@ -426,6 +436,7 @@ def test_a_rank_that_does_not_arrive_is_named(hosts: TwoHosts, long_settings: li
     assert f"process {stopped.pid} there is stopped or stuck" in words
     stopped.kill()  # as the message says
     hosts.finish(started["b"], 60)
+    fault("two machines: a rank stands still", words, "the steps since the last checkpoint")
 
 
 def test_max_restarts_goes_on_by_itself(

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
+from tests.faults import Fault
 from toolkit.checkpoint.convert import conversion, transfer
 from toolkit.errors import UserError
 
@@ -128,7 +129,7 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_folder_that_appeared_meanwhile_is_left_alone(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
     real = conversion.write_shards
@@ -139,22 +140,24 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
         return real(folder, *arguments)
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
-    with pytest.raises(UserError, match=r"holds thesis.txt" if overwrite else "not empty"):
+    with pytest.raises(UserError, match=r"holds thesis.txt" if overwrite else "not empty") as raised:
         convert(run, out, overwrite=overwrite)
     assert names_in(out) == ["thesis.txt"]
     assert names_in(tmp_path) == ["out", "run"]
+    fault(f"OUT appears while convert writes (--overwrite {overwrite})", str(raised.value))
 
 
 @pytest.mark.parametrize("name", ["model/vocab.txt", "model/config.json", "weights.safetensors", "model"])
-def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path, fault: Fault) -> None:
     run, elsewhere = write_run(tmp_path / "run", TENSORS), tmp_path / "elsewhere"
     (run / "model" / "config.json").write_text('{"model_type": "new"}')
     (run / "model" / "vocab.txt").touch()
     (run / name).rename(elsewhere)
     (run / name).symlink_to(elsewhere)
-    with pytest.raises(UserError, match=f"{run / name} is a link to {elsewhere}, outside"):
+    with pytest.raises(UserError, match=f"{run / name} is a link to {elsewhere}, outside") as raised:
         convert(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    fault(f"a link out of the checkpoint ({name})", str(raised.value))
 
 
 def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
@@ -180,7 +183,9 @@ def test_verify_executes_nothing_of_the_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out", "run"]
 
 
-def test_the_old_folder_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_old_folder_stays_when_the_new_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
     run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
     convert(run, out)
     before = (out / "model.safetensors").read_bytes()
@@ -192,10 +197,11 @@ def test_the_old_folder_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(UserError, match="Input/output error; nothing was left behind"):
+    with pytest.raises(UserError, match="Input/output error; nothing was left behind") as raised:
         convert(run, out, overwrite=True, dtype="bf16")
     assert (out / "model.safetensors").read_bytes() == before
     assert names_in(tmp_path) == ["out", "run"]
+    fault("a disk that fails while convert replaces OUT", str(raised.value), "nothing: OUT is the old one")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

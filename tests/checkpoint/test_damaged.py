@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import Made
+from tests.faults import Fault
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.errors import UserError
 
@@ -81,13 +82,16 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
         ("zero3-bf16 x3", "*model_states.pt", "model files of ranks 0, 1, 2 (3 processes saved it)"),
     ],
 )
-def test_all_missing_ranks_are_named_at_once(name: str, gone: str, told: str, copied: Callable[..., Path]) -> None:
+def test_all_missing_ranks_are_named_at_once(
+    name: str, gone: str, told: str, copied: Callable[..., Path], fault: Fault
+) -> None:
     root = copied(name)
     for file in {file for pattern in gone.split("|") for file in tag_of(root).glob(pattern)}:
         file.unlink()
-    fault, tag = fault_of(root), tag_of(root)
-    assert fault.startswith(f"{tag} lacks the {told}")
-    assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in fault
+    said, tag = fault_of(root), tag_of(root)
+    assert said.startswith(f"{tag} lacks the {told}")
+    assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in said
+    fault(f"files of ranks are missing ({name}: {gone})", said.replace(str(tag), "CHECKPOINT"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.faults import Fault
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import open_torch_file
@@ -105,12 +106,15 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-def test_a_hostile_file_is_refused(tmp_path: Path) -> None:
+def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    with pytest.raises(UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"):
+    with pytest.raises(
+        UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
+    ) as raised:
         open_torch_file(file, DEEPSPEED)
     assert not (tmp_path / "mark").exists()
+    fault("a checkpoint that would run a command", str(raised.value))
 
 
 GREEDY = {
@@ -133,12 +137,13 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("kind", GREEDY)
-def test_greedy_pickles_cost_nothing(kind: str) -> None:
+def test_greedy_pickles_cost_nothing(kind: str, fault: Fault) -> None:
     assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt", TORCH) == []  # the memo's last place
     started = time.perf_counter()
-    with pytest.raises(UserError, match=r"rank\.pt"):
+    with pytest.raises(UserError, match=r"rank\.pt") as raised:
         unpickle(GREEDY[kind], "rank.pt", TORCH)
     assert time.perf_counter() - started < 5
+    fault(f"a small pickle that wants all memory or hours: {kind}", str(raised.value))
 
 
 def test_what_is_called_copies_nothing() -> None:
@@ -167,10 +172,11 @@ def test_what_is_called_copies_nothing() -> None:
         ),
     ],
 )
-def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path) -> None:
+def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told) as raised:
         open_checkpoint(tmp_path)
+    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), str(raised.value))
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import datasets
 import pytest
 
+from tests.faults import Fault
 from toolkit.data import parse
 from toolkit.data.read import Table, find_column, read_file, read_hub
 from toolkit.errors import UserError
@@ -128,8 +129,12 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.json", '{"text": {"0": "good", "1": "bad"}, "label": {"0": "x", "1": "y"}}', "written by columns"),
     ],
 )  # fmt: skip
-def test_what_no_table_can_be_made_of_is_named(tmp_path: Path, name: str, content: str, said: str) -> None:
-    assert said in fault_of(write(tmp_path / name, content))
+def test_what_no_table_can_be_made_of_is_named(
+    tmp_path: Path, name: str, content: str, said: str, fault: Fault
+) -> None:
+    told = fault_of(write(tmp_path / name, content))
+    assert said in told
+    fault(f"bad {name}: {said}", told)
 
 
 def quoted(opening: str, closing: str, separator: str = ",") -> str:
@@ -150,12 +155,13 @@ def quoted(opening: str, closing: str, separator: str = ",") -> str:
     ],
 )
 def test_a_quote_that_is_not_closed_loses_no_rows(
-    tmp_path: Path, kind: str, separator: str, closing: str, said: str
+    tmp_path: Path, kind: str, separator: str, closing: str, said: str, fault: Fault
 ) -> None:
     content = quoted(f'"a text of its own{separator}1', closing.format(separator), separator)
-    fault = fault_of(write(tmp_path / f"a.{kind}", content))
-    assert "line 42 (row 41): a double quote that begins a cell" in fault
-    assert said in fault
+    told = fault_of(write(tmp_path / f"a.{kind}", content))
+    assert "line 42 (row 41): a double quote that begins a cell" in told
+    assert said in told
+    fault(f"a stray quote in a {kind} file that {said}", told)
 
 
 def test_texts_of_several_lines_and_odd_rows_are_no_fault(tmp_path: Path) -> None:
@@ -169,15 +175,19 @@ def test_texts_of_several_lines_and_odd_rows_are_no_fault(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])
-def test_a_file_that_unpacks_to_all_memory(tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_unpacks_to_all_memory(
+    tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
     path = tmp_path / f"a.csv.{ {gzip: 'gz', bz2: 'bz2', lzma: 'xz'}[packing] }"
     path.write_bytes(packing.compress(b"text,label\n" + b"good,1\n" * 30_000))
     assert len(read_file(str(path)).rows) == 30_000
     monkeypatch.setattr(parse, "_UNPACKED_BYTES", 100_000)
-    assert "becomes more than 100 kB unpacked" in (fault := fault_of(str(path)))
-    assert "TOOLKIT_MAX_UNPACKED_BYTES" in fault
+    told = fault_of(str(path))
+    assert "becomes more than 100 kB unpacked" in told
+    assert "TOOLKIT_MAX_UNPACKED_BYTES" in told
     monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", "300000")
     assert len(read_file(str(path)).rows) == 30_000
+    fault(f"a bomb packed with {packing.__name__}", told)
 
 
 def test_a_parquet_file_that_unpacks_to_all_memory(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
