@@ -35,6 +35,21 @@ def test_files_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_exist(page: Path) -> None:
+    for file, heading in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / file if file else page
+        titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        assert heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", sorted({p.name.split(".")[0] for p in (ROOT / "docs").glob("*.md")}))
+def test_every_page_is_there_in_both_languages(page: str) -> None:
+    english, chinese = (ROOT / "docs" / f"{page}{ending}" for ending in (".md", ".zh.md"))
+    for one, other in ((english, chinese), (chinese, english)):
+        assert f"]({other.name})" in "".join(one.read_text(encoding="utf-8").splitlines(keepends=True)[:4])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_and_subcommands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = {name for task in TASKS for section in sections_of(task).values()
