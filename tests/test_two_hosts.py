@@ -474,6 +474,7 @@ def test_the_launcher_that_was_typed_told_to_stop_on_one_machine_ends_both_in_go
     started["b"].terminate()
     done = {host: hosts.finish(process, 60) for host, process in started.items()}
     assert time.monotonic() - told < 40
-    assert done["a"].code == 143, done["a"].err[-3000:]
+    assert done["a"].code == 1, done["a"].err[-3000:]  # the typed launcher's own, for ours that ended with 143
+    assert "returned non-zero exit status 143" in done["a"].err
     assert "stopped by SIGTERM after step" in done["a"].err
     assert not hosts.processes("b")
