@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,9 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
 )
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves it; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
 pytest_plugins = ["tests.faults"]
