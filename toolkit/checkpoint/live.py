@@ -55,8 +55,8 @@ def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any)
                 "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
             )
         return LiveState(module, inner)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        reshard(module)
+    reshard(module)
+    if any(_is_sharded(parameter) for parameter in module.parameters()):
         return ShardedState(module, inner)
     return LiveState(module, inner)
 
