@@ -19,12 +19,23 @@ import pytest
 
 Fault = Callable[..., None]
 PAGE = """# What happens when something breaks
+[中文](faults.zh.md)
 
 Each row is a test that broke a run (or its input) in that way; `make test-faults` runs them and writes this page.
 Seconds are those of the whole test on {cores} CPU cores, its starts of Python and its second run included.
 {count} faults; {versions}.
 
 | fault | what the user sees | what is lost | seconds |
+|---|---|---|---|
+{rows}
+"""
+CHINESE = """# 出故障时会怎样
+[English](faults.md)
+
+每一行都是一个测试：它按这种方式弄坏一次运行（或输入）；`make test-faults` 运行它们并写出本页。
+秒数是整个测试的时间（{cores} 个 CPU 核），包括启动 Python 和第二次运行。共 {count} 种；{versions}。
+
+| 故障 | 用户看到的 | 丢失的 | 秒 |
 |---|---|---|---|
 {rows}
 """
@@ -70,10 +81,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
                 found = found or [(report.nodeid, "", "")]
                 found = [(what, f"**the test {outcome}**", "unknown") for what, *_ in found]
             rows += [(*row, f"{report.duration:.1f}") for row in found]
-    page.write_text(
-        PAGE.format(count=len(rows), cores=os.cpu_count(), versions=_versions(), rows="\n".join(map(_row, rows))),
-        "utf-8",
-    )
+    facts = {"count": len(rows), "cores": os.cpu_count(), "versions": _versions(), "rows": "\n".join(map(_row, rows))}
+    for path, text in ((page, PAGE), (page.with_suffix(".zh.md"), CHINESE)):
+        path.write_text(text.format(**facts), encoding="utf-8")
     terminalreporter.write_line(f"{len(rows)} faults: {page}")
 
 
