@@ -6,6 +6,7 @@ one flat name space, so that `--learning_rate 3e-5` and `learning_rate: 3e-5` ne
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import re
@@ -17,12 +18,11 @@ from typing import Any, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from toolkit.config.help import print_help_if_asked
+from toolkit.config.command_line import SWITCHES, command_line, joined
 from toolkit.errors import Faults, UserError, did_you_mean
 
 Settings = TypeVar("Settings")
 
-_SWITCHES = (bool, bool | None)
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 # two ways to say one thing, and why both cannot be meant
 _EXCLUSIVE = [
@@ -50,11 +50,17 @@ def parse(
     arguments = list(sys.argv[1:] if argv is None else argv)
     faults = Faults()
     sections = sections_of(settings_class)
-    print_help_if_asked(arguments, {section: fields_of(section) for section in sections.values()}, description, program)
+    fields = {section: fields_of(section) for section in sections.values()}
+    parser = command_line(fields, "--help_all" in arguments, description, program)
+    if {"-h", "--help", "--help_all"} & set(arguments):
+        parser.print_help()
+        raise SystemExit(0)
     given: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         given = _from_yaml(Path(arguments.pop(0)), sections, faults)
-    given = _over(given, _from_command_line(arguments, sections, faults))
+    given = _over(
+        given, _from_command_line(parser, arguments, [name for own in fields.values() for name in own], faults)
+    )
     if demo:
         given = _with_demo(given, demo, sections, faults)
     return build(settings_class, given, faults)
@@ -195,7 +201,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
     """YAML 1.1 reads a bare `no` as false; a true or false where none belongs is a fault, not 1 or 0."""
-    if not isinstance(value, bool) or field.annotation in _SWITCHES:
+    if not isinstance(value, bool) or field.annotation in SWITCHES:
         return value
     if value is False and "no" in str(field.annotation):
         return "no"
@@ -203,27 +209,27 @@ def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
     return None
 
 
-def _from_command_line(arguments: Sequence[str], sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
-    """`--name value`, `--name=value`; a switch may stand alone, as in transformers: `--gradient_checkpointing`."""
-    fields = {name: field for section in sections.values() for name, field in fields_of(section).items()}
-    given: dict[str, Any] = {}
-    words = list(arguments)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        alone = not equals and (not words or words[0].startswith("--"))
-        if word.startswith("--") and not equals and not alone:
-            value = words.pop(0)
-        if not word.startswith("--"):
-            faults.add(f"{word!r} is not a setting: settings are given as --name value")
-        elif name not in fields:
-            hint = did_you_mean(name.replace("-", "_"), fields)
+def _from_command_line(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], known: Sequence[str], faults: Faults
+) -> dict[str, Any]:
+    words = joined(arguments)
+    while True:
+        try:
+            given, others = parser.parse_known_args(words)
+            break
+        except argparse.ArgumentError as error:  # argparse stops at the first; all are to be told at once
+            faults.add(f"{error.argument_name} needs a value")
+            words.remove(str(error.argument_name))
+    value_follows = False
+    for word in others:  # a fault for each unknown name; the word behind it is its value
+        if word.startswith("--"):
+            name = word[2:].split("=")[0]
+            hint = did_you_mean(name.replace("-", "_"), known)
             faults.add(f"unknown setting --{name}{hint}; --help_all lists them all")
-        elif alone and fields[name].annotation not in _SWITCHES:
-            faults.add(f"--{name} needs a value")
-        else:
-            given[name] = "true" if alone else value
-    return given
+        elif not value_follows:
+            faults.add(f"{word!r} is not a setting: settings are given as --name value")
+        value_follows = word.startswith("--") and "=" not in word
+    return vars(given)
 
 
 def _explain(fault: Any) -> str:

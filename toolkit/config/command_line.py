@@ -1,0 +1,82 @@
+"""The command line of a recipe, as `argparse` reads it: its settings in groups, with their choices and defaults."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+SWITCHES = (bool, bool | None)
+# what most people need; `--help_all` has the rest
+_FIRST = {
+    "model_name_or_path", "train_file", "validation_file", "test_file", "dataset_name", "text_column", "label_column",
+    "title_column", "max_length", "output_dir", "num_train_epochs", "global_batch_size", "per_device_batch_size",
+    "learning_rate", "mixed_precision", "checkpoint_every",
+}  # fmt: skip
+_LAUNCH = """To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines,
+--machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config
+under `deepspeed`; how long is waited: --rendezvous_timeout, --ddp_timeout (seconds)."""
+
+
+def command_line(
+    fields: Mapping[type, Mapping[str, Any]], whole: bool, description: str | None, program: str | None
+) -> argparse.ArgumentParser:
+    """A parser of `--name value` that converts nothing; a switch may stand alone, as in transformers. `fields`: by
+    section, pydantic's. Its help has the first settings and those of a recipe's own, or (`whole`) all."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [SETTINGS.yaml] [--name value ...]",
+        description=description,
+        epilog=_LAUNCH if whole else f"--help_all lists all {sum(map(len, fields.values()))} settings.\n\n{_LAUNCH}",
+        formatter_class=_wide,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+        exit_on_error=False,
+    )
+    for section, own in fields.items():
+        group = parser.add_argument_group((section.__doc__ or "").strip().rstrip("."))
+        for name, field in own.items():
+            shown = whole or name in _FIRST or not section.__module__.startswith("toolkit.")
+            switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation in SWITCHES else {}
+            group.add_argument(
+                f"--{name}",
+                metavar=_values(field.annotation),
+                help=_described(field) if shown else argparse.SUPPRESS,
+                **switch,
+            )
+    return parser
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """`--x -1e-5` -> `--x=-1e-5`: argparse takes a negative number with an exponent for a name."""
+    found: list[str] = []
+    for word in arguments:
+        if re.match(r"-\.?\d", word) and found and re.fullmatch(r"--\w+", found[-1]):
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    width = min(shutil.get_terminal_size().columns, 120)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
+
+
+def _described(field: Any) -> str:
+    default = "" if field.default is None else f" [{str(field.default).lower()}]"
+    return f"{field.description or ''}{default}".replace("%", "%%")
+
+
+def _values(annotation: Any) -> str:
+    """What may be given: `a|b` of choices, else the kind of value."""
+    parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    if get_origin(annotation) is Literal:
+        return "|".join(map(str, parts))
+    nested = next((part for part in parts if get_origin(part) is Literal), None)
+    if nested is not None:
+        return "|".join([_values(nested), *(["PATH"] if str in parts else [])])
+    return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(parts[0], "TEXT")
