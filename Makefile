@@ -6,6 +6,10 @@ INSTALLED := $(VENV)/.installed
 # Two processes on a CPU or on several GPUs; one where there is one GPU.
 CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c GPU)),single,ddp).yaml
 
+# Tests wait for each other's processes more often than they compute: more at a time than there are cores.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
@@ -28,11 +32,11 @@ demo: install
 	$(BIN)/python recipes/cls.py --config_file $(CONFIG)
 
 test: install lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The slow ones too.
 test-all: install lint
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 # Breaks runs in every way they must survive, and writes docs/faults.md.
 test-faults: install

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "accelerate_configs"
@@ -54,30 +60,71 @@ def environment() -> dict[str, str]:
     return {**clean, "PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[Any]:
+    """`with port_of(command):` one at a time where the launcher that is typed takes its default port, 29500."""
+    if Path(command[0]).name in ("accelerate", "deepspeed", "torchrun"):
+        return FileLock(Path(tempfile.gettempdir()) / "toolkit-tests-port-29500.lock")
+    return contextlib.nullcontext()
+
+
 def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
     """Runs a command from the repository's root; ends it and its children when it takes too long."""
-    process = subprocess.Popen(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env={**environment(), **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"{' '.join(map(str, command))} did not end in {seconds} s:\n{err[-3000:]}") from None
+    with port_of(command):
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=ROOT,
+            env={**environment(), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            raise AssertionError(f"{' '.join(map(str, command))} did not end in {seconds} s:\n{err[-3000:]}") from None
     return Finished(process.returncode, out, err)
 
 
-def recipe(*arguments: str | Path, script: str = "recipes/cls.py", **options: Any) -> Finished:
-    """`python recipes/cls.py ARGUMENTS`."""
-    return start([sys.executable, script, *arguments], **options)
+def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, **options: Any) -> Finished:
+    """`python recipes/cls.py ARGUMENTS`; where nothing is launched, from a process that has imported all it needs."""
+    if "--config_file" in arguments or "--deepspeed_config" in arguments:
+        return start([sys.executable, script, *arguments], seconds, **options)
+    return forks().run([script, *arguments], seconds, **options)
+
+
+@dataclass
+class Forks:
+    """Processes started by tests/fork_server.py, one after the other."""
+
+    server: subprocess.Popen[str]
+
+    def run(self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None) -> Finished:
+        assert self.server.stdin
+        assert self.server.stdout
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})},
+                       "out": str(out), "err": str(err)}  # fmt: skip
+            self.server.stdin.write(json.dumps(request) + "\n")
+            self.server.stdin.flush()
+            process = int(self.server.stdout.readline())
+            timer = threading.Timer(seconds, os.killpg, (process, signal.SIGKILL))
+            timer.start()
+            code, late = int(self.server.stdout.readline()), not timer.is_alive()
+            timer.cancel()
+            assert not late, f"{words} did not end in {seconds} s:\n{err.read_text()[-3000:]}"
+            return Finished(code, out.read_text(), err.read_text())
+
+
+@functools.cache
+def forks() -> Forks:
+    """This session's. It ends with its standard input."""
+    return Forks(subprocess.Popen([sys.executable, "tests/fork_server.py"], cwd=ROOT, env=environment(), text=True,
+                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE))  # fmt: skip
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, Server, environment, lines_of, losses_of, recipe
+from tests.runs import ROOT, Server, environment, lines_of, losses_of, port_of, recipe
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -46,6 +46,11 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
+    with port_of(command):
+        return _interrupt(command, folder, number, group)
+
+
+def _interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
                                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                                start_new_session=True)  # fmt: skip
