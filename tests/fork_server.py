@@ -4,6 +4,9 @@
 
 Each line of standard input is a JSON object {"argv": [...], "env": {...}, "out": PATH, "err": PATH}. It is answered by
 the process id of the new process, a line of standard output, and by its exit code when it has ended, another line.
+
+In a new process all goes its usual way: the recipe, `accelerate launch`, torchrun's agent and its processes. Only
+where one of them starts another Python program (execve, Popen), that program begins in a fork, or in its place.
 """
 
 from __future__ import annotations
@@ -12,38 +15,96 @@ import importlib
 import json
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+_IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
+             "toolkit.launch.accelerate_cli", "recipes.cls", "recipes.bigbird", "recipes.title")  # fmt: skip
+_execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
-def serve() -> dict[str, Any]:
-    """Returns, in each new process, what is asked of it."""
+def serve() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if not (child := os.fork()):
-            return dict(request)
+            os.setsid()
+            for number, path in enumerate((os.devnull, request["out"], request["err"])):
+                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+            become([sys.executable, *request["argv"]], request["env"])
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    os._exit(0)
 
 
-def become(request: dict[str, Any]) -> None:
-    """The process that `python ARGV` would have been."""
-    os.setsid()
+def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """The process that `python ...` would have been."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.closerange(3, 1024)
     os.environ.clear()
-    os.environ.update(request["env"])
-    for number, path in enumerate((os.devnull, request["out"], request["err"])):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    os.environ.update(env)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.argv = request["argv"]
-    sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
+    words = [word for word in command[1:] if word != "-u"]
+    code = 0
+    try:
+        if words[0] == "-m":
+            sys.path[0], sys.argv = str(Path.cwd()), words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0], sys.argv = str(Path(words[0]).parent.resolve()), words
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_python(command: Any) -> bool:
+    """A script, or a module with -m."""
+    words = [str(word) for word in command if word != "-u"] if isinstance(command, (list, tuple)) else []
+    return len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
+
+
+def execve(path: str, command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    assert is_python(command), command
+    become(command, dict(env))
+
+
+def execute_child(self: Any, args: Any, *others: Any) -> Any:
+    """As `Popen._execute_child`, whose arguments stand in this order: ..., cwd, env, ..., the six ends of the pipes,
+    restore_signals, ..., start_new_session, process_group."""
+    env, pipes, new_session = others[5], others[9:15], others[-2]
+    if not is_python(args) or pipes != (-1,) * 6:
+        return _execute_child(self, args, *others)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not (child := os.fork()):
+        if new_session:
+            os.setsid()
+        become([str(word) for word in args], os.environ.copy() if env is None else env)
+    self.pid, self._child_created = child, True
+    return None
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    for module in ("datasets", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html", "recipes.cls"):
+    if not Path("/proc/driver/nvidia").exists():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
+    for module in _IMPORTED:
         importlib.import_module(module)
-    become(serve())
-    del sys.modules["recipes.cls"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    for module in [name for name in sys.modules if name.startswith("recipes.")]:
+        del sys.modules[module]  # a test may write one of that name
+    os.execve = execve
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    serve()

