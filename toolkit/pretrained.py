@@ -151,6 +151,11 @@ def explained(name: str, attention: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         said = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"--model_name_or_path {name} comes with code of its own, which is not run: name a model whose "
+                f"architecture transformers {transformers.__version__} has (docs/models.md)"
+            ) from error
         if attention and any(word in str(error).lower() for word in ("attn", "attention", "kernel")):
             raise UserError(f"--attn_implementation {attention} cannot be used: {said}") from error
         hint = "give a folder with config.json and weights, or a hub name (needs a network)"

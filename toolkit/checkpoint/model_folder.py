@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import reshard, tied_names
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
+from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder
 from toolkit.pretrained import quiet_transformers
 
@@ -62,7 +63,8 @@ def save_model(
 
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
-        module.save_pretrained(folder, state_dict=state)
+        # under the names that the model has: transformers would give back those of an older format (GTE, NomicBERT)
+        module.save_pretrained(folder, state_dict=state, save_original_format=False)
         return
     tied = tied_names(module)
     once = {name: tensor for name, tensor in state.items() if name not in tied}
@@ -172,6 +174,8 @@ def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) 
     """A tensor's name in the model -> what reads it from the folder; with LoRA from the adapter beside it, since the
     base weights are as they were."""
     names: dict[str, str] = {}
+    expected = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    expected -= {*tied_names(model).values()}  # saved under one of their names
     if lora_config(model) is not None:
         folder = folder.with_name(ADAPTER_FOLDER)
         names = {saved_name(name): name for name in model.state_dict() if is_adapters(name)}
@@ -179,4 +183,6 @@ def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) 
     for path in sorted(folder.glob("*.safetensors")):
         file = stack.enter_context(safe_open(path, framework="pt"))
         found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+    if lost := sorted(expected - found.keys()):
+        raise UserError(f"{folder} lacks {listing(lost, 3)}: remove it, and the run saves its best model anew")
     return found

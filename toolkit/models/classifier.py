@@ -17,7 +17,15 @@ from toolkit.errors import UserError, listing
 from toolkit.models import bigbird
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.lora import add_lora
-from toolkit.pretrained import encoder_config, explained, load_config, quiet_transformers, refuse_random, whole_weights
+from toolkit.pretrained import (
+    encoder_config,
+    explained,
+    load_config,
+    load_plain_tokenizer,
+    quiet_transformers,
+    refuse_random,
+    whole_weights,
+)
 
 
 class Classes(Protocol):
@@ -45,6 +53,11 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
+    text_config = config.get_text_config()
+    if getattr(text_config, "pad_token_id", 0) is None:
+        # a decoder's head (Qwen3) reads the last token that is not padding
+        text_config.pad_token_id = load_plain_tokenizer(name).pad_token_id
+    text_config.use_cache = False  # of keys and values: only a decoder that writes needs it
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}

@@ -1,0 +1,106 @@
+"""Small models of the architectures that people fine-tune: random weights, a tokenizer of the family's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+
+SMALL = {"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 50,
+         "max_position_embeddings": 128}  # fmt: skip
+PADDED = {"max_position_embeddings": 130}  # positions are counted from pad_token_id + 1
+DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": -1,
+           "position_buckets": 16, "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+           "share_att_key": True, "type_vocab_size": 0}  # fmt: skip
+QWEN = {"num_key_value_heads": 1, "head_dim": 12, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model to make."""
+
+    pretrained: str
+    """The class whose weights lie on the hub."""
+    tokenizer: str
+    config: dict[str, Any] = field(default_factory=dict)
+    settings: tuple[Any, ...] = ()
+    """Of recipes/cls.py."""
+
+
+ARCHITECTURES = {
+    "BERT": Architecture("BertForMaskedLM", "wordpiece"),
+    "RoBERTa": Architecture("RobertaForMaskedLM", "bpe", PADDED),
+    "XLM-R": Architecture("XLMRobertaForMaskedLM", "unigram", PADDED),
+    "ELECTRA": Architecture("ElectraForPreTraining", "wordpiece", {"embedding_size": 22}),
+    "ERNIE": Architecture("ErnieForMaskedLM", "wordpiece", {"use_task_id": True, "task_type_vocab_size": 3}),
+    "DistilBERT": Architecture("DistilBertForMaskedLM", "wordpiece"),
+    "ALBERT": Architecture("AlbertForMaskedLM", "unigram", {"embedding_size": 22}),
+    "DeBERTa-v2": Architecture(
+        "DebertaV2ForMaskedLM", "unigram", {**DEBERTA, "conv_kernel_size": 3, "conv_act": "gelu"}
+    ),
+    "DeBERTa-v3": Architecture("DebertaV2ForMaskedLM", "unigram", DEBERTA),
+    "ModernBERT": Architecture("ModernBertForMaskedLM", "bpe", {"local_attention": 8, "num_hidden_layers": 4}),
+    "EuroBERT": Architecture("EuroBertForMaskedLM", "bpe", {"num_key_value_heads": 1, "mask_token_id": 4}),
+    "NomicBERT": Architecture("NomicBertForMaskedLM", "wordpiece"),
+    "GTE": Architecture("GteForMaskedLM", "unigram"),
+    "Longformer": Architecture("LongformerForMaskedLM", "bpe", {**PADDED, "attention_window": 16}),
+    "BigBird": Architecture("BigBirdForMaskedLM", "unigram", {"block_size": 4, "num_random_blocks": 1}),
+    "Qwen3": Architecture("Qwen3ForCausalLM", "causal", QWEN),
+    "Qwen3, LoRA": Architecture("Qwen3ForCausalLM", "causal", QWEN, ("--lora_r", 4)),
+}
+# [first, padding, last, unknown, mask]
+_SPECIAL = {"wordpiece": ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]"),
+            "causal": ("<|im_start|>", "<|endoftext|>", "<|im_end|>")}  # fmt: skip
+
+
+def make_architecture(name: str, folder: Path, texts: Sequence[str]) -> Path:
+    """Writes the model as its pretrained class is saved, with the tokenizer trained on `texts`."""
+    architecture = ARCHITECTURES[name]
+    tokenizer = make_tokenizer(architecture.tokenizer, texts)
+    kind = getattr(transformers, architecture.pretrained)
+    special = () if architecture.tokenizer == "causal" else ("pad", "bos", "eos", "cls", "sep")
+    ids = {f"{which}_token_id": getattr(tokenizer, f"{which}_token_id") for which in special}
+    config = kind.config_class(vocab_size=len(tokenizer), **ids, **{**SMALL, **architecture.config})
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(20240229)
+        model = kind(config)
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.ndim > 1 else 1)  # attention prefers some tokens, as a pretrained model's
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(kind: str, texts: Sequence[str]) -> Any:
+    """At most 300 tokens, with the special tokens of such models; `causal` adds none to a text and pads on the left."""
+    special = _SPECIAL.get(kind, ("<s>", "<pad>", "</s>", "<unk>", "<mask>"))
+    common: dict[str, Any] = {"vocab_size": 300, "special_tokens": list(special), "show_progress": False}
+    if kind == "wordpiece":
+        tokenizer, trainer = Tokenizer(models.WordPiece(unk_token="[UNK]")), trainers.WordPieceTrainer(**common)
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    elif kind == "unigram":
+        tokenizer, trainer = Tokenizer(models.Unigram()), trainers.UnigramTrainer(unk_token="<unk>", **common)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tokenizer, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer(initial_alphabet=alphabet, **common)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    if kind == "causal":
+        return transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token=special[1], eos_token=special[2], padding_side="left"
+        )
+    first, pad, last, unknown, mask = special
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}", pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(name, tokenizer.token_to_id(name)) for name in (first, last)],
+    )  # fmt: skip
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, cls_token=first, bos_token=first, pad_token=pad, sep_token=last, eos_token=last,
+        unk_token=unknown, mask_token=mask,
+    )  # fmt: skip

@@ -1,0 +1,257 @@
+"""Issue 13, 6: the architectures that people use, each through recipes/cls.py: docs/models.md has the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.architectures import ARCHITECTURES, make_architecture
+from tests.jobs_worker import run_jobs
+from tests.runs import ROOT, WAYS, lines_of, losses_of
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
+from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.config import ModelSettings
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import load_tokenizer
+from toolkit.errors import UserError
+from toolkit.evaluation.predict_file import predict_file
+from toolkit.models.classifier import load_classifier
+
+FEW = ("DeBERTa-v3", "GTE", "Qwen3, LoRA")  # of the run that is not slow
+# each way resumes the checkpoints of the one before it
+SHARDED = {"ddp x2": "single", "zero2 x2": "ddp x2", "zero3 x2": "zero2 x2", "fsdp2 x2": "zero3 x2"}
+COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "other", "--dropout", 0, "--report_to",
+          "none", "--global_batch_size", 10, "--per_device_batch_size", 3, "--max_steps", 4, "--eval_every", 2,
+          "--checkpoint_every", 2, "--keep_checkpoints", 9, "--learning_rate", "1e-3"]  # fmt: skip
+PLAIN, RESUMED, RECOMPUTED, BF16 = "plain", "resumed", "recomputed", "bf16"
+NO_RECOMPUTATION = {"ALBERT"}
+Runs = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
+    """60 pairs of short texts."""
+    table = pandas.read_csv(reviews).head(60)
+    table["text"] = table["text"].str[:60]
+    table["other"] = table["text"].iloc[::-1].tolist()
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
+    table[["text", "other", "label"]].to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[str], Path]:
+    folder, texts = tmp_path_factory.mktemp("architectures"), list(pandas.read_csv(rows)["text"])
+
+    def make(name: str) -> Path:
+        there = folder / name
+        return there if there.exists() else make_architecture(name, there, texts)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path], rows: Path) -> Runs:
+    """`runs_of("ddp x2", names)` -> the folder with NAME/plain and NAME/resumed for each architecture, and with
+    NAME/recomputed and NAME/bf16 where all are asked for; the processes of a way are started once."""
+    made: dict[tuple[str, Sequence[str]], Path] = {}
+
+    def run(way: str, names: Sequence[str]) -> Path:
+        if (way, names) not in made:
+            before = runs_of_before(way, names)
+            folder, jobs = tmp_path_factory.mktemp(way.replace(" ", "-")), []
+            for name in names:
+                settings = ["--model_name_or_path", model_of(name), "--train_file", rows, *COMMON]
+                for kind, more in _kinds(name, before, everything=len(names) > len(FEW)).items():
+                    out = ["--output_dir", folder / name / kind, *ARCHITECTURES[name].settings, *more]
+                    jobs.append(["recipes.cls", *settings, *out])
+            run_jobs(folder, WAYS[way], jobs, seconds=1200)
+            made[way, names] = folder
+        return made[way, names]
+
+    def runs_of_before(way: str, names: Sequence[str]) -> Path:
+        if way == "single":
+            return Path()
+        return run(SHARDED[way] if len(names) > len(FEW) else "single", names)
+
+    return run
+
+
+def _kinds(name: str, before: Path, everything: bool) -> dict[str, list[Any]]:
+    exact = ["--mixed_precision", "no"]
+    kinds = {PLAIN: exact}
+    if before.name:
+        kinds[RESUMED] = [*exact, "--resume", before / name / PLAIN / "checkpoints" / "step-00000002"]
+    if everything and name not in NO_RECOMPUTATION:
+        kinds[RECOMPUTED] = [*exact, "--gradient_checkpointing"]
+    return kinds | ({BF16: ["--mixed_precision", "bf16"]} if everything else {})
+
+
+def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
+    steps = [line["step"] for line in lines_of(run / "metrics.jsonl")]
+    assert steps == ([3, 4] if run.name == RESUMED else [1, 2, 3, 4])
+    assert losses_of(run) == pytest.approx(losses_of(expected)[steps[0] - 1 :], rel=rel)
+    if rel > 1e-5:
+        return
+    mine, theirs = lines_of(run / "predictions.jsonl"), lines_of(expected / "predictions.jsonl")
+    for line, other in zip(mine, theirs, strict=True):
+        assert line["id"] == other["id"]
+        assert line["probabilities"] == pytest.approx(other["probabilities"], abs=1e-4)
+
+
+def assert_converts(run: Path, out: Path) -> None:
+    """The best checkpoint becomes what model/ holds; transformers has a place for each tensor, and lacks none."""
+    lora = (run / "adapter").exists()
+    convert(ConvertSettings(run / "checkpoints" / "best", out, merge_lora=lora))
+    expected, found = load_file(run / "model" / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-6 if lora else 0)
+    for folder in (out, run / "model"):
+        model, loading = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+        assert not any(loading.values()), loading
+        assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items()) or lora
+
+
+def assert_predicts(run: Path, rows: Path, out: Path) -> None:
+    options = argparse.Namespace(
+        model=str(run / "model"), file=str(rows), output=str(out), overwrite=True, encoding="utf-8", text_column=None,
+        text_pair=None, max_length=None, per_device_batch_size=7, max_tokens_per_batch=None, mixed_precision="no",
+    )  # fmt: skip
+    predict_file(options)
+    predicted = lines_of(out)
+    for line in lines_of(run / "predictions.jsonl"):
+        found = predicted[line["id"]]["probabilities"]
+        assert found == pytest.approx(line["probabilities"], abs=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_a_few(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
+    one, many = runs_of("single", FEW), runs_of("fsdp2 x2", FEW)
+    for name in FEW:
+        assert_same(many / name / PLAIN, one / name / PLAIN)
+        assert_same(many / name / RESUMED, one / name / PLAIN)
+        assert_converts(many / name / PLAIN, tmp_path / name)
+        assert_predicts(one / name / PLAIN, rows, tmp_path / "rows.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_process(name: str, runs_of: Runs, rows: Path, tmp_path: Path) -> None:
+    folder = runs_of("single", tuple(ARCHITECTURES)) / name
+    losses = losses_of(folder / PLAIN)
+    assert max(losses) - min(losses) > 0.005  # a run whose losses stand still would agree with anything
+    assert_converts(folder / PLAIN, tmp_path / "out")
+    assert_predicts(folder / PLAIN, rows, tmp_path / "rows.jsonl")
+    assert_same(folder / BF16, folder / PLAIN, rel=0.03)
+    if name not in NO_RECOMPUTATION:
+        assert_same(folder / RECOMPUTED, folder / PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("way", SHARDED)
+def test_ways_agree(way: str, name: str, runs_of: Runs, tmp_path: Path) -> None:
+    names = tuple(ARCHITECTURES)
+    folder, one = runs_of(way, names) / name, runs_of("single", names) / name / PLAIN
+    for kind in (PLAIN, RESUMED, *([] if name in NO_RECOMPUTATION else [RECOMPUTED])):
+        assert_same(folder / kind, one)
+    assert_same(folder / BF16, one, rel=0.03)
+    assert_converts(folder / PLAIN, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_table(runs_of: Runs) -> None:
+    """docs/models.md has a row for each architecture; TOOLKIT_WRITE_TABLE=1 writes what was measured into it."""
+    folders = {way: runs_of(way, tuple(ARCHITECTURES)) for way in ("single", *SHARDED)}
+    lines = [f"| {name} | {' | '.join(_cells(name, folders))} |\n" for name in ARCHITECTURES]
+    used = "".join(
+        f", {library} {version(library)}" for library in ("torch", "transformers", "accelerate", "deepspeed")
+    )
+    for page in (ROOT / "docs" / "models.md", ROOT / "docs" / "models.zh.md"):
+        text = page.read_text(encoding="utf-8")
+        rows = re.findall(r"^\| .* \|\n", text.split("|---|")[1], re.MULTILINE)
+        if os.environ.get("TOOLKIT_WRITE_TABLE"):
+            text = re.sub(r"(?<=<!-- versions -->).*", used[2:], text.replace("".join(rows), "".join(lines)))
+            page.write_text(text, encoding="utf-8")
+        else:
+            assert [row.split("|")[1] for row in rows] == [line.split("|")[1] for line in lines]
+
+
+def _cells(name: str, folders: dict[str, Path]) -> list[str]:
+    """The largest relative difference of any loss from one process in fp32; of bf16, the largest of all ways."""
+    expected = losses_of(folders["single"] / name / PLAIN)
+
+    def largest(kinds: Sequence[str], ways: Sequence[str]) -> str:
+        runs = [folders[way] / name / kind for way in ways for kind in kinds]
+        pairs = [pair for run in runs if run.exists() for pair in zip(losses_of(run)[::-1], expected[::-1])]  # noqa: B905
+        return f"{max((abs(loss / other - 1) for loss, other in pairs), default=math.nan):.0e}".replace("e-0", "e-")
+
+    ways = [largest((PLAIN, RESUMED), (way,)) for way in SHARDED]
+    return [*ways, *(largest((kind,), tuple(folders)).replace("nan", "no") for kind in (RECOMPUTED, BF16))]
+
+
+@pytest.mark.parametrize("name", ["BERT", "GTE", "NomicBERT"])  # the last two have other names on the hub
+def test_the_best_weights_come_back(name: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, tokenizer = _loaded(model_of(name))
+    expected = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    save_model(accelerator, model, tokenizer, tmp_path / "model")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load_weights(accelerator, model, tmp_path / "model")
+    assert all(torch.equal(expected[key], tensor) for key, tensor in model.state_dict().items())
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    saved.popitem()
+    save_file(saved, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model lacks"):
+        load_weights(accelerator, model, tmp_path / "model")
+
+
+def _loaded(folder: Path, **settings: Any) -> tuple[Any, Any]:
+    given = ModelSettings(model_name_or_path=str(folder), **settings)
+    labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
+    return load_classifier(given, labels, seed=1), load_tokenizer(given)
+
+
+def test_what_does_not_work_says_so(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot recompute activations: leave --gradient_checkpointing out"):
+        _loaded(model_of("ALBERT"), gradient_checkpointing=True)
+    folder = shutil.copytree(model_of("GTE"), tmp_path / "new")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    own = {"AutoConfig": "configuration.NewConfig", "AutoModelForSequenceClassification": "modeling.NewModel"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "new", "auto_map": own}), encoding="utf-8")
+    with pytest.raises(UserError, match="comes with code of its own, which is not run") as caught:
+        _loaded(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_decoder_pads_with_its_tokenizers_token(model_of: Callable[[str], Path]) -> None:
+    """Otherwise its head, which reads each text's last token, could not tell it from padding."""
+    model, tokenizer = _loaded(model_of("Qwen3"))
+    assert AutoConfig.from_pretrained(model_of("Qwen3")).pad_token_id is None
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    texts = ["a fine film", "the story, dull as it is, goes on and on"]
+    both = tokenizer(texts, return_tensors="pt", padding=True)
+    alone = [tokenizer([text], return_tensors="pt") for text in texts]
+    with torch.no_grad():
+        together = model.eval()(**both).logits
+        apart = torch.cat([model(**each).logits for each in alone])
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
