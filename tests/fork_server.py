@@ -48,6 +48,8 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.closerange(3, 1024)
     os.environ.clear()
     os.environ.update(env)
+    if threads := env.get("OMP_NUM_THREADS"):  # torch read it when it was imported
+        sys.modules["torch"].set_num_threads(int(threads))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     words = [word for word in command[1:] if word != "-u"]
     code = 0

@@ -69,6 +69,8 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
 
 def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
     """Runs a command from the repository's root; ends it and its children when it takes too long."""
+    if command[0] == "toolkit":
+        return forks().run(["-m", *command], seconds, env)
     with port_of(command):
         process = subprocess.Popen(
             [str(word) for word in command],
