@@ -18,7 +18,7 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_folder, flush_folders, replace_file
+from toolkit.files import flush_folder, flush_folders, refuse_link_out, replace_file, write_new
 
 MANIFEST = "manifest.json"
 
@@ -71,6 +71,8 @@ def fault_of(folder: Path) -> str:
     """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
     try:
         files = read_manifest(folder)["files"]
+        for name in (MANIFEST, *files):
+            refuse_link_out(folder / name, folder)
     except UserError as error:
         return str(error)
     for name, entry in files.items():
@@ -142,6 +144,9 @@ def begin(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to is not this run's
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -151,8 +156,8 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
     flush_folders(folder)
     manifest = json.loads(json.dumps(manifest))  # as it will be read
     manifest["crc32"] = _digits(manifest)
-    with replace_file(folder / MANIFEST) as draft, draft.open("x", encoding="utf-8") as file:
-        json.dump(manifest, file, ensure_ascii=False, indent=1)
+    with replace_file(folder / MANIFEST) as draft:
+        write_new(draft, json.dumps(manifest, ensure_ascii=False, indent=1))
     flush_folder(folder.parent)
 
 

@@ -39,11 +39,12 @@ class Fragment:
     """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
 
 
-def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> LiveState:
-    """The state of a prepared model and optimizer."""
+def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
+    """The state of a prepared model and optimizer. DeepSpeed's model knows its optimizer."""
     inner = getattr(optimizer, "optimizer", optimizer)
     module = accelerator.unwrap_model(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        inner = model.optimizer
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage == 3:
             return Stage3State(module, inner, model)
@@ -113,6 +114,20 @@ class LiveState:
         """The piece without the optimizer's state. Its values are a view: what is written into them must arrive."""
         start, local = _local(parameter)
         return Fragment(name, start, local.view(-1)) if local.numel() or not _is_sharded(parameter) else None
+
+    def whole_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Parameters (the fp32 masters, where they are trained) and persistent buffers, whole, in rank 0's host memory;
+        in other processes nothing of use. Collective; one parameter at a time is on `device`."""
+        pieces = {part.name: part for part in self.fragments()}
+        weights = {}
+        for name, parameter in self.module.named_parameters():
+            whole = torch.zeros(whole_shape(parameter), dtype=torch.float32, device=device)
+            if part := pieces.get(name):
+                whole.view(-1).narrow(0, part.start, part.values.numel()).copy_(part.values)
+            if self.world > 1:  # the largest of a byte and zeros is that byte, however many processes have it
+                torch.distributed.reduce(whole.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
+            weights[name] = whole.cpu()
+        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
 
     def before_loading(self) -> None:
         """Collective: brings parameters into the form in which fragments may be written."""

@@ -20,6 +20,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.reader import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
 from toolkit.errors import UserError
+from toolkit.files import create_file
 from toolkit.launch.network import node_id
 from toolkit.units import size_text
 
@@ -36,7 +37,7 @@ def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     probe = folder / broadcast_object_list([f".disk-{secrets.token_hex(8)}"])[0]
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        create_file(probe).close()
     accelerator.wait_for_everyone()
     found: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
@@ -96,7 +97,7 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
             stack.enter_context(_named(path))
         if rank in writers:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("wb", buffering=0))
+            file = stack.enter_context(create_file(path))
         for start in range(0, size, _CHUNK):
             block = buffer[: min(_CHUNK, size - start)]
             if rank == reader:

@@ -22,6 +22,7 @@ from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of, plain
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 from toolkit.errors import UserError
+from toolkit.files import create_file
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -162,7 +163,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     layout = draft.layout
     checksums: dict[str, int] = {}
     of_data = 0
-    with (folder / draft.name).open("wb", buffering=0) as file:
+    with create_file(folder / draft.name) as file:
         write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])

@@ -36,7 +36,7 @@ from toolkit.checkpoint.save import (
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
-from toolkit.files import finite, flush_file, flush_folder
+from toolkit.files import finite, flush_file, flush_folder, write_new
 from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
 
@@ -131,7 +131,7 @@ class Checkpoints:
         if state.strategy_files == "slices":
             mine = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []
-        (folder / random_file(rank)).write_text(json.dumps(random_states(accelerator)), encoding="utf-8")
+        write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
         mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])

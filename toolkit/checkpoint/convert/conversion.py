@@ -20,7 +20,7 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex, unchecked
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.files import refuse_link_out, replace_folder, writing
+from toolkit.files import replace_folder, writing
 from toolkit.units import size_text
 
 if TYPE_CHECKING:  # numpy, which most conversions do without
@@ -63,7 +63,7 @@ def convert(settings: ConvertSettings) -> list[str]:
     Raises UserError for whatever is wrong; nothing is changed then.
     """
     _check_place(settings)
-    reader = _opened(settings.checkpoint)
+    reader = open_checkpoint(settings.checkpoint)
     tensors, deltas, folder = _select(settings, reader)
     if (without := unchecked([*reader.weights.values(), *tensors.values()])) and not settings.without_checksums:
         raise UserError(
@@ -83,17 +83,6 @@ def convert(settings: ConvertSettings) -> list[str]:
     lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files)
     note = f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
     return lines if files else [note, *lines]
-
-
-def _opened(path: Path) -> CheckpointReader:
-    """Raises UserError, too, where a link would let a file from elsewhere into the output."""
-    reader = open_checkpoint(path)
-    tensors = (*reader.weights.values(), *reader.buffers.values())
-    used = {span.member.file for stored in tensors for span in stored.spans} | {reader.model_folder or path}
-    for inner in sorted(used):
-        if inner.is_relative_to(path):
-            refuse_link_out(inner, path)
-    return reader
 
 
 def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
@@ -284,7 +273,7 @@ def _from_base(
         )
     if folder is None:
         return {}
-    base = _opened(folder)
+    base = open_checkpoint(folder)
     known = _renamed({**base.weights, **base.buffers}, {*held, *wanted})
     if missing := [name for name in wanted if name not in known]:
         raise UserError(

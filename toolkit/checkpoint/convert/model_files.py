@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
-from toolkit.files import read_table, refuse_link_out
+from toolkit.files import create_file, read_table, refuse_link_out
 
 CONFIG = "config.json"
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -70,7 +70,7 @@ def files_beside(
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
-        with (folder / name).open("xb") as file:
+        with create_file(folder / name) as file:
             if isinstance(content, str):
                 file.write(content.encode())
             else:

@@ -21,6 +21,7 @@ from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, TensorIndex
 from toolkit.checkpoint.tensors_file import Layout, lay_out, read_header
 from toolkit.errors import UserError
+from toolkit.files import create_file, write_new
 
 if TYPE_CHECKING:  # numpy takes as long to import as a gigabyte to copy, and most conversions do without
     from toolkit.checkpoint.convert.casts import LoraDelta
@@ -102,8 +103,9 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     parts: dict[Member, list[_Part]] = defaultdict(list)
     with ExitStack() as stack:
         for shard in shards:
-            file = _create(folder / shard.name, shard.layout)
-            stack.callback(os.close, file)
+            file = stack.enter_context(create_file(folder / shard.name)).fileno()
+            os.ftruncate(file, shard.layout.size)
+            _write_at(file, memoryview(shard.layout.header()), 0)
             for output in shard.outputs:
                 for member, part in _parts(output, file, shard.layout.offsets[output.name]):
                     parts[member].append(part)
@@ -114,14 +116,6 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     if len(shards) > 1:
         _write_index(folder, shards)
     return read
-
-
-def _create(path: Path, layout: Layout) -> int:
-    """Descriptor of a new file of its full size that holds its header."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    os.ftruncate(file, layout.size)
-    _write_at(file, memoryview(layout.header()), 0)
-    return file
 
 
 def _write_at(file: int, content: memoryview, place: int) -> None:
@@ -135,8 +129,7 @@ def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
-    with (folder / "model.safetensors.index.json").open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write_new(folder / "model.safetensors.index.json", text + "\n")
 
 
 @dataclass(frozen=True)

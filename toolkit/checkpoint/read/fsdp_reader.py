@@ -30,7 +30,7 @@ def is_fsdp_folder(folder: Path) -> bool:
     return (folder / FULL).is_file() or (folder / SHARDED).is_dir() or any(folder.glob("pytorch_model_fsdp_*rank*.bin"))
 
 
-def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
+def open_fsdp(folder: Path) -> CheckpointReader:
     """Opens FULL_STATE_DICT and SHARDED_STATE_DICT. Raises UserError where a file is missing or damaged."""
     tied: dict[str, str] = {}
     if (folder / SHARDED).is_dir():
@@ -50,7 +50,7 @@ def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
     kept, scalars = split_state((entry for entry in entries if entry[0] in weights), weights)
     writers = {span.member.file for stored in weights.values() for span in stored.spans}
     return CheckpointReader(
-        path=path,
+        path=folder,
         strategy="fsdp2",
         world=len(list(folder.glob("random_states_*.pkl"))) or max(1, len(writers)),
         weights=weights,
