@@ -19,6 +19,7 @@ from typing import Any
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
 from toolkit.files import flush_folder, flush_folders, refuse_link_out, replace_file, write_new
+from toolkit.units import size_text
 
 MANIFEST = "manifest.json"
 
@@ -91,8 +92,8 @@ def checksum_fault(folder: Path, names: Iterable[str]) -> str:
         path = folder / name
         try:
             found = f"{crc32_of_range(path):08x}"
-        except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
+        except (OSError, UserError) as error:
+            return f"{path} cannot be read: {error}"
         if found != files[name]["crc32"]:
             return f"{path} is damaged (CRC32 {found}, saved as {files[name]['crc32']})"
     return ""
@@ -194,6 +195,27 @@ def prune(checkpoints: Path, keep: int) -> None:
     for folder in _step_folders(checkpoints):
         if folder not in kept and folder.resolve() not in named:
             remove(folder)
+
+
+def sizes(checkpoints: Path) -> tuple[list[int], int]:
+    """(bytes of the complete checkpoints, the newest first; bytes that are free on their disk)."""
+    manifests = [read_manifest(folder) for folder in complete(checkpoints)]
+    disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
+    return [sum(entry["bytes"] for entry in each["files"].values()) for each in manifests], shutil.disk_usage(disk).free
+
+
+def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
+    """What `count` checkpoints of `size` bytes will take. Raises UserError where not even one fits."""
+    each, room = f"about {size_text(size)}", f"{size_text(free)} of room at {checkpoints}"
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes {each}, and there is {room}: make room, name an --output_dir on another disk, or "
+            "leave --checkpoint_every out"
+        )
+    note = f"checkpoints: {each} each, at most {count} at a time, {size_text(count * size)}; {room}"
+    return (
+        note if free >= count * size else f"{note}, which is too little: make room, or keep fewer (--keep_checkpoints)"
+    )
 
 
 def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:

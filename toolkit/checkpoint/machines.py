@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.reader import read_into
+from toolkit.checkpoint.checksum import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
 from toolkit.errors import UserError
 from toolkit.files import create_file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import shutil
 import socket
 import time
@@ -219,6 +220,7 @@ class Checkpoints:
                 f"--checkpoint_in_background is for one process or data parallel, and this is {state.strategy}: "
                 "training waits for saves"
             ]
+        lines.append(self._size_note(state))
         hosts: list[str] = gather_object([socket.gethostname()])
         if far := list(dict.fromkeys(hosts[rank] for rank in self._far)):
             lines.append(
@@ -226,6 +228,25 @@ class Checkpoints:
                 "what other machines write or read of them is sent over the network"
             )
         return lines
+
+    def _size_note(self, state: LiveState) -> str:
+        """Compares what checkpoints will take with the free disk of rank 0."""
+        there, free = broadcast_object_list([folders.sizes(self.path) if self.accelerator.is_main_process else None])[0]
+        trained, frozen = (
+            sum(math.prod(whole_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
+            for trains in (True, False)
+        )
+        frozen = 0 if lora_config(state.module) else frozen
+        size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and two numbers more, as AdamW keeps
+        if not there and state.strategy_files == "deepspeed":  # which keeps what the model computes in as well
+            size += (4 if self.accelerator.mixed_precision == "no" else 2) * (trained + frozen)
+        # those that are kept, the best one, and the next before the oldest goes
+        count = min(self.settings.keep_checkpoints + 2, self._most_checkpoints())
+        return folders.size_note(self.path, size, count, free + sum(there))
+
+    def _most_checkpoints(self) -> int:
+        every, total = self.settings.checkpoint_every, self.steps.schedule.total_steps
+        return total // every + 2 if every else 1
 
     def wait(self) -> None:
         """Until what is being written in the background is on the disk. Raises UserError where it could not be."""

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     faults.raise_if_any()
 
 
-def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:
+def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> str:
     """Compares with the model that transformers builds of the folder's config, without its weights.
 
     It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
