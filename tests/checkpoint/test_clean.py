@@ -14,6 +14,7 @@ from tests.checkpoint.test_folder import left, save
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.clean import clean
 from toolkit.errors import UserError
+from toolkit.units import size_text
 
 
 def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
@@ -33,7 +34,7 @@ def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     rest = [name for name in left(run) if name != "checkpoints"]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
     said = clean(run)
-    assert said == f"{run}: freed {size / 1000:.3g} kB (step-00000006, step-00000003)"
+    assert said == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
     assert [name for name in left(run) if name != ".lock"] == rest
     assert "there were no checkpoints" in clean(run)
 
