@@ -25,6 +25,7 @@ from toolkit.checkpoint.restore import fill, restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    optimizer_facts,
     random_states,
     set_random_states,
     write,
@@ -84,7 +85,7 @@ def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), 
         write(draft, folder)
     files = folders.described(folder, written_by(folder, 0))
     content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
-    folders.publish(folder, content | manifest)
+    folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
     return open_checkpoint(folder)
 
 

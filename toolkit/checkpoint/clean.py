@@ -79,10 +79,12 @@ def _locked(path: Path) -> Iterator[None]:
 
     lock = FileLock(path / ".lock", timeout=0)
     try:
-        with contextlib.suppress(OSError, NotImplementedError):  # a file system without locks
-            lock.acquire()
-        yield
+        lock.acquire()
     except Timeout:
         raise UserError(f"{path}: a run is writing to it: end that run first") from None
+    except (OSError, NotImplementedError):
+        pass  # a file system without locks
+    try:
+        yield
     finally:
         lock.release()
