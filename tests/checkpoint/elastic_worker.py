@@ -17,7 +17,6 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,8 @@ from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, t
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import Scalar
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import drafts_of, optimizer_facts, write, write_deepspeed, written_by
-from toolkit.errors import UserError
 
 WAIT_SECONDS = 100
 HANG_SECONDS = 60  # of one restore
@@ -124,30 +121,6 @@ def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor],
     return faults
 
 
-def uneven(root: Path, target: str) -> list[str]:
-    """One parameter has taken another number of steps: every process must refuse that, alike."""
-    wait_for(root / "losses.json")
-    way = build("odd", target)
-    take_step(way, 50)  # DeepSpeed has no state to tell of before
-    before = truth_of(way)
-    reader = open_checkpoint(root / "checkpoint")
-    last = list(reader.optimizer_scalars)[-1]
-    reader = replace(reader, optimizer_scalars={**reader.optimizer_scalars, last: {"step": Scalar(1.0, "F32")}})
-    try:
-        restore(way.state, reader, SAVED_AFTER)
-    except UserError as error:
-        faults = [] if "steps" in str(error) else [f"another error: {error}"]
-    else:
-        faults = ["accepted"]
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, faults)
-    after = truth_of(way)
-    if any(not torch.equal(before[key], after[key]) for key in before):
-        faults.append("something was changed before it was refused")
-    way.close()
-    return [fault for answer in answers for fault in answer] + faults
-
-
 def wait_for(path: Path) -> None:
     deadline = time.monotonic() + WAIT_SECONDS
     while not path.exists():
@@ -176,7 +149,7 @@ def main() -> None:
             continue
         root = place(folder, model, reader)
         try:
-            faults = uneven(root, target[1:]) if target[0] == "!" else faults_of(model, root, target, reader == target)
+            faults = faults_of(model, root, target, reader == target)
         except TimeoutError:
             raise
         except Exception:  # the other processes meet it too

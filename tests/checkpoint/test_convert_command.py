@@ -82,7 +82,7 @@ def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, m
 
 def test_no_torch_and_little_memory(tmp_path: Path) -> None:
     """160 MB of fp32 in one tensor and many small ones."""
-    tensors = {"large": torch.randn(32_000_001), **{f"small.{number}": torch.randn(8_001) for number in range(1000)}}
+    tensors = {"large": torch.randn(32_000_001), **{f"small.{number}": torch.randn(4_001) for number in range(2000)}}
     run = write_run(tmp_path / "run", tensors)
     program = (
         "import resource, sys\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()\n"

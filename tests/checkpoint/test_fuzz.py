@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint.conftest import Made
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import read_member, verify_member, zip_members
-from toolkit.checkpoint.read.unpickle import DEEPSPEED, unpickle
+from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -84,7 +84,7 @@ def test_damage(name: str, seed: int, times: int, deepspeed_checkpoints: dict[st
     structures = [structure_of(file) for file in files]
     for _ in range(times * 500):
         try:
-            unpickle(damaged(chance.choice(structures), chance), "rank.pt", DEEPSPEED)
+            unpickle(damaged(chance.choice(structures), chance), "rank.pt")
         except UserError as error:
             assert "rank.pt" in str(error)  # noqa: PT017
     for number in range(times * 200):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, joined
 from toolkit.errors import UserError, listing
@@ -66,7 +66,7 @@ def _sharded(folder: Path) -> dict[str, TensorIndex]:
     with metadata.open("rb") as opened:
         structure = opened.read(MOST_BYTES + 1)  # more are refused
     try:
-        content = unpickle(structure, metadata, DISTRIBUTED).state
+        content = unpickle(structure, metadata).state
         places = _places(folder, content["storage_data"])
         return {
             name.removeprefix(_PREFIX): _whole(folder, name, entry.state, places)
