@@ -7,6 +7,7 @@ half-removed checkpoint looks like one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -199,9 +200,12 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 def sizes(checkpoints: Path) -> tuple[list[int], int]:
     """(bytes of the complete checkpoints, the newest first; bytes that are free on their disk)."""
-    manifests = [read_manifest(folder) for folder in complete(checkpoints)]
+    found = []
+    for folder in complete(checkpoints):
+        with contextlib.suppress(UserError):
+            found.append(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
     disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
-    return [sum(entry["bytes"] for entry in each["files"].values()) for each in manifests], shutil.disk_usage(disk).free
+    return found, shutil.disk_usage(disk).free
 
 
 def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:

@@ -71,7 +71,7 @@ def _open_folder(
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
     held = [mark for mark in _MARKS if (path / mark).exists()]
-    for mark in held:
+    for mark in _MARKS:
         if not (path / mark).is_dir():  # a folder may lie on another disk
             refuse_link_out(path / mark, path)
     moved = bool(held) and settings.overwrite_output_dir

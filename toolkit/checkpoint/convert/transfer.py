@@ -29,7 +29,7 @@ BLOCK = 512 << 10
 CHUNK = 16 << 20
 # More do not gain on the disks we met, and each has memory of its own (about 3 MB).
 MOST_THREADS = 4
-_COMPARED = 1 << 18  # elements at a time
+_COMPARED = 1 << 16  # elements at a time
 
 
 @dataclass(frozen=True, slots=True)
