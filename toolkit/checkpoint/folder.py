@@ -217,9 +217,7 @@ def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
             "leave --checkpoint_every out"
         )
     note = f"checkpoints: {each} each, at most {count} at a time, {size_text(count * size)}; {room}"
-    return (
-        note if free >= count * size else f"{note}, which is too little: make room, or keep fewer (--keep_checkpoints)"
-    )
+    return note if free >= count * size else f"{note}: too little; make room, or keep fewer (--keep_checkpoints)"
 
 
 def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:
