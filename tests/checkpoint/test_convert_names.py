@@ -149,9 +149,9 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
 def test_a_base_model_of_many_prefixes_costs_little(tmp_path: Path) -> None:
     """Each of them with each name would take hours, and all memory."""
     known = {f"p{number}": TensorIndex("", (1,), "F32", ()) for number in range(20_000)}
-    began = time.monotonic()
+    began = time.process_time()
     assert _renamed(known, {f"q{number}" for number in range(20_000)}) == known
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert set(_renamed(known, {"bert.p1", "bert.p2", "p3"})) == {f"bert.{name}" for name in known}
 
 

@@ -138,10 +138,10 @@ GREEDY = {
 @pytest.mark.parametrize("kind", GREEDY)
 def test_greedy_pickles_cost_nothing(kind: str, fault: Fault) -> None:
     assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt") == []  # the memo's last place
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(UserError, match=r"rank\.pt") as raised:
         unpickle(GREEDY[kind], "rank.pt")
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
     fault(f"a small pickle that wants all memory or hours: {kind}", str(raised.value))
 
 
