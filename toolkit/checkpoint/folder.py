@@ -19,7 +19,7 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_folder, flush_folders, refuse_link_out, replace_file, write_new
+from toolkit.files import flush_folder, flush_folders, read_table, refuse_link_out, replace_file, write_new
 from toolkit.units import size_text
 
 MANIFEST = "manifest.json"
@@ -38,14 +38,10 @@ def step_number(folder: Path) -> int | None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises UserError where there is none, or it is not ours."""
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(manifest, ensure_ascii=False).encode()  # half a character is a ValueError
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): take another checkpoint") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != 1 or not _names_files(manifest.get("files")):
+    if not path.exists():
+        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint")
+    manifest = read_table(path, {})
+    if manifest.get("format") != 1 or not _names_files(manifest.get("files")):
         raise UserError(f"{path} is not a manifest that this version reads: take another checkpoint")
     if manifest.get("crc32", digits := _digits(manifest)) != digits:
         raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")

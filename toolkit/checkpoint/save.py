@@ -175,13 +175,6 @@ def write_all(descriptor: int, content: memoryview) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def write_deepspeed(engine: Any, folder: Path, step: int, exclude_frozen: bool) -> None:
-    """Collective: DeepSpeed's own files, with its `latest`, which its own tools read."""
-    engine.save_checkpoint(
-        str(folder), tag=f"global_step{step}", save_latest=True, exclude_frozen_parameters=exclude_frozen
-    )
-
-
 def written_by(folder: Path, rank: int) -> list[str]:
     """The files of the folder that this process wrote, known by their names; rank 0 wrote the nameless ones."""
     found = []

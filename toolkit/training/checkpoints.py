@@ -32,7 +32,6 @@ from toolkit.checkpoint.save import (
     random_file,
     random_states,
     write,
-    write_deepspeed,
     written_by,
 )
 from toolkit.errors import UserError
@@ -126,7 +125,9 @@ class Checkpoints:
         drafts: list[Draft] = []
         mine: dict[str, dict[str, Any]] = {}
         if state.strategy_files == "deepspeed":
-            write_deepspeed(self.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
+            engine: Any = self.model  # writes its own files, with `latest`, which its own tools read
+            tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
+            engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
             drafts = drafts_of(state, set(manifest["excluded"]), rank)
         if state.strategy_files == "slices":
@@ -241,12 +242,8 @@ class Checkpoints:
         if not there and state.strategy_files == "deepspeed":  # which keeps what the model computes in as well
             size += (4 if self.accelerator.mixed_precision == "no" else 2) * (trained + frozen)
         # those that are kept, the best one, and the next before the oldest goes
-        count = min(self.settings.keep_checkpoints + 2, self._most_checkpoints())
-        return folders.size_note(self.path, size, count, free + sum(there))
-
-    def _most_checkpoints(self) -> int:
-        every, total = self.settings.checkpoint_every, self.steps.schedule.total_steps
-        return total // every + 2 if every else 1
+        most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
+        return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(there))
 
     def wait(self) -> None:
         """Until what is being written in the background is on the disk. Raises UserError where it could not be."""
