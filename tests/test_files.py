@@ -7,8 +7,20 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.files import draft_of, read_table, remove_drafts, replace_file, replace_folder, writing
+from toolkit.files import create_file, draft_of, read_table, remove_drafts, replace_file, replace_folder, writing
 from toolkit.units import size_text
+
+
+@pytest.mark.parametrize("there", ["file", "link", "link to nowhere"])
+def test_a_new_file_is_never_one_that_is_there(tmp_path: Path, there: str) -> None:
+    path, other = tmp_path / "new", tmp_path / "other"
+    if there != "link to nowhere":
+        (path if there == "file" else other).write_text("kept")
+    if there != "file":
+        path.symlink_to(other)
+    with pytest.raises(FileExistsError):
+        create_file(path)
+    assert not other.exists() or other.read_text() == "kept"
 
 
 def names(folder: Path) -> list[str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.clean import clean
 from toolkit.checkpoint.lora import is_adapters
 from toolkit.checkpoint.read.open import open_checkpoint
 
@@ -85,6 +88,10 @@ def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
     run(jobs, way, tmp_path)
     assert_goes_on(tmp_path / "same", tmp_path / "zero", 1e-6)
     assert_goes_on(tmp_path / "across", tmp_path / "ddp", 2e-2)
+    model, masters = load_file(tmp_path / "zero/model/model.safetensors"), open_checkpoint(tmp_path / "zero").weights
+    assert all(tensor.numpy().tobytes() == masters[name].read() for name, tensor in model.items())  # fp32, unrounded
+    assert json.loads((tmp_path / "zero/model/config.json").read_text())["dtype"] == "float32"
+    assert "step-00000006, step-00000003" in clean(tmp_path / "zero")
 
 
 @pytest.mark.slow
@@ -107,4 +114,6 @@ def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
     finished = recipe(*common, *WAYS[way])
     assert finished.code == 0, finished.err[-3000:]
     assert re.search(rf"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}", finished.err)
+    assert re.search(r"checkpoints: about [\d.]+ [kM]B each, at most \d at a time, .* of room at ", finished.err)
+    assert "BertForSequenceClassification.from_pretrained, weights in fp32" in finished.err
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-from filelock import FileLock, Timeout
 
 from toolkit import launch
 from toolkit.errors import UserError
@@ -62,6 +61,8 @@ def made_once(
 
 
 def _make(folder: Path, make: Callable[[Path], None], source: str) -> None:
+    from filelock import FileLock  # which takes 3 MB that `toolkit convert` has no use for
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         damage = damage_of(folder)
@@ -170,6 +171,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _remove(folder: Path) -> bool:
     """Whether it is gone: one that is being made again is left alone."""
+    from filelock import FileLock, Timeout
+
     try:
         with FileLock(f"{folder}.lock", timeout=0):
             shutil.rmtree(folder)

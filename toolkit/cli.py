@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, cache, init, launch
+from toolkit.checkpoint import clean
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models import to_bigbird_command
@@ -38,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("prepare", help="make the tokens of a job ahead of time")
     commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
     convert.add_parser(commands)
+    clean.add_parser(commands)
     to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html again")
     report.add_argument("run", help="a run's folder")
@@ -147,6 +149,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "prepare": _prepare,
     "cache": cache.run,
     "convert": convert.run,
+    "clean": clean.run,
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
     "doctor": _doctor,

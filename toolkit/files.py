@@ -11,7 +11,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from toolkit.errors import UserError
 
@@ -21,6 +21,18 @@ _LEFT_BEHIND = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 def draft_of(path: Path, kind: str = "draft") -> Path:
     """A hidden name beside `path` that no other process takes, on whatever machine or in whatever container."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
+
+
+def create_file(path: Path) -> BinaryIO:
+    """A new file, opened for writing. Raises OSError where there is a file or a link, even one that leads nowhere."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def write_new(path: Path, text: str) -> None:
+    """A new file of this text: see `create_file`."""
+    with create_file(path) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager

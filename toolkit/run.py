@@ -143,7 +143,8 @@ class Run:
         improved = self.best.improved(evaluation, step)
         if improved:
             with writing(self.folder.model):
-                save_model(self.accelerator, self.checkpoints.model, self.tokenizer, self.folder.model, step)
+                model, dtype = self.checkpoints.model, self.settings.training.save_dtype
+                save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
         self._log_evaluation(evaluation, step, improved)
         return True
 
@@ -257,7 +258,7 @@ class Run:
             f"({last.numbers['num_samples']} samples): {last}",
             *class_lines(last),
             *compared,
-            f"  {folder}/model/            {loads}",
+            f"  {folder}/model/            {loads}, weights in {self.settings.training.save_dtype}",
             f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
             f"  {folder}/predictions.jsonl every {last.split} sample with what was predicted",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",

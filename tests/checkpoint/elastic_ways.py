@@ -202,7 +202,7 @@ def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[
         unwrap_model=lambda _: module,
         state=SimpleNamespace(deepspeed_plugin=plugin),
     )
-    state = live_state(accelerator, engine, SimpleNamespace(optimizer=engine.optimizer))
+    state = live_state(accelerator, engine)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
     masters = lines_of(engine) if "robin" in options else masters_of(engine, keys)
     return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)

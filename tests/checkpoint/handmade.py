@@ -10,31 +10,32 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.checksum import crc32
-from toolkit.checkpoint.tensors_file import lay_out
-
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-         torch.int64: "I64", torch.bool: "BOOL"}  # fmt: skip
+from toolkit.checkpoint.checksum import crc32_of_range
+from toolkit.checkpoint.save import Draft, write
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
+    """A safetensors file of ours."""
+    shaped = {name: (value, tuple(value.shape)) for name, value in tensors.items()}
+    write(Draft(file.name, shaped, metadata), file.parent)
+
+
+def write_manifest(folder: Path, **manifest: Any) -> Path:
+    """Over all that lies in a folder."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format": 1, "files": files, **manifest}))
+    return folder
 
 
 def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any) -> Path:
     """A run's checkpoint of one process that holds `tensors`."""
     (folder / "model").mkdir(parents=True)
-    contents = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-    described = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    layout = lay_out(described, {"format": "pt"}, checksums=True)
-    header = layout.header({name: crc32(content) for name, content in contents.items()})
-    data = header + b"".join(contents[name] for name in layout.tensors)
-    (folder / "weights.safetensors").write_bytes(data)
-    files = {"weights.safetensors": {"bytes": len(data), "crc32": f"{crc32(data):08x}"}}
-    content = {"format": 1, "step": 7, "state": "whole", "strategy": "single", "world": 1, "mixed_precision": "no",
-               "tied": {}, "frozen": [], "excluded": {}, "files": files, **manifest}  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(content))
-    return folder
+    write_tensors(folder / "weights.safetensors", tensors, format="pt")
+    return write_manifest(folder, **{"step": 7, "state": "whole", "strategy": "single", "world": 1, **manifest})
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -45,4 +46,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and bytes_of(one) == bytes_of(other)
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))

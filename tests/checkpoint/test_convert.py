@@ -100,18 +100,6 @@ def test_from_pretrained_loads_it(
     assert (out / "model.safetensors.index.json").is_file() == (len(shards) > 1) == (most == "20KB")
 
 
-def test_the_configs_dtype_is_the_weights(
-    deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    made = deepspeed_checkpoints["zero3-bert x2"]
-    convert(made.folder, tmp_path / "out", config_from=bert_config(tiny_model, tmp_path / "config"), dtype="bf16")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert_same(dict(model.state_dict()), expected_of(made, "bf16"))
-
-
 @pytest.mark.parametrize("name", [name for name in names() if "excluded" in name])
 def test_frozen_parameters_come_from_the_base_model(
     name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path

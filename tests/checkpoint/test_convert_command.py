@@ -82,7 +82,7 @@ def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, m
 
 def test_no_torch_and_little_memory(tmp_path: Path) -> None:
     """160 MB of fp32 in one tensor and many small ones."""
-    tensors = {"large": torch.randn(32_000_001), **{f"small.{number}": torch.randn(8_001) for number in range(1000)}}
+    tensors = {"large": torch.randn(32_000_001), **{f"small.{number}": torch.randn(4_001) for number in range(2000)}}
     run = write_run(tmp_path / "run", tensors)
     program = (
         "import resource, sys\nsys.argv = ['toolkit', *sys.argv[1:]]\nfrom toolkit.cli import main\nmain()\n"
@@ -280,6 +280,10 @@ def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Pat
     (config / "config.json").write_text(json.dumps({**content, "architectures": ["BertForMaskedLM"]}))
     said = convert(run, tmp_path / "out", config_from=config, verify=kept.startswith("bert"))
     assert not kept.startswith("bert") or "BertForMaskedLM" in said[1]
+    assert f"left out: {left_out} (tied to {kept})" in said[-1] or f", {left_out} (tied to {kept})" in said[-1]
+    assert "--keep_tied" in said[-1]
+    assert "left out" not in "".join(convert(run, tmp_path / "both", config_from=config, keep_tied=True, verify=True))
+    assert all(same_bits(read_folder(tmp_path / "both")[name], state[name]) for name in state)
     again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert all(same_bits(tensor, state[key]) for key, tensor in again.state_dict().items())

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
-from toolkit.checkpoint.lora import AdapterConfig
 from toolkit.errors import UserError
 
 peft = pytest.importorskip("peft")
@@ -178,10 +177,3 @@ def test_fan_in_fan_out(tmp_path: Path) -> None:
     (run / "model" / "adapter_config.json").write_text(json.dumps(config))
     convert(run, tmp_path / "out", merge_lora=True)
     assert torch.allclose(read_folder(tmp_path / "out")["x.weight"], weight + 1.5 * (b @ a).T, atol=1e-6)
-
-
-def test_scaling() -> None:
-    config = AdapterConfig(Path("a"), {"r": 4, "lora_alpha": 8, "use_rslora": True, "alpha_pattern": {"q": 2}})
-    assert config.scaling("layer.k", 4) == 8 / math.sqrt(4)
-    assert config.scaling("layer.q", 4) == 2 / math.sqrt(4)
-    assert config.scaling("layer.qq", 4) == 8 / math.sqrt(4)

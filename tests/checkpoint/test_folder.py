@@ -106,6 +106,27 @@ def test_what_is_no_manifest(tmp_path: Path, content: str) -> None:
     assert folders.resumable(tmp_path)[0] == []
 
 
+@pytest.mark.parametrize("name", ["weights", "model/config.json", "manifest.json"])
+def test_a_link_out_of_the_folder_is_not_resumed(tmp_path: Path, name: str) -> None:
+    older, folder = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    good, skipped = folders.resumable(tmp_path / "run")
+    assert good == [older]
+    assert f"{folder / name} is a link to {tmp_path / 'elsewhere'}, outside" in skipped[0]
+
+
+def test_a_folder_that_is_a_link_is_read_and_never_emptied(tmp_path: Path) -> None:
+    """Its owner has moved it to another disk."""
+    folder = save(tmp_path / "run", 1)
+    there = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(there)
+    assert folders.resumable(tmp_path / "run") == ([folder], [])
+    folders.remove(folder)
+    assert left(tmp_path / "run") == []
+    assert folders.fault_of(there) == ""
+
+
 def test_newest_is_by_time_not_by_step(tmp_path: Path) -> None:
     """Who resumed step 2 goes on from where that led, not from the 8 of before."""
     old, new = save(tmp_path, 8, at=100.0), save(tmp_path, 4, at=200.0)

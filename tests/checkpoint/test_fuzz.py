@@ -16,7 +16,7 @@ import pytest
 from tests.checkpoint.conftest import Made
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_file import read_member, verify_member, zip_members
-from toolkit.checkpoint.read.unpickle import DEEPSPEED, unpickle
+from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -29,22 +29,14 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     """Bytes changed, cut, put in, moved or doubled."""
     found = bytearray(content)
     for _ in range(chance.choice((1, 1, 1, 2, 5, 20))):
-        at = chance.randrange(len(found) + 1)
-        length = min(chance.choice((1, 1, 2, 4, 8, 100)), len(found) - at)
-        kind = chance.randrange(6)
-        if kind == 0:
-            del found[at : at + length]
-        elif kind == 1:
-            found[at:at] = chance.randbytes(length)
-        elif kind == 2:
-            other = chance.randrange(len(found) + 1)
-            found[at:at] = found[other : other + length]
-        elif kind == 3 and length:
-            found[at] = chance.choice(_OPCODES)
-        elif kind == 4 and length:
-            found[at] = chance.choice((0, 1, 0x7F, 0x80, 0xFF))
-        elif length:
-            found[at] ^= 1 << chance.randrange(8)
+        at, other = chance.randrange(len(found) + 1), chance.randrange(len(found) + 1)
+        end = min(at + chance.choice((1, 1, 2, 4, 8, 100)), len(found))
+        byte = [chance.choice((*_OPCODES, 0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))]
+        for begin, stop, new in chance.choice((
+            [(at, end, b"")], [(at, at, chance.randbytes(end - at))], [(at, at, found[other : other + end - at])],
+            [(at, at + 1, byte)], [(at, at + 1, byte)],
+        )):  # fmt: skip
+            found[begin:stop] = new
     return bytes(found)
 
 
@@ -84,7 +76,7 @@ def test_damage(name: str, seed: int, times: int, deepspeed_checkpoints: dict[st
     structures = [structure_of(file) for file in files]
     for _ in range(times * 500):
         try:
-            unpickle(damaged(chance.choice(structures), chance), "rank.pt", DEEPSPEED)
+            unpickle(damaged(chance.choice(structures), chance), "rank.pt")
         except UserError as error:
             assert "rank.pt" in str(error)  # noqa: PT017
     for number in range(times * 200):

@@ -16,13 +16,10 @@ import transformers
 from torch import nn
 
 from tests.checkpoint.elastic_ways import OPTIMIZERS, Lion
-from tests.checkpoint.test_restore import ACCELERATOR, Flattened, assert_same, snapshot
-from toolkit.checkpoint import folder as folders
+from tests.checkpoint.test_restore import ACCELERATOR, Flattened, assert_same, refused, save, snapshot
 from toolkit.checkpoint.live import LiveState, live_state
-from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import drafts_of, optimizer_facts, write, written_by
+from toolkit.checkpoint.save import optimizer_facts
 from toolkit.errors import UserError
 
 
@@ -77,22 +74,12 @@ def take_step(state: LiveState, step: int) -> float:
     return loss.item()
 
 
-def saved(state: LiveState, folder: Path, **manifest: Any) -> CheckpointReader:
-    folders.begin(folder)
-    for draft in drafts_of(state, set(), rank=0):
-        write(draft, folder)
-    content = {"format": 1, "step": 3, "state": "whole", "world": 1, "optimizer": optimizer_facts(state)}
-    files = folders.described(folder, written_by(folder, 0))
-    folders.publish(folder, {**content, "files": files, **manifest})
-    return open_checkpoint(folder)
-
-
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, before: int) -> None:
     """`before`: steps that the resumed optimizer has taken, which must leave no trace."""
     state = started(name, 3)
-    reader, there = saved(state, tmp_path / "one"), snapshot(state)
+    reader, there = save(state, tmp_path / "one"), snapshot(state)
     undisturbed = [take_step(state, step) for step in range(3, 6)]
     fresh = started(name, before)
     restore(fresh, reader, 3)
@@ -103,7 +90,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: str, before: 
 def test_what_was_saved_before_the_first_step(tmp_path: Path) -> None:
     state = started("momentum", 0)
     fresh = started("momentum", 3)
-    restore(fresh, saved(state, tmp_path / "one"), 0)
+    restore(fresh, save(state, tmp_path / "one"), 0)
     assert not fresh.optimizer.state
     assert [take_step(fresh, step) for step in range(2)] == [take_step(state, step) for step in range(2)]
 
@@ -112,21 +99,13 @@ def test_settings_of_this_run_are_not_those_of_the_saved_one(tmp_path: Path) -> 
     """What the optimizer changes itself comes back; what the user gives does not."""
     state, fresh = started("lion", 3), started("lion", 0)
     fresh.optimizer.param_groups[0]["weight_decay"] = 0.25
-    restore(fresh, saved(state, tmp_path / "one"), 3)
+    restore(fresh, save(state, tmp_path / "one"), 3)
     assert fresh.optimizer.param_groups[0]["weight_decay"] == 0.25
     assert fresh.optimizer.param_groups[0]["k"] == 3
 
 
-def refused(state: LiveState, reader: CheckpointReader) -> str:
-    before = snapshot(state)
-    with pytest.raises(UserError) as caught:
-        restore(state, reader, 3)
-    assert_same(snapshot(state), before)
-    return str(caught.value)
-
-
 def test_another_class_is_refused(tmp_path: Path) -> None:
-    reader = saved(started("momentum", 3), tmp_path / "one")
+    reader = save(started("momentum", 3), tmp_path / "one")
     assert "was saved by SGD, and this run has AdamW" in refused(started("adamw", 1), reader)
 
 
@@ -134,7 +113,7 @@ def test_other_groups_are_refused(tmp_path: Path) -> None:
     fresh = started("lion", 0)
     one, *others = fresh.module.parameters()
     optimizer = Lion([{"params": [one]}, {"params": others}], lr=0.01)
-    said = refused(live_state(ACCELERATOR, fresh.module, optimizer), saved(started("lion", 3), tmp_path / "one"))
+    said = refused(live_state(ACCELERATOR, fresh.module, optimizer), save(started("lion", 3), tmp_path / "one"))
     assert "Lion had 1 groups of parameters, in which it changed k, and has 2" in said
 
 
@@ -143,13 +122,13 @@ def test_other_groups_are_refused(tmp_path: Path) -> None:
 )
 def test_factors_do_not_cross_into_zero(tmp_path: Path, name: str, key: str) -> None:
     """An optimizer over matrices sees vectors there, and keeps something else of them."""
-    reader = saved(started(name, 3), tmp_path / "one")
+    reader = save(started(name, 3), tmp_path / "one")
     said = refused(Flattened(started(name, 2)), reader)
     assert f"keeps {key} of 0.weight as a whole, which zero2 on 1 cannot take over: resume under single with 1" in said
 
 
 def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -> None:
-    reader = saved(started("lion", 3), tmp_path / "one")
+    reader = save(started("lion", 3), tmp_path / "one")
     tables = [{"groups": [{"k": count}], "state": {}} for count in (3, 4)]
     apart = dataclasses.replace(reader, strategy="zero2", world=2, optimizer={"class": "Lion", "ranks": tables})
     assert "keeps another k in each process" in refused(started("lion", 0), apart)
@@ -179,7 +158,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_the_save() -> None:
 
 def test_the_files_of_adam_are_as_they_were(tmp_path: Path) -> None:
     """Whoever reads optimizer.safetensors finds the keys of the first format, and no metadata of ours but checksums."""
-    reader = saved(started("adamw", 3), tmp_path / "one")
+    reader = save(started("adamw", 3), tmp_path / "one")
     assert {tuple(kept) for kept in reader.optimizer_state.values()} == {("exp_avg", "exp_avg_sq")}
     content = (tmp_path / "one" / "optimizer.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])

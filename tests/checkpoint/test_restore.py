@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint import machines
 from toolkit.checkpoint.checksum import crc32
 from toolkit.checkpoint.live import LiveState, live_state, tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -24,6 +25,7 @@ from toolkit.checkpoint.restore import fill, restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    optimizer_facts,
     random_states,
     set_random_states,
     write,
@@ -83,7 +85,7 @@ def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), 
         write(draft, folder)
     files = folders.described(folder, written_by(folder, 0))
     content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
-    folders.publish(folder, content | manifest)
+    folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
     return open_checkpoint(folder)
 
 
@@ -279,9 +281,9 @@ def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, said: str) -> 
         unwrap_model=lambda model: model,
         state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)),
     )
-    wrapped = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
+    engine = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
     with pytest.raises(UserError, match=said):
-        live_state(accelerator, Awkward(), wrapped)
+        live_state(accelerator, engine)
 
 
 def test_random_states_there_and_back() -> None:
@@ -320,3 +322,14 @@ def test_each_file_is_described_by_who_wrote_it(tmp_path: Path, name: str, rank:
     (tmp_path / ".draft").touch()
     assert written_by(tmp_path, rank) == [f"global_step3/{name}"]
     assert written_by(tmp_path, rank + 1) == []
+
+
+def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
+    """Neither one that this process saves, nor one that another machine sends."""
+    (tmp_path / "weights.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        write(Draft("weights.safetensors", {}, {}), tmp_path)
+    receiver: Any = SimpleNamespace(process_index=1)
+    with pytest.raises(UserError, match=r"weights.safetensors cannot be sent .*File exists"):
+        machines._send(receiver, tmp_path / "weights.safetensors", 0, reader=0, writers=[1])
+    assert not (tmp_path / "elsewhere").exists()

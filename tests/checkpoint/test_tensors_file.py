@@ -12,7 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.handmade import NAMES, bytes_of, write_run
+from tests.checkpoint.handmade import write_run
+from toolkit.checkpoint.optimizer_state import DTYPE_NAMES as NAMES
+from toolkit.checkpoint.save import bytes_of
 from toolkit.checkpoint.tensors_file import lay_out, read_header
 from toolkit.errors import UserError
 

@@ -7,6 +7,7 @@ half-removed checkpoint looks like one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,8 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_folder, flush_folders, replace_file
+from toolkit.files import flush_folder, flush_folders, read_table, refuse_link_out, replace_file, write_new
+from toolkit.units import size_text
 
 MANIFEST = "manifest.json"
 
@@ -36,14 +38,10 @@ def step_number(folder: Path) -> int | None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Raises UserError where there is none, or it is not ours."""
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(manifest, ensure_ascii=False).encode()  # half a character is a ValueError
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): take another checkpoint") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != 1 or not _names_files(manifest.get("files")):
+    if not path.exists():
+        raise UserError(f"{folder} has no {MANIFEST}: it was never completed, or is not a checkpoint")
+    manifest = read_table(path, {})
+    if manifest.get("format") != 1 or not _names_files(manifest.get("files")):
         raise UserError(f"{path} is not a manifest that this version reads: take another checkpoint")
     if manifest.get("crc32", digits := _digits(manifest)) != digits:
         raise UserError(f"{path} is damaged (CRC32 {digits}, saved as {manifest['crc32']}): take another checkpoint")
@@ -71,6 +69,8 @@ def fault_of(folder: Path) -> str:
     """Why a folder cannot be resumed from, by names and sizes alone; empty when it can."""
     try:
         files = read_manifest(folder)["files"]
+        for name in (MANIFEST, *files):
+            refuse_link_out(folder / name, folder)
     except UserError as error:
         return str(error)
     for name, entry in files.items():
@@ -89,8 +89,8 @@ def checksum_fault(folder: Path, names: Iterable[str]) -> str:
         path = folder / name
         try:
             found = f"{crc32_of_range(path):08x}"
-        except OSError as error:
-            return f"{path} cannot be read: {error.strerror}"
+        except (OSError, UserError) as error:
+            return f"{path} cannot be read: {error}"
         if found != files[name]["crc32"]:
             return f"{path} is damaged (CRC32 {found}, saved as {files[name]['crc32']})"
     return ""
@@ -142,6 +142,9 @@ def begin(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()  # what it leads to is not this run's
+        return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -151,8 +154,8 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
     flush_folders(folder)
     manifest = json.loads(json.dumps(manifest))  # as it will be read
     manifest["crc32"] = _digits(manifest)
-    with replace_file(folder / MANIFEST) as draft, draft.open("x", encoding="utf-8") as file:
-        json.dump(manifest, file, ensure_ascii=False, indent=1)
+    with replace_file(folder / MANIFEST) as draft:
+        write_new(draft, json.dumps(manifest, ensure_ascii=False, indent=1))
     flush_folder(folder.parent)
 
 
@@ -189,6 +192,28 @@ def prune(checkpoints: Path, keep: int) -> None:
     for folder in _step_folders(checkpoints):
         if folder not in kept and folder.resolve() not in named:
             remove(folder)
+
+
+def sizes(checkpoints: Path) -> tuple[list[int], int]:
+    """(bytes of the complete checkpoints, the newest first; bytes that are free on their disk)."""
+    found = []
+    for folder in complete(checkpoints):
+        with contextlib.suppress(UserError):
+            found.append(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
+    disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
+    return found, shutil.disk_usage(disk).free
+
+
+def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:
+    """What `count` checkpoints of `size` bytes will take. Raises UserError where not even one fits."""
+    each, room = f"about {size_text(size)}", f"{size_text(free)} of room at {checkpoints}"
+    if free < size:
+        raise UserError(
+            f"a checkpoint takes {each}, and there is {room}: make room, name an --output_dir on another disk, or "
+            "leave --checkpoint_every out"
+        )
+    note = f"checkpoints: {each} each, at most {count} at a time, {size_text(count * size)}; {room}"
+    return note if free >= count * size else f"{note}: too little; make room, or keep fewer (--keep_checkpoints)"
 
 
 def resumable(checkpoints: Path) -> tuple[list[Path], list[str]]:

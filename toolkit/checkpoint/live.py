@@ -7,8 +7,9 @@ fill each of them with the same elements of whatever was saved.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +40,12 @@ class Fragment:
     """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
 
 
-def live_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: Any) -> LiveState:
-    """The state of a prepared model and optimizer."""
+def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
+    """The state of a prepared model and optimizer. DeepSpeed's model knows its optimizer."""
     inner = getattr(optimizer, "optimizer", optimizer)
     module = accelerator.unwrap_model(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        inner = model.optimizer
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage == 3:
             return Stage3State(module, inner, model)
@@ -114,6 +116,20 @@ class LiveState:
         start, local = _local(parameter)
         return Fragment(name, start, local.view(-1)) if local.numel() or not _is_sharded(parameter) else None
 
+    def whole_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Parameters (the fp32 masters, where they are trained) and persistent buffers, whole, in rank 0's host memory;
+        in other processes nothing of use. Collective; one parameter at a time is on `device`."""
+        pieces = {part.name: part for part in self.fragments()}
+        weights = {}
+        for name, parameter in self.module.named_parameters():
+            whole = torch.zeros(whole_shape(parameter), dtype=torch.float32, device=device)
+            if part := pieces.get(name):
+                whole.view(-1).narrow(0, part.start, part.values.numel()).copy_(part.values)
+            if self.world > 1:  # the largest of a byte and zeros is that byte, however many processes have it
+                torch.distributed.reduce(whole.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
+            weights[name] = whole.cpu()
+        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
+
     def before_loading(self) -> None:
         """Collective: brings parameters into the form in which fragments may be written."""
 
@@ -175,45 +191,25 @@ class FlatState(ZeroState):
         if hasattr(zero, "bf16_groups"):  # BF16_Optimizer
             names = ("fp32_groups_flat_partition", "bf16_groups")
         self.masters, self.groups = (require(zero, name, "deepspeed") for name in names)
-        self.places = self._places()
+        self.places: dict[int, tuple[int, int]] = {}
+        """id of a parameter -> (group, its first element in the group's flat buffer)."""
+        for number, group in enumerate(self.groups):
+            # BF16_Optimizer leaves no gaps
+            offsets = getattr(zero, "round_robin_bit16_offsets", {number: _starts(group)})[number]
+            self.places |= {id(each): (number, offset) for each, offset in zip(group, offsets, strict=True)}
 
     def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
         yield from zip(self.masters, self.groups, strict=True)
 
-    def _places(self) -> dict[int, tuple[int, int]] | None:
-        """id of a parameter -> (group, first element on the group's line); None where DeepSpeed's own mapping
-        has to say it (BF16_Optimizer). The mapping does not know that `round_robin_gradients` reorders."""
-        zero = self.zero
-        if not hasattr(zero, "round_robin_bit16_groups"):
-            return None
-        found = {}
-        for number, group in enumerate(zero.round_robin_bit16_groups):
-            for parameter, offset in zip(group, zero.round_robin_bit16_offsets[number], strict=True):
-                found[id(parameter)] = (number, offset)
-        return found
-
-    def _place(self, parameter: Any) -> tuple[int, int, int, int] | None:
-        """(group, first element in the parameter, first element in this process's master, elements)."""
+    def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
+        """None where other processes own all of it."""
         if not parameter.numel():
             return None  # DeepSpeed leaves it out of its groups
-        if self.places is None:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is None:
-                return None
-            there, here = mapping.lp_fragment_address, mapping.hp_fragment_address
-            return mapping.param_group_index, there.start, here.start, here.numel
         number, offset = self.places[id(parameter)]
-        size = self.masters[number].numel()
-        begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * size
-        first, end = max(offset, begin), min(offset + parameter.numel(), begin + size)
-        return (number, first - offset, first - begin, end - first) if first < end else None
-
-    def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
-        place = self._place(parameter)
-        if place is None:
-            return None  # other processes own all of it
-        number, start, here, count = place
-        return self.part(name, start, self.masters[number], here, count)
+        master = self.masters[number]
+        begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * master.numel()
+        first, end = max(offset, begin), min(offset + parameter.numel(), begin + master.numel())
+        return self.part(name, first - offset, master, first - begin, end - first) if first < end else None
 
     def after_loading(self, steps: int) -> None:
         self.zero.update_lp_params()
@@ -270,6 +266,11 @@ class Stage3State(ZeroState):
                 parameter.data = piece.data
         zero.checkpoint_event_epilogue()
         super().after_loading(steps)
+
+
+def _starts(group: Iterable[torch.Tensor]) -> list[int]:
+    """The first element of each of the parameters that lie one after the other."""
+    return list(itertools.accumulate((parameter.numel() for parameter in group), initial=0))[:-1]
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -88,6 +88,23 @@ _KINDS = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class LoraDelta:
+    """What a LoRA adapter adds to a weight: scaling * B A (Hu et al., 2021, section 4.1)."""
+
+    a: TensorIndex  # (rank, in)
+    b: TensorIndex  # (out, rank)
+    scaling: float
+    transposed: bool
+    """For weights of shape (in, out): embeddings, and layers with `fan_in_fan_out`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        shape = self.b.shape[0], self.a.shape[1]
+        return shape[::-1] if self.transposed else shape
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """What adapter_config.json says, as far as it bears on the weights."""
@@ -111,6 +128,17 @@ class AdapterConfig:
     def _pattern(self, key: str, layer: str, default: Any) -> Any:
         patterns = self.content.get(key) or {}
         return next((value for name, value in patterns.items() if f".{layer}".endswith(f".{name}")), default)
+
+    def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
+        """What the factors add to a weight. Raises UserError where they do not fit it."""
+        layer = name.removesuffix(".weight")
+        transposed = is_embedding or bool(self.content.get("fan_in_fan_out"))
+        delta = LoraDelta(a, b, self.scaling(layer, a.shape[0]), transposed)
+        if delta.shape != weight.shape or a.shape[0] != b.shape[1]:
+            raise UserError(
+                f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
+            )
+        return delta
 
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
@@ -163,27 +191,22 @@ def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[T
     }
 
 
-def adapter_tensors(
-    reader: CheckpointReader, held: Mapping[str, TensorIndex], config: AdapterConfig
-) -> dict[str, TensorIndex]:
+def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, tuple[TensorIndex, None]]:
     """The adapter under the names of peft's adapter_model.safetensors.
 
     Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
     """
-    factors_of(held, reader.path)  # one adapter, whole
-    buffers, frozen, trained = (
-        {name[max(name.find(_PREFIX), 0) :] for name in names}
-        for names in (reader.buffers, reader.frozen, reader.optimizer_state)
-    )
-    adapters = {}
-    for name, tensor in held.items():
+    factors_of(reader.weights, reader.path)  # one adapter, whole
+    trained, frozen = reader.optimizer_state, reader.frozen
+    adapters: dict[str, tuple[TensorIndex, None]] = {}
+    for name, tensor in reader.weights.items():
         is_trained = name in trained if trained else bool(frozen) and name not in frozen
         if is_adapters(name):
-            adapters[saved_name(name)] = tensor
-        elif is_trained and name not in buffers:
+            adapters[saved_name(name)] = tensor, None
+        elif is_trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
                 raise UserError(
                     f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"
                 )
-            adapters[name] = tensor
+            adapters[name] = tensor, None
     return adapters

@@ -17,9 +17,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.reader import read_into
+from toolkit.checkpoint.checksum import read_into
 from toolkit.checkpoint.save import bytes_of, write_all
 from toolkit.errors import UserError
+from toolkit.files import create_file
 from toolkit.launch.network import node_id
 from toolkit.units import size_text
 
@@ -36,7 +37,7 @@ def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     probe = folder / broadcast_object_list([f".disk-{secrets.token_hex(8)}"])[0]
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
+        create_file(probe).close()
     accelerator.wait_for_everyone()
     found: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
@@ -92,29 +93,22 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
     rank = accelerator.process_index
     buffer = torch.empty(min(_CHUNK, size), dtype=torch.uint8)
     with contextlib.ExitStack() as stack:
-        if rank == reader or rank in writers:
-            stack.enter_context(_named(path))
-        if rank in writers:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("wb", buffering=0))
-        for start in range(0, size, _CHUNK):
-            block = buffer[: min(_CHUNK, size - start)]
-            if rank == reader:
-                read_into(path, start, bytes_of(block))
-            sent = block.to(accelerator.device)
-            torch.distributed.broadcast(sent, src=reader)
+        try:
             if rank in writers:
-                write_all(file.fileno(), bytes_of(sent))
-        if rank in writers:
-            os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, and "
-            "start the same command again"
-        ) from error
+                path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(create_file(path))
+            for start in range(0, size, _CHUNK):
+                block = buffer[: min(_CHUNK, size - start)]
+                if rank == reader:
+                    read_into(path, start, bytes_of(block))
+                sent = block.to(accelerator.device)
+                torch.distributed.broadcast(sent, src=reader)
+                if rank in writers:
+                    write_all(file.fileno(), bytes_of(sent))
+            if rank in writers:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, "
+                "and start the same command again"
+            ) from error

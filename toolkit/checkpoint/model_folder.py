@@ -21,44 +21,76 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint.live import reshard, tied_names
+from toolkit.checkpoint.live import live_state, reshard, tied_names
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.errors import UserError, listing
-from toolkit.files import replace_folder
+from toolkit.files import refuse_link_out, replace_folder, write_new
 from toolkit.pretrained import quiet_transformers
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
 _STATE = "trainer_state.json"  # the name and the key that transformers' Trainer uses
 _BASE, _LORA_A, _LORA_B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def save_model(
-    accelerator: Accelerator, model: torch.nn.Module, tokenizer: Any, folder: Path, step: int | None = None
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    step: int | None = None,
+    dtype: str = "fp32",
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
+
+    The weights are those that the optimizer keeps, whatever the model computes in, as `dtype` (a key of `DTYPES`).
 
     Each folder appears whole: a reader finds the old one or the new one, never a half. A model that is not from
     `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
     the optimizer steps taken, is kept in the folder: see `step_of`.
     """
-    state = accelerator.get_state_dict(model)  # a collective where the parameters are sharded
+    unwrapped = accelerator.unwrap_model(model)
+    state = _whole_state(accelerator, model, unwrapped)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
-        unwrapped = accelerator.unwrap_model(model)
+        tied = tied_names(unwrapped)
+        state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in state.items() if name not in tied}
+        state |= {other: state[name] for other, name in tied.items()}
         lora = lora_config(unwrapped)
         plain = unwrapped.get_base_model() if lora else unwrapped
         merged = merge_lora(state, lora.lora_alpha / lora.r) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
             _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
+            _note_dtype(draft / "config.json", DTYPES[dtype])
             if hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(draft)
             if step is not None:
-                (draft / _STATE).write_text(json.dumps({"global_step": step}), encoding="utf-8")
+                write_new(draft / _STATE, json.dumps({"global_step": step}))
             _make_readable(draft)
         if lora:  # after the model, whose step tells a resumed run whether both are of one step
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 write_adapter(unwrapped, state, draft)
                 _make_readable(draft)
     accelerator.wait_for_everyone()
+
+
+def _whole_state(accelerator: Accelerator, model: Any, unwrapped: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name, on the main process; a tied parameter under one name, or all."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED and model.zero_optimization_stage():
+        with contextlib.suppress(UserError):  # an optimizer on NVMe
+            state = live_state(accelerator, model).whole_weights(accelerator.device)
+            return {name: state[name] for name in unwrapped.state_dict() if name in state}
+    return dict(accelerator.get_state_dict(model))
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """In a config of transformers, which else would load the weights in the type that they were computed with."""
+    if path.is_file():
+        config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+        path.write_text(json.dumps(config, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
@@ -181,6 +213,7 @@ def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) 
         names = {saved_name(name): name for name in model.state_dict() if is_adapters(name)}
     found: dict[str, Callable[[], Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        refuse_link_out(path, folder)
         file = stack.enter_context(safe_open(path, framework="pt"))
         found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
     if lost := sorted(expected - found.keys()):

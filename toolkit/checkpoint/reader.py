@@ -7,13 +7,13 @@ files. A tensor is a chain of spans, and never has to be held whole: who reads t
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.checksum import read_into
 from toolkit.errors import UserError
 
 # Bytes of one element, by the names safetensors uses.
@@ -26,7 +26,7 @@ _FORMATS = {
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """Bytes that are written, and checked, as one: a member of a zip file, a tensor of a safetensors file."""
 
@@ -41,7 +41,7 @@ class Member:
     """Of all its bytes, where the file holds one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive elements of a tensor inside one member."""
 
@@ -52,7 +52,7 @@ class Span:
     """Elements."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorIndex:
     """A tensor: its spans, in row-major order, hold each element exactly once."""
 
@@ -81,20 +81,29 @@ class TensorIndex:
         number: int | float | bool = struct.unpack(f"<{_FORMATS[dtype]}", content)[0]
         return number
 
+    def cut(self, start: int, count: int) -> TensorIndex:
+        """Its elements [start, start + count) in row-major order, fewer where there are no more."""
+        item, spans = ITEM_BYTES[self.dtype], []
+        for span in self.spans:
+            first, end = max(start, 0), min(start + count, span.count)
+            if first < end:
+                spans.append(Span(span.member, span.start + first * item, end - first))
+            start -= span.count
+        return TensorIndex(self.name, (sum(span.count for span in spans),), self.dtype, tuple(spans))
+
     def read(self, start: int = 0, count: int | None = None) -> bytearray:
         """The bytes of elements [start, start + count), as stored. Raises UserError on a short file."""
-        item = ITEM_BYTES[self.dtype]
-        content = bytearray((self.count - start if count is None else count) * item)
-        view = memoryview(content)
-        for span in self.spans:
-            size = min(max(0, span.count - start) * item, len(view))
-            if size:
-                read_into(span.member.file, span.member.offset + span.start + start * item, view[:size])
-            view, start = view[size:], max(0, start - span.count)
+        part = self.cut(start, self.count - start if count is None else count)
+        content = bytearray(part.size)
+        place, view = 0, memoryview(content)
+        for span in part.spans:
+            end = place + span.count * ITEM_BYTES[self.dtype]
+            read_into(span.member.file, span.member.offset + span.start, view[place:end])
+            place = end
         return content
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Scalar:
     """A single value of an optimizer's state."""
 
@@ -151,20 +160,6 @@ def unchecked(tensors: Iterable[TensorIndex]) -> list[Path]:
     return sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
 
 
-def split_state(
-    entries: Iterable[tuple[str, str, TensorIndex]], weights: Mapping[str, TensorIndex]
-) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
-    """(parameter, key, tensor) of an optimizer -> what a reader has as `optimizer_state` and `optimizer_scalars`."""
-    kept: dict[str, dict[str, TensorIndex]] = {}
-    scalars: dict[str, dict[str, Scalar]] = {}
-    for name, key, stored in entries:
-        if key == "step" or (not stored.shape and weights[name].shape):
-            scalars.setdefault(name, {})[key] = Scalar(stored.number(), stored.dtype)
-        else:
-            kept.setdefault(name, {})[key] = replace(stored, name=name)
-    return kept, scalars
-
-
 def joined(where: Path, name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorIndex]]) -> TensorIndex:
     """A tensor of its shards, (first element, shard) each. Raises UserError unless each element is there once.
 
@@ -184,14 +179,3 @@ def joined(where: Path, name: str, shape: tuple[int, ...], parts: Iterable[tuple
             f"the files in {where} hold {place:,} of the {math.prod(shape):,} elements of {name}: copy them again"
         )
     return TensorIndex(name, shape, next(iter(dtypes), "F32"), tuple(spans))
-
-
-def read_into(file: Path, offset: int, view: memoryview) -> None:
-    """Fills `view` from `offset` on. Raises UserError where the file ends first."""
-    with file.open("rb", buffering=0) as opened:
-        done = 0
-        while done < len(view):
-            count = os.preadv(opened.fileno(), [view[done:]], offset + done)
-            if count == 0:
-                raise UserError(f"{file} ends at byte {offset + done} and should hold {offset + len(view)}: truncated")
-            done += count

@@ -8,7 +8,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of, plain
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 from toolkit.errors import UserError
+from toolkit.files import create_file
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -53,47 +54,33 @@ def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
 
     Whole states are written by rank 0 alone. Nothing is copied: the drafts refer to the live tensors.
     """
-    shapes = {name: whole_shape(tensor) for name, tensor in state.module.named_parameters()}
-    buffers = {name: tuple(tensor.shape) for name, tensor in state.module.named_buffers()}
-    shapes |= buffers
-    if state.strategy_files == "slices":
-        return [_slices(state, excluded, rank, shapes, buffers)]
+    sharded = state.strategy_files == "slices"
+    parameters, buffers = dict(state.module.named_parameters()), dict(state.module.named_buffers())
+    shapes = {name: whole_shape(tensor) for name, tensor in (parameters | buffers).items()}
+    fragments, weights, kept = [], {}, {}
+    places: dict[str, dict[str, Any]] = {}
+    for part in state.fragments():
+        shape = shapes[part.name]
+        # buffers, and what is not sharded, are whole in every process
+        everywhere = not sharded or part.values.numel() == math.prod(shape)
+        if part.name in excluded or (everywhere and rank != 0):
+            continue
+        fragments.append(part)
+        weights[part.name] = (part.values, shape)
+        elements = {"buffer" if part.name in buffers else "weight": part.values} if sharded else {}
+        for key, values in {**elements, **part.state}.items():
+            kept[f"{key}.{part.name}"] = (values, (values.numel(),) if sharded else shape)
+            places[f"{key}.{part.name}"] = {"shape": list(shape), "start": part.start}
+        counts = {key: value for key, value in part.scalars.items() if isinstance(value, torch.Tensor)}
+        for key, values in {**part.factors, **counts}.items():
+            kept[f"{key}.{part.name}"] = (values, (1,) if sharded else tuple(values.shape))
+            places[f"{key}.{part.name}"] = {"shape": [], "start": 0}
+    if sharded:
+        table = {"slices": json.dumps(places, ensure_ascii=False)}
+        return [Draft(f"slices-rank-{rank:05d}.safetensors", kept, table | _numbers(fragments))]
     if rank != 0:
         return []
-    fragments = [fragment for fragment in state.fragments() if fragment.name not in excluded]
-    weights = {fragment.name: (fragment.values, shapes[fragment.name]) for fragment in fragments}
-    kept: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
-    for part in fragments:
-        kept |= {f"{key}.{part.name}": (values, shapes[part.name]) for key, values in part.state.items()}
-        others = {**part.factors, **_counts(part)}
-        kept |= {f"{key}.{part.name}": (values, tuple(values.shape)) for key, values in others.items()}
     return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, kept, _numbers(fragments))]
-
-
-def _slices(
-    state: LiveState, excluded: set[str], rank: int, shapes: Mapping[str, tuple[int, ...]], buffers: Container[str]
-) -> Draft:
-    tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
-    places: dict[str, dict[str, Any]] = {}
-    saved = []
-    for part in state.fragments():
-        whole = part.values.numel() == math.prod(shapes[part.name])
-        if part.name in excluded or (whole and rank != 0):
-            continue  # every process has it, as buffers and what is not sharded: rank 0 writes it
-        saved.append(part)
-        kind = "buffer" if part.name in buffers else "weight"
-        for key, values in {kind: part.values, **part.state}.items():
-            tensors[f"{key}.{part.name}"] = (values, (values.numel(),))
-            places[f"{key}.{part.name}"] = {"shape": list(shapes[part.name]), "start": part.start}
-        for key, value in _counts(part).items():
-            tensors[f"{key}.{part.name}"] = (value, (1,))
-            places[f"{key}.{part.name}"] = {"shape": [], "start": 0}
-    metadata = {"slices": json.dumps(places, ensure_ascii=False), **_numbers(saved)}
-    return Draft(f"slices-rank-{rank:05d}.safetensors", tensors, metadata)
-
-
-def _counts(fragment: Fragment) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
 
 
 def _numbers(fragments: list[Fragment]) -> dict[str, str]:
@@ -162,7 +149,7 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     layout = draft.layout
     checksums: dict[str, int] = {}
     of_data = 0
-    with (folder / draft.name).open("wb", buffering=0) as file:
+    with create_file(folder / draft.name) as file:
         write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])
@@ -186,13 +173,6 @@ def write_all(descriptor: int, content: memoryview) -> None:
     """To an open file, at its place."""
     while len(content):  # one call writes 2 GiB at most
         content = content[os.write(descriptor, content) :]
-
-
-def write_deepspeed(engine: Any, folder: Path, step: int, exclude_frozen: bool) -> None:
-    """Collective: DeepSpeed's own files, with its `latest`, which its own tools read."""
-    engine.save_checkpoint(
-        str(folder), tag=f"global_step{step}", save_latest=True, exclude_frozen_parameters=exclude_frozen
-    )
 
 
 def written_by(folder: Path, rank: int) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -88,24 +89,24 @@ def read_header(path: Path) -> Header:
     Raises UserError, naming the file, when it is not one, is shorter or longer than its header says,
     holds an unknown dtype, or tensors that overlap or leave gaps.
     """
-    table, begin, size = _read_table(path)
+    table, place, size = _read_table(path)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "its __metadata__ is not a table of texts")
-    checksums = _checksums(path, metadata)
-    entries = [_entry(path, name, entry) for name, entry in table.items()]
-    entries.sort(key=lambda entry: entry[3:])
-    place = 0
-    tensors = {}
-    for name, dtype, shape, start, end in entries:
-        if start != place:
-            _refuse(path, f"{name} begins at data byte {start}, where the tensor before it ends at {place}")
-        place = end
-        member = Member(path, name, begin + start, end - start, checksums.get(name))
+    try:
+        checksums = {name: int(digits, 16) for name, digits in json.loads(metadata.get("crc32", "{}")).items()}
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        _refuse(path, "the checksums in its header cannot be read")
+    begin, tensors = place, {}
+    for start, end, name, dtype, shape in sorted(_entry(path, name, entry) for name, entry in table.items()):
+        if begin + start != place:
+            _refuse(path, f"{name} begins at data byte {start}, where the tensor before it ends at {place - begin}")
+        member = Member(path, name, place, end - start, checksums.get(name))
         tensors[name] = TensorIndex(name, shape, dtype, (Span(member, 0, math.prod(shape)),))
-    if begin + place != size:
-        what = "truncated" if begin + place > size else "there is more behind its last tensor"
-        _refuse(path, f"it has {size} bytes and its header describes {begin + place}: {what}")
+        place = begin + end
+    if place != size:
+        what = "truncated" if place > size else "there is more behind its last tensor"
+        _refuse(path, f"it has {size} bytes and its header describes {place}: {what}")
     return Header(tensors, metadata)
 
 
@@ -113,17 +114,12 @@ def _read_table(path: Path) -> tuple[dict[str, Any], int, int]:
     """(the header's table, the data's first byte, the file's size in bytes)."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            first = file.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else _MOST_HEADER_BYTES + 1
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
             if length > min(_MOST_HEADER_BYTES, size - 8):
                 _refuse(path, "it is truncated, or its first 8 bytes are not the length of a header")
-            text = file.read(length)
+            table = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        table = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         _refuse(path, f"its header is not JSON ({error})")
     if not isinstance(table, dict):
@@ -138,8 +134,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...], int, int]:
-    """(name, dtype, shape, first data byte, end)."""
+def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, str, str, tuple[int, ...]]:
+    """(first data byte, end, name, dtype, shape)."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
@@ -151,14 +147,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, str, tuple[int, ...]
         _refuse(path, f"{name} is of the unknown dtype {str(dtype)[:20]!r}; known: {', '.join(ITEM_BYTES)}")
     if math.prod(shape) * ITEM_BYTES[dtype] != end - start:
         _refuse(path, f"{name} of shape {shape} and dtype {dtype} does not fill data bytes {start} to {end}")
-    return name, dtype, tuple(shape), start, end
-
-
-def _checksums(path: Path, metadata: Mapping[str, str]) -> dict[str, int]:
-    try:
-        return {name: int(digits, 16) for name, digits in json.loads(metadata.get("crc32", "{}")).items()}
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        _refuse(path, "the checksums in its header cannot be read")
+    return start, end, name, dtype, tuple(shape)
 
 
 def _refuse(path: Path, why: str) -> NoReturn:

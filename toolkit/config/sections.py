@@ -182,6 +182,8 @@ class TrainingSettings:
     """Of the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """What the accelerate config says, or `no`, when not given."""
+    save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of the weights in the saved model, whatever the training computes in."""
     eval_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between evaluations; once an epoch when not given."""
     checkpoint_every: int | None = Field(default=None, ge=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import shutil
 import socket
 import time
@@ -31,12 +32,11 @@ from toolkit.checkpoint.save import (
     random_file,
     random_states,
     write,
-    write_deepspeed,
     written_by,
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
-from toolkit.files import finite, flush_file, flush_folder
+from toolkit.files import finite, flush_file, flush_folder, write_new
 from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
 
@@ -125,13 +125,15 @@ class Checkpoints:
         drafts: list[Draft] = []
         mine: dict[str, dict[str, Any]] = {}
         if state.strategy_files == "deepspeed":
-            write_deepspeed(self.model, folder, metrics.step, exclude_frozen=bool(manifest["excluded"]))
+            engine: Any = self.model  # writes its own files, with `latest`, which its own tools read
+            tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
+            engine.save_checkpoint(str(folder), tag=tag, exclude_frozen_parameters=exclude)
         else:
             drafts = drafts_of(state, set(manifest["excluded"]), rank)
         if state.strategy_files == "slices":
             mine = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []
-        (folder / random_file(rank)).write_text(json.dumps(random_states(accelerator)), encoding="utf-8")
+        write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
         mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])
@@ -219,6 +221,7 @@ class Checkpoints:
                 f"--checkpoint_in_background is for one process or data parallel, and this is {state.strategy}: "
                 "training waits for saves"
             ]
+        lines.append(self._size_note(state))
         hosts: list[str] = gather_object([socket.gethostname()])
         if far := list(dict.fromkeys(hosts[rank] for rank in self._far)):
             lines.append(
@@ -226,6 +229,21 @@ class Checkpoints:
                 "what other machines write or read of them is sent over the network"
             )
         return lines
+
+    def _size_note(self, state: LiveState) -> str:
+        """Compares what checkpoints will take with the free disk of rank 0."""
+        there, free = broadcast_object_list([folders.sizes(self.path) if self.accelerator.is_main_process else None])[0]
+        trained, frozen = (
+            sum(math.prod(whole_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
+            for trains in (True, False)
+        )
+        frozen = 0 if lora_config(state.module) else frozen
+        size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and two numbers more, as AdamW keeps
+        if not there and state.strategy_files == "deepspeed":  # which keeps what the model computes in as well
+            size += (4 if self.accelerator.mixed_precision == "no" else 2) * (trained + frozen)
+        # those that are kept, the best one, and the next before the oldest goes
+        most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
+        return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(there))
 
     def wait(self) -> None:
         """Until what is being written in the background is on the disk. Raises UserError where it could not be."""

@@ -194,7 +194,8 @@ class Resume:
                 self.best.forget()
                 return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
             restore(self.checkpoints.live(), open_checkpoint(here), step)
-        save_model(self.accelerator, self.checkpoints.model, self.checkpoints.tokenizer, model_folder, step)
+        model, dtype = self.checkpoints.model, self.checkpoints.settings.save_dtype
+        save_model(self.accelerator, model, self.checkpoints.tokenizer, model_folder, step, dtype)
         return []
 
     def _set_randomness(self, folder: Path, world: int) -> None:

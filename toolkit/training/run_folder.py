@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.files import remove_drafts
+from toolkit.files import refuse_link_out, remove_drafts
 from toolkit.launch import restarts
 from toolkit.training.resume import Origin, choose_origin
 
@@ -71,6 +71,9 @@ def _open_folder(
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
     held = [mark for mark in _MARKS if (path / mark).exists()]
+    for mark in _MARKS:
+        if not (path / mark).is_dir():  # a folder may lie on another disk
+            refuse_link_out(path / mark, path)
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from toolkit.checkpoint.reader import TensorIndex
+from toolkit.checkpoint.lora import LoraDelta
 from toolkit.errors import UserError
 
 _NUMPY: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
@@ -58,35 +57,19 @@ def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
             ) from None
 
 
-@dataclass(frozen=True, eq=False)
-class LoraDelta:
-    """What a LoRA adapter adds to a weight: scaling * B A (Hu et al., 2021, section 4.1)."""
+def added(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
+    """A new array: `values`, fp32 elements of the flat weight from `first` on, plus what LoRA adds to them.
 
-    a: TensorIndex  # (rank, in)
-    b: TensorIndex  # (out, rank)
-    scaling: float
-    transposed: bool
-    """For weights of shape (in, out): embeddings, and layers with `fan_in_fan_out`."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the weight."""
-        shape = self.b.shape[0], self.a.shape[1]
-        return shape[::-1] if self.transposed else shape
-
-    def added(self, values: np.ndarray, first: int) -> np.ndarray:
-        """A new array: `values`, fp32 elements of the flat weight from `first` on, plus their delta.
-
-        The bits of the sum do not depend on which elements are asked for together.
-        """
-        left, right = _factors(self)
-        columns = right.shape[1]
-        top, bottom = first // columns // _ROWS * _ROWS, -(-(first + len(values)) // columns)
-        rows = np.concatenate([left[row : row + _ROWS] @ right for row in range(top, bottom, _ROWS)])
-        rows *= self.scaling
-        added: np.ndarray = rows.reshape(-1)[first - top * columns :][: len(values)]
-        added += values
-        return added
+    The bits of the sum do not depend on which elements are asked for together.
+    """
+    left, right = _factors(delta)
+    columns = right.shape[1]
+    top, bottom = first // columns // _ROWS * _ROWS, -(-(first + len(values)) // columns)
+    rows = np.concatenate([left[row : row + _ROWS] @ right for row in range(top, bottom, _ROWS)])
+    rows *= delta.scaling
+    summed: np.ndarray = rows.reshape(-1)[first - top * columns :][: len(values)]
+    summed += values
+    return summed
 
 
 @lru_cache(maxsize=4)  # as many as there are threads: each is at one weight at a time

@@ -40,6 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--base_model", metavar="FOLDER", type=_folder, help="has the frozen parameters that CHECKPOINT leaves out"
     )
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
+    parser.add_argument("--keep_tied", action="store_true", help="write tied weights under each of their names")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
     parser.add_argument("--without_checksums", action="store_true", help="also files that were saved without them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -10,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from toolkit.checkpoint import lora
 from toolkit.checkpoint.convert.model_files import CONFIG, check_config, files_beside, verify_names, write_files
@@ -20,11 +20,8 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex, unchecked
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.files import refuse_link_out, replace_folder, writing
+from toolkit.files import replace_folder, writing
 from toolkit.units import size_text
-
-if TYPE_CHECKING:  # numpy, which most conversions do without
-    from toolkit.checkpoint.convert.casts import LoraDelta
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # What conversions write: --overwrite removes nothing else.
@@ -48,6 +45,8 @@ class ConvertSettings:
     config_from: Path | None = None
     base_model: Path | None = None
     merge_lora: bool = False
+    keep_tied: bool = False
+    """Write tied weights under each of their names, for classes that do not tie them themselves."""
     overwrite: bool = False
     verify: bool = False
     sync: bool = False
@@ -63,37 +62,43 @@ def convert(settings: ConvertSettings) -> list[str]:
     Raises UserError for whatever is wrong; nothing is changed then.
     """
     _check_place(settings)
-    reader = _opened(settings.checkpoint)
-    tensors, deltas, folder = _select(settings, reader)
-    if (without := unchecked([*reader.weights.values(), *tensors.values()])) and not settings.without_checksums:
+    reader, dtype = with_model_names(open_checkpoint(settings.checkpoint)), DTYPES[settings.dtype]
+    adapter = _adapter_config(settings, reader)
+    if is_adapter := adapter is not None and not settings.merge_lora:
+        weights: Weights = {**lora.adapter_tensors(reader, adapter)}
+        tied: dict[str, str] = {}
+    else:
+        weights = _whole(settings, reader, adapter)
+        names = {lora.merged_name(other): lora.merged_name(name) for other, name in reader.tied.items()}
+        tied = {other: name for other, name in names.items() if name in weights and other not in weights}
+    _refuse_unchecked(settings, [*reader.weights.values(), *(stored for stored, _ in weights.values())])
+    folder = adapter.path.parent if adapter and is_adapter else _config_folder(settings, reader)
+    config, files = files_beside(folder, is_adapter, dtype)
+    with_tied = weights | {other: weights[name] for other, name in tied.items()}
+    if config is not None and folder is not None:
+        shapes = {name: stored.shape for name, (stored, _) in with_tied.items()}
+        check_config(shapes, config, folder / CONFIG, str(reader.path))
+    if settings.keep_tied:
+        weights, tied = with_tied, {}
+    outputs = [Output(name, stored, written_dtype(stored, dtype), delta) for name, (stored, delta) in weights.items()]
+    shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
+    lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
+    if not files:
+        lines.insert(
+            0, f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
+        )
+    if tied:
+        pairs = listing(f"{other} (tied to {name})" for other, name in tied.items())
+        lines.append(f"left out: {pairs}, which from_pretrained ties again; --keep_tied writes it too")
+    return lines
+
+
+def _refuse_unchecked(settings: ConvertSettings, tensors: Iterable[TensorIndex]) -> None:
+    if not settings.without_checksums and (files := unchecked(tensors)):
         raise UserError(
-            f"{listing(without, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that "
+            f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that "
             "damage in it cannot be seen: convert it all the same with --without_checksums"
         )
-    is_adapter = lora.is_lora(reader) and not settings.merge_lora
-    dtype = DTYPES[settings.dtype]
-    config, files = files_beside(folder, is_adapter, dtype)
-    if config is not None and folder is not None:
-        shapes = {name: stored.shape for name, stored in tensors.items()}
-        tied = clean_names([*shapes, *reader.tied])
-        shapes |= {tied[other]: reader.weights[name].shape for other, name in reader.tied.items()}
-        check_config(shapes, config, folder / CONFIG, str(reader.path))
-    outputs = [Output(name, stored, written_dtype(stored, dtype), deltas.get(name)) for name, stored in tensors.items()]
-    shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
-    lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files)
-    note = f"weights only: {reader.path} has no config beside it; name a folder that has with --config_from"
-    return lines if files else [note, *lines]
-
-
-def _opened(path: Path) -> CheckpointReader:
-    """Raises UserError, too, where a link would let a file from elsewhere into the output."""
-    reader = open_checkpoint(path)
-    tensors = (*reader.weights.values(), *reader.buffers.values())
-    used = {span.member.file for stored in tensors for span in stored.spans} | {reader.model_folder or path}
-    for inner in sorted(used):
-        if inner.is_relative_to(path):
-            refuse_link_out(inner, path)
-    return reader
 
 
 def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
@@ -103,8 +108,13 @@ def _described(settings: ConvertSettings, shards: list[Shard], files: Iterable[s
 
 
 def _write(
-    settings: ConvertSettings, reader: CheckpointReader, shards: list[Shard], files: Mapping[str, Path | str]
+    settings: ConvertSettings,
+    reader: CheckpointReader,
+    shards: list[Shard],
+    files: Mapping[str, Path | str],
+    tied: Collection[str],
 ) -> list[str]:
+    """`tied`: the names that are left out."""
     began = time.monotonic()
     out, lines = settings.out, []
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
@@ -119,7 +129,7 @@ def _write(
             lines.append(verify_numbers(draft, shards))
         if settings.verify and CONFIG in files:
             shapes = {output.name: output.stored.shape for shard in shards for output in shard.outputs}
-            lines.append(verify_names(draft, shapes, reader.tied))
+            lines.append(verify_names(draft, shapes, tied))
     # a run's folder stands for its newest checkpoint, which need not be the best: say which it was
     named = f" ({reader.model_folder.resolve().parent.name})" if reader.model_folder else ""
     step = f" from step {reader.step}{named}" if reader.step is not None else ""
@@ -163,27 +173,54 @@ def _refuse_foreign(folder: Path, out: Path) -> None:
 
 # which tensors
 
-_Tensors = dict[str, TensorIndex]
-_Shapes = dict[str, tuple[int, ...] | None]
+Weights = dict[str, tuple[TensorIndex, lora.LoraDelta | None]]
+"""By the model's names, in its order: what is stored, and what LoRA adds to it."""
 
 
-def _select(settings: ConvertSettings, reader: CheckpointReader) -> tuple[_Tensors, dict[str, LoraDelta], Path | None]:
-    """(what is written, in the model's order; what LoRA adds to some of it; the folder of its config)."""
-    own = reader.model_folder
+def with_model_names(reader: CheckpointReader) -> CheckpointReader:
+    """The same by the model's own names: without wrappers, and without a `module.` that all have.
+
+    Raises UserError when the checkpoint holds no tensor, or two under one name.
+    """
+    stored = [*reader.weights, *reader.buffers, *reader.excluded]
+    names = {name: _WRAPPERS.sub("", name) for name in (*stored, *reader.tied)}
+    while names and all(short.startswith("module.") for short in names.values()):
+        names = {name: short.removeprefix("module.") for name, short in names.items()}
+    twice = sorted(name for name, count in Counter(names[name] for name in stored).items() if count > 1)
+    if twice:
+        raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
+    tables = {field: {names[name]: found for name, found in getattr(reader, field).items()}
+              for field in ("weights", "buffers", "excluded")}  # fmt: skip
+    return dataclasses.replace(
+        reader,
+        **tables,  # type: ignore[arg-type]
+        tied={names[other]: names[name] for other, name in reader.tied.items()},
+        frozen=frozenset(names[name] for name in reader.frozen),
+        optimizer_state={names[name]: kept for name, kept in reader.optimizer_state.items()},
+    )
+
+
+def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora.AdapterConfig | None:
+    """Of a checkpoint with LoRA."""
+    if not (reader.weights or reader.buffers):
+        raise UserError(f"{reader.path} holds no weights")
     if not lora.is_lora(reader):
         if settings.merge_lora:
             raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
-        return *_whole(settings, reader), settings.config_from or _having(CONFIG, own)
+        return None
     if (settings.checkpoint / lora.ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{settings.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
             "loads; to merge it, convert the run's checkpoint with --merge_lora"
         )
-    config = lora.read_adapter_config(_having(lora.ADAPTER_CONFIG, own) or settings.config_from, reader)
-    if not settings.merge_lora:
-        return lora.adapter_tensors(reader, _tensors_of(reader)[0], config), {}, config.path.parent
-    # an adapter's folder has no config of the model
-    return *_whole(settings, reader, config), _having(CONFIG, settings.config_from, own, settings.base_model)
+    return lora.read_adapter_config(_having(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from, reader)
+
+
+def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
+    """Where the model's config is: with LoRA the folder of the adapter's may have none."""
+    if lora.is_lora(reader):
+        return _having(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
+    return settings.config_from or _having(CONFIG, reader.model_folder)
 
 
 def _having(name: str, *folders: Path | None) -> Path | None:
@@ -196,78 +233,33 @@ def written_dtype(stored: TensorIndex, wanted: str) -> str:
     return wanted if stored.dtype in FLOATS else stored.dtype
 
 
-def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """Name in the checkpoint -> the model's own: without wrappers, and without a prefix that all have."""
-    cleaned = {name: _WRAPPERS.sub("", name) for name in names}
-    while cleaned and all(short.startswith("module.") for short in cleaned.values()):
-        cleaned = {name: short.removeprefix("module.") for name, short in cleaned.items()}
-    return cleaned
+def _whole(settings: ConvertSettings, reader: CheckpointReader, adapter: lora.AdapterConfig | None) -> Weights:
+    """Every parameter and buffer of a plain model; with LoRA the trained heads stand in place of the old ones.
 
-
-def _tensors_of(reader: CheckpointReader) -> tuple[_Tensors, _Shapes]:
-    """(parameters and buffers, parameters left out of the checkpoint with their shapes), by the model's names.
-
-    Raises UserError when the checkpoint holds no tensor, or two under one name.
+    Raises UserError when a parameter is neither in the checkpoint nor in the base model.
     """
-    stored = {**reader.weights, **reader.buffers}
-    names = clean_names([*stored, *reader.excluded])
-    if not stored:
-        raise UserError(f"{reader.path} holds no weights")
-    twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
-    if twice:
-        raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
-    held = {names[name]: tensor for name, tensor in stored.items()}
-    return held, {names[name]: tuple(shape) for name, shape in reader.excluded.items()}
-
-
-def _whole(
-    settings: ConvertSettings, reader: CheckpointReader, config: lora.AdapterConfig | None = None
-) -> tuple[_Tensors, dict[str, LoraDelta]]:
-    """Every parameter and buffer of a plain model, and what LoRA (with a `config`) adds to some of them.
-
-    With LoRA the trained heads stand in place of the old ones. Raises UserError when a parameter is neither in the
-    checkpoint nor in the base model.
-    """
-    held, left_out = _tensors_of(reader)
-    # a tied parameter is written once, by the name that the checkpoint has: `from_pretrained` ties the others to it
-    names = clean_names([*held, *reader.tied])
-    tied = {names[name] for name in reader.tied}
-    if config is None:
-        return held | _from_base(settings, reader, held, left_out, tied), {}
+    held: dict[str, TensorIndex] = {**reader.weights, **reader.buffers}
+    wanted: dict[str, tuple[int, ...] | None] = dict(reader.excluded)
+    if adapter is None:
+        held |= _from_base(settings, reader, held, wanted)
+        return {name: (stored, None) for name, stored in held.items()}
     factors = lora.factors_of(held, reader.path)
-    plain = {lora.merged_name(name): tensor for name, tensor in held.items() if lora.stays(name)}
-    wanted: _Shapes = dict.fromkeys(factors)
-    wanted |= {lora.merged_name(name): shape for name, shape in left_out.items() if lora.stays(name)}
-    wanted = {name: shape for name, shape in wanted.items() if name not in plain}
-    config.check_mergeable(bool(wanted))
-    plain |= _from_base(settings, reader, plain, wanted, {lora.merged_name(name) for name in tied})
-    return plain, {name: _delta(name, plain[name], *pair, config) for name, pair in factors.items()}
-
-
-def _delta(
-    name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool, config: lora.AdapterConfig
-) -> LoraDelta:
-    from toolkit.checkpoint.convert.casts import LoraDelta
-
-    layer = name.removesuffix(".weight")
-    delta = LoraDelta(
-        a, b, config.scaling(layer, a.shape[0]), is_embedding or bool(config.content.get("fan_in_fan_out"))
-    )
-    if delta.shape != weight.shape or a.shape[0] != b.shape[1]:
-        raise UserError(
-            f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
-        )
-    return delta
+    held = {lora.merged_name(name): stored for name, stored in held.items() if lora.stays(name)}
+    wanted = {lora.merged_name(name): shape for name, shape in wanted.items() if lora.stays(name)}
+    wanted = {name: shape for name, shape in (dict.fromkeys(factors) | wanted).items() if name not in held}
+    adapter.check_mergeable(bool(wanted))
+    held |= _from_base(settings, reader, held, wanted)
+    deltas = {name: adapter.delta(name, held[name], *pair) for name, pair in factors.items()}
+    return {name: (stored, deltas.get(name)) for name, stored in held.items()}
 
 
 def _from_base(
     settings: ConvertSettings,
     reader: CheckpointReader,
     held: Collection[str],
-    wanted: _Shapes,
-    tied: Collection[str] = (),
-) -> _Tensors:
-    """What the base model adds to the parameters that a checkpoint holds (`held`; `tied` are other names of them).
+    wanted: Mapping[str, tuple[int, ...] | None],
+) -> dict[str, TensorIndex]:
+    """What the base model adds to the parameters that a checkpoint holds.
 
     `wanted`: those that are known to be left out -> shape, or None where the checkpoint does not say. DeepSpeed does
     not write down which it leaves out: then everything of the base model is taken that the checkpoint does not hold.
@@ -284,7 +276,7 @@ def _from_base(
         )
     if folder is None:
         return {}
-    base = _opened(folder)
+    base = open_checkpoint(folder)
     known = _renamed({**base.weights, **base.buffers}, {*held, *wanted})
     if missing := [name for name in wanted if name not in known]:
         raise UserError(
@@ -297,14 +289,19 @@ def _from_base(
                 f"{name} is of shape {list(known[name].shape)} in {base.path} and of {list(shape)} in the model of "
                 f"{reader.path}: --base_model is not the model that was trained"
             )
-    taken = wanted if reader.excluded else [name for name in known if name not in held and name not in tied]
-    return {name: known[name] for name in taken}
+    if reader.excluded:
+        return {name: known[name] for name in wanted}
+    there = {*held, *map(lora.merged_name, reader.tied)}
+    return {name: stored for name, stored in known.items() if name not in there}
 
 
-def _renamed(known: Mapping[str, TensorIndex], names: Collection[str]) -> _Tensors:
+def _renamed(known: dict[str, TensorIndex], names: Collection[str]) -> dict[str, TensorIndex]:
     """The base model's tensors by the model's names: as they are, or with one prefix (`bert.`) more or less."""
-    prefixes = sorted({name.split(".")[0] + "." for name in (*known, *names)})
-    ways = [dict(known)]
-    ways += [{prefix + name: tensor for name, tensor in known.items()} for prefix in prefixes]
-    ways += [{name.removeprefix(prefix): tensor for name, tensor in known.items()} for prefix in prefixes]
+    more = Counter(prefix for prefix, _, rest in (name.partition(".") for name in names) if rest in known)
+    less = Counter(prefix for prefix, _, rest in (name.partition(".") for name in known) if rest in names)
+    ways = [known]
+    ways += [{f"{prefix}.{name}": stored for name, stored in known.items()} for prefix, _ in more.most_common(1)]
+    ways += [
+        {name.removeprefix(f"{prefix}."): stored for name, stored in known.items()} for prefix, _ in less.most_common(1)
+    ]
     return max(ways, key=lambda way: sum(name in way for name in names))  # the first of equals

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from toolkit.checkpoint.convert.conversion import clean_names, written_dtype
+from toolkit.checkpoint.convert.conversion import with_model_names, written_dtype
 from toolkit.checkpoint.lora import is_lora
 from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.units import size_text
@@ -45,7 +45,7 @@ def describe(reader: CheckpointReader) -> dict[str, Any]:
             dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in stored)
             for dtype in ("F32", "BF16")
         },
-        "shapes": {short: reader.weights[name].shape for name, short in clean_names(reader.weights).items()},
+        "shapes": {name: stored.shape for name, stored in with_model_names(reader).weights.items()},
         "details": reader.details,
     }
 

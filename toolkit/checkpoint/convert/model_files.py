@@ -7,13 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
-from toolkit.files import read_table, refuse_link_out
+from toolkit.files import create_file, read_table, refuse_link_out
 
 CONFIG = "config.json"
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -70,7 +70,7 @@ def files_beside(
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:
     for name, content in files.items():
-        with (folder / name).open("xb") as file:
+        with create_file(folder / name) as file:
             if isinstance(content, str):
                 file.write(content.encode())
             else:
@@ -119,7 +119,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     faults.raise_if_any()
 
 
-def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> str:
+def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> str:
     """Compares with the model that transformers builds of the folder's config, without its weights.
 
     It runs in a process of its own, so that this one stays small. Returns what was done, or why it could

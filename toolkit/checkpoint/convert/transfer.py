@@ -15,15 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from toolkit.checkpoint.checksum import combine, crc32
+from toolkit.checkpoint.checksum import blocks, combine, crc32
+from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, TensorIndex
 from toolkit.checkpoint.tensors_file import Layout, lay_out, read_header
 from toolkit.errors import UserError
-
-if TYPE_CHECKING:  # numpy takes as long to import as a gigabyte to copy, and most conversions do without
-    from toolkit.checkpoint.convert.casts import LoraDelta
+from toolkit.files import create_file, write_new
 
 # Bytes read at a time: with what a cast makes of them it fits a core's cache, so that memory is passed once.
 BLOCK = 512 << 10
@@ -31,10 +29,10 @@ BLOCK = 512 << 10
 CHUNK = 16 << 20
 # More do not gain on the disks we met, and each has memory of its own (about 3 MB).
 MOST_THREADS = 4
-_COMPARED = 1 << 18  # elements at a time
+_COMPARED = 1 << 16  # elements at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Output:
     """A tensor to write."""
 
@@ -56,12 +54,12 @@ class Output:
         """
         if self.delta is None and self.stored.dtype == self.dtype:
             return numbers
-        from toolkit.checkpoint.convert.casts import narrow, widen
+        from toolkit.checkpoint.convert import casts  # numpy, which takes as long to import as a gigabyte to copy
 
-        values = widen(numbers, self.stored.dtype, self.stored.name)
+        values = casts.widen(numbers, self.stored.dtype, self.stored.name)
         if self.delta is not None:
-            values = self.delta.added(values, first)
-        return narrow(values, self.dtype, self.stored.name)
+            values = casts.added(self.delta, values, first)
+        return casts.narrow(values, self.dtype, self.stored.name)
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,9 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     parts: dict[Member, list[_Part]] = defaultdict(list)
     with ExitStack() as stack:
         for shard in shards:
-            file = _create(folder / shard.name, shard.layout)
-            stack.callback(os.close, file)
+            file = stack.enter_context(create_file(folder / shard.name)).fileno()
+            os.ftruncate(file, shard.layout.size)
+            _write_at(file, memoryview(shard.layout.header()), 0)
             for output in shard.outputs:
                 for member, part in _parts(output, file, shard.layout.offsets[output.name]):
                     parts[member].append(part)
@@ -114,14 +113,6 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
     if len(shards) > 1:
         _write_index(folder, shards)
     return read
-
-
-def _create(path: Path, layout: Layout) -> int:
-    """Descriptor of a new file of its full size that holds its header."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    os.ftruncate(file, layout.size)
-    _write_at(file, memoryview(layout.header()), 0)
-    return file
 
 
 def _write_at(file: int, content: memoryview, place: int) -> None:
@@ -135,11 +126,10 @@ def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
-    with (folder / "model.safetensors.index.json").open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write_new(folder / "model.safetensors.index.json", text + "\n")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Part:
     """Bytes of a member, from `start` to `end`, that belong to one tensor: its elements from `first` on."""
 
@@ -181,7 +171,7 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
         (member, start, min(start + CHUNK, member.size)) for member in members for start in range(0, member.size, CHUNK)
     ]
     checksums = dict.fromkeys(members, 0)
-    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), len(chunks)) or 1) as pool:
+    with _threads(len(chunks)) as pool:
         # after Ctrl-C or a fault what has not begun is dropped
         values = pool.map(lambda chunk: _copy(parts[chunk[0]], *chunk), chunks)
         for (member, start, end), value in zip(chunks, values, strict=True):
@@ -195,35 +185,23 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     return sum(end - start for _, start, end in chunks)
 
 
+def _threads(most: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), most) or 1)
+
+
 def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
     """Does the bytes [start, end) of a member, and returns their CRC32."""
-    value = 0
+    value, begin = 0, start
     parts = [part for part in parts if part.start < end and part.end > start]
-    for begin, view in _blocks(member, start, end):
+    for view in blocks(member.file, member.offset + start, end - start, BLOCK):
         if member.crc32 is not None:
             value = crc32(view, value)
         for part in parts:
             low, high = max(part.start, begin), min(part.end, begin + len(view))
             if low < high:
                 part.write(low, view[low - begin : high - begin])
+        begin += len(view)
     return value
-
-
-def _blocks(member: Member, start: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """(bytes from the member's beginning, what is there): good until the next is asked for."""
-    buffer = memoryview(bytearray(BLOCK))
-    try:
-        with member.file.open("rb", buffering=0) as file:
-            for begin in range(start, end, BLOCK):
-                view, done = buffer[: min(BLOCK, end - begin)], 0
-                while done < len(view):
-                    count = os.preadv(file.fileno(), [view[done:]], member.offset + begin + done)
-                    if count == 0:
-                        raise UserError(f"{member.file} ends within {member.name}: truncated")
-                    done += count
-                yield begin, view
-    except OSError as error:
-        raise UserError(f"cannot read {member.name} of {member.file}: {error.strerror}") from None
 
 
 def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
@@ -241,9 +219,11 @@ def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
         written = read_header(path).tensors
         if set(written) != {output.name for output in shard.outputs}:
             raise UserError(f"{path} does not hold the tensors that were to be written: the disk or memory is faulty")
-        for output in shard.outputs:
-            if not _same(output, written[output.name]):
-                raise UserError(f"{output.name} in {path} differs from {output.stored.name} of the checkpoint")
+        with _threads(len(shard.outputs)) as pool:
+            same = pool.map(lambda output: _same(output, written[output.name]), shard.outputs)  # noqa: B023 (read here)
+            for output, is_same in zip(shard.outputs, same, strict=True):
+                if not is_same:
+                    raise UserError(f"{output.name} in {path} differs from {output.stored.name} of the checkpoint")
     merged = sum(output.delta is not None for output in outputs)
     summed = f", {merged} of them the sum with their adapter" if merged else ""
     return f"verified: {len(outputs)} tensors are the checkpoint's, bit for bit{summed}"

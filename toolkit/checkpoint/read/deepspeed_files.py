@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.torch_file import TorchFile, open_torch_file
-from toolkit.checkpoint.read.unpickle import DEEPSPEED
 from toolkit.errors import UserError, listing
 
 _OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor>\d+)_?optim_states\.pt")
@@ -134,7 +133,7 @@ def _compare_ranks(folder: Path, found: dict[str, dict[int, Path]], counts: dict
 
 def _open(path: Path, key: str) -> TorchFile:
     """`key`: of the state that a file of this kind has."""
-    opened = open_torch_file(path, DEEPSPEED)
+    opened = open_torch_file(path)
     was = f"{opened.written_as}.pt"
     if was != path.name and (_OPTIMIZER.fullmatch(was) or _MODEL.fullmatch(was)):
         raise UserError(f"{path} was written as {was}: ranks are mixed up; copy the folder again")

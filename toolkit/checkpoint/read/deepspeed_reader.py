@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from toolkit.checkpoint.read.deepspeed_files import Files, is_sharded, open_file
 from toolkit.checkpoint.read.torch_file import TorchFile, verify_member
 from toolkit.checkpoint.read.unpickle import Tensor
 from toolkit.checkpoint.read.weights_reader import main_dtype, tied_tensors
-from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, Scalar, Span, TensorIndex, joined
+from toolkit.checkpoint.reader import CheckpointReader, Scalar, TensorIndex, joined
 from toolkit.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -120,24 +119,18 @@ class _Rank:
         told = {index: {} if step is None else {"step": step} for index, step in steps.items()}
         return {index: told[index] | states[index] for index in steps if index in states}
 
-    def piece(self, number: int, key: str, start: int, count: int) -> TensorIndex:
-        """Elements of a flat buffer: of the masters (key "") or of a state. Fewer where the rank has no more."""
+    def flat(self, number: int, key: str) -> TensorIndex:
+        """A group's flat buffer: of the masters (key "") or of a state. Empty where the rank holds padding alone."""
         tensor, masters = self.groups[number].get(key), self.groups[number][""]
-        if tensor is None:  # the rank's whole part is padding
+        if tensor is None:
             return TensorIndex(key, (0,), masters.dtype, ())
-        whole = self.opened.stored(f"group {number}", tensor)
-        if whole.shape not in ((self.parts[number],), masters.shape):
+        flat = self.opened.stored(f"group {number}", tensor)
+        if flat.shape not in ((self.parts[number],), masters.shape):
             raise UserError(
-                f"{self.file}: group {number} has {whole.count:,} elements of {key} and {self.parts[number]:,} "
+                f"{self.file}: group {number} has {flat.count:,} elements of {key} and {self.parts[number]:,} "
                 "weights: damaged?"
             )
-        (span,) = whole.spans
-        count = max(0, min(count, span.count - start))  # `joined` tells of what is missing
-        return replace(
-            whole,
-            shape=(count,),
-            spans=(Span(span.member, span.start + start * ITEM_BYTES[whole.dtype], count),),
-        )
+        return flat
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
         """Parameter -> (first element, elements) in this rank's part of a group, where the file says it."""
@@ -241,9 +234,10 @@ def _group(ranks: list[_Rank], shapes: Shapes, number: int, pieces: Pieces) -> I
     """(parameter, state's key or "", tensor) of a group."""
     held = [item for rank in ranks for item in rank.groups[number].items()]
     for key in dict.fromkeys(key for key, value in held if type(value) is Tensor and (value.shape or not key)):
+        flats = [rank.flat(number, key) for rank in ranks]
         for name, shape in shapes.items():
             ends = itertools.accumulate((count for _, _, count in pieces[name]), initial=0)
-            parts = [ranks[order].piece(number, key, start, count) for order, start, count in pieces[name]]
+            parts = [flats[order].cut(start, count) for order, start, count in pieces[name]]
             yield name, key, joined(ranks[0].file.parent, name, shape, zip(ends, parts, strict=False))
 
 
@@ -311,10 +305,9 @@ class _Module:
         """A frozen parameter as stages 2 (whole) and 3 (a part in each rank's file, the last ones padded) write it."""
         shape, parts, place = self.shapes[name], [], 0
         for model, held in zip(self.models, fragments, strict=True):
-            part = model.stored(name, held.get(name))
-            count = min(part.count, math.prod(shape) - place)
-            parts.append((place, replace(part, shape=(count,), spans=(replace(part.spans[0], count=count),))))
-            place += count
+            part = model.stored(name, held.get(name)).cut(0, math.prod(shape) - place)
+            parts.append((place, part))
+            place += part.count
         return joined(self.models[0].file.parent, name, shape, parts)
 
     def _whole(self) -> Iterator[tuple[str, TensorIndex]]:

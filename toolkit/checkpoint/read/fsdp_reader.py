@@ -2,7 +2,7 @@
 
 A sharded folder holds `.metadata`, a pickle that says which rectangle of which tensor lies where, and
 `__RANK_N.distcp` files, each a row of small files of torch.save. Parameters and buffers have no mark that
-would tell them apart: all are `weights`.
+would tell them apart: all are `weights`. The optimizer's state is left alone: only a run's own checkpoints are resumed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import DISTRIBUTED, MOST_BYTES, Inert, Tensor, unpickle
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.read.weights_reader import main_dtype, torch_tensors
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, joined, split_state
+from toolkit.checkpoint.reader import CheckpointReader, TensorIndex, joined
 from toolkit.errors import UserError, listing
 
 FULL = "pytorch_model_fsdp.bin"
 SHARDED = "pytorch_model_fsdp_0"
+_PREFIX = "model."
 
 # (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Places = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
@@ -30,15 +31,13 @@ def is_fsdp_folder(folder: Path) -> bool:
     return (folder / FULL).is_file() or (folder / SHARDED).is_dir() or any(folder.glob("pytorch_model_fsdp_*rank*.bin"))
 
 
-def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
+def open_fsdp(folder: Path) -> CheckpointReader:
     """Opens FULL_STATE_DICT and SHARDED_STATE_DICT. Raises UserError where a file is missing or damaged."""
     tied: dict[str, str] = {}
     if (folder / SHARDED).is_dir():
-        weights = _sharded(folder / SHARDED, "model.")
-        state = _sharded(folder / "optimizer_0", "optimizer.state.") if (folder / "optimizer_0").is_dir() else {}
+        weights = _sharded(folder / SHARDED)
     elif (folder / FULL).is_file():
         weights, tied = torch_tensors(folder / FULL)
-        state = _optimizer(folder / "optimizer.bin") if (folder / "optimizer.bin").is_file() else {}
     else:
         raise UserError(
             f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
@@ -46,50 +45,33 @@ def open_fsdp(path: Path, folder: Path) -> CheckpointReader:
         )
     if not weights:
         raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
-    entries = ((*key.rpartition(".")[::2], stored) for key, stored in state.items())
-    kept, scalars = split_state((entry for entry in entries if entry[0] in weights), weights)
     writers = {span.member.file for stored in weights.values() for span in stored.spans}
     return CheckpointReader(
-        path=path,
+        path=folder,
         strategy="fsdp2",
         world=len(list(folder.glob("random_states_*.pkl"))) or max(1, len(writers)),
         weights=weights,
         tied=tied,
-        optimizer_state=kept,
-        optimizer_scalars=scalars,
         engine_dtype=main_dtype(stored.dtype for stored in weights.values()),
         model_folder=folder if (folder / "config.json").is_file() else None,
         details={"sharded": (folder / SHARDED).is_dir()},
     )
 
 
-def _optimizer(file: Path) -> dict[str, TensorIndex]:
-    """`NAME.exp_avg`, ... of a whole optimizer, whose state FSDP keeps by name."""
-    opened = open_torch_file(file)
-    return {
-        f"{name}.{kind}": opened.stored(f"{name}.{kind}", tensor)
-        for name, kinds in opened.content["state"].items()
-        for kind, tensor in opened.tensors(kinds).items()
-    }
-
-
-# torch.distributed.checkpoint
-
-
-def _sharded(folder: Path, prefix: str) -> dict[str, TensorIndex]:
-    """The tensors whose names begin with `prefix`, without it."""
+def _sharded(folder: Path) -> dict[str, TensorIndex]:
+    """The model's tensors of torch.distributed.checkpoint."""
     metadata = folder / ".metadata"
     if not metadata.is_file():
         raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
     with metadata.open("rb") as opened:
         structure = opened.read(MOST_BYTES + 1)  # more are refused
     try:
-        content = unpickle(structure, metadata, DISTRIBUTED).state
+        content = unpickle(structure, metadata).state
         places = _places(folder, content["storage_data"])
         return {
-            name.removeprefix(prefix): _whole(folder, name, prefix, entry.state, places)
+            name.removeprefix(_PREFIX): _whole(folder, name, entry.state, places)
             for name, entry in content["state_dict_metadata"].items()
-            if entry.name.endswith(".TensorStorageMetadata") and name.startswith(prefix)
+            if entry.name.endswith(".TensorStorageMetadata") and name.startswith(_PREFIX)
         }
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
@@ -115,7 +97,7 @@ def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
     return places
 
 
-def _whole(folder: Path, name: str, prefix: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
+def _whole(folder: Path, name: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
     """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
     shape, parts = entry["size"], []
     for chunk in entry["chunks"]:
@@ -129,4 +111,4 @@ def _whole(folder: Path, name: str, prefix: str, entry: Mapping[str, Any], place
         if type(opened.content) is not Tensor or opened.content.shape != sizes:
             raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
         parts.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.stored(name, opened.content)))
-    return joined(folder, name.removeprefix(prefix), shape, parts)
+    return joined(folder, name.removeprefix(_PREFIX), shape, parts)

@@ -12,6 +12,7 @@ from toolkit.checkpoint.read.run_reader import open_run_checkpoint
 from toolkit.checkpoint.read.weights_reader import has_weights, open_weights
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.files import refuse_link_out
 
 _EXPECTED = (
     "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint or of accelerator.save_state, or a Hugging Face "
@@ -34,7 +35,12 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     try:
         if not path.is_dir():
             raise UserError(_not_a_folder(path))
-        reader = _open(path)
+        reader, folder = _open(path)
+        states = [stored for kept in reader.optimizer_state.values() for stored in kept.values()]
+        tensors = (*reader.weights.values(), *reader.buffers.values(), *states)
+        files = {span.member.file for stored in tensors for span in stored.spans} | {reader.model_folder or folder}
+        for file in sorted(file for file in files if file.is_relative_to(folder)):
+            refuse_link_out(file, folder)
         names = (*reader.weights, *reader.buffers, *reader.tied, *reader.excluded)
         if strange := [name for name in names if not name.isprintable()]:  # half a character, a terminal's command
             raise UserError(f"{path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
@@ -54,21 +60,22 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         ) from error
 
 
-def _open(path: Path) -> CheckpointReader:
+def _open(path: Path) -> tuple[CheckpointReader, Path]:
+    """(what is opened, the folder that all its files are to lie in)."""
     if (path / MANIFEST).is_file() or step_number(path) is not None:
-        return open_run_checkpoint(path, path)
+        return open_run_checkpoint(path, path), path
     _refuse_universal(path)
     if is_tag_folder(path):
-        return open_deepspeed(path, path, _model_folder(path, path.parent))
+        return open_deepspeed(path, path, _model_folder(path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
         if checkpoints.is_dir() and (found := complete(checkpoints)):
-            return open_run_checkpoint(path, found[0])  # the newest
+            return open_run_checkpoint(path, found[0]), found[0]  # the newest
     if tag := find_tag_folder(path):
-        return open_deepspeed(path, tag, _model_folder(path))
+        return open_deepspeed(path, tag, _model_folder(path)), path
     if is_fsdp_folder(path):
-        return open_fsdp(path, path)
+        return open_fsdp(path), path
     if has_weights(path):
-        return open_weights(path, path)
+        return open_weights(path), path
     names = sorted(entry.name for entry in path.iterdir())
     raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
 

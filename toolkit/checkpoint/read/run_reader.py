@@ -14,10 +14,11 @@ from toolkit.checkpoint.folder import MANIFEST, fault_of, read_manifest
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.torch_file import zip_members
-from toolkit.checkpoint.reader import CheckpointReader, Member, Scalar, TensorIndex, joined, split_state
+from toolkit.checkpoint.reader import CheckpointReader, Member, Scalar, TensorIndex, joined
 from toolkit.checkpoint.tensors_file import Header, read_header
 from toolkit.errors import UserError
 
+_WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 _ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
@@ -30,17 +31,19 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     if fault := fault_of(folder):
         raise UserError(f"{fault}; copy the checkpoint again or take another one")
     _refuse_foreign_files(folder, manifest)
-    state = manifest.get("state")
-    if state == "whole":
-        reader = _open_whole(path, folder, manifest)
-    elif state == "slices":
-        reader = _open_sharded(path, folder, manifest)
-    elif state == "deepspeed" and (tag := find_tag_folder(folder)):
+    state, world = manifest.get("state"), manifest.get("world")
+    slices = sorted(folder.glob("slices-rank-*.safetensors"))
+    if state == "deepspeed" and (tag := find_tag_folder(folder)):
         reader = open_deepspeed(path, tag)
+    elif state == "whole":
+        optimizer = folder / _OPTIMIZER
+        reader = _open_ours(path, [folder / _WEIGHTS, *([optimizer] if optimizer.is_file() else [])], manifest)
+    elif state == "slices" and len(slices) == world:
+        reader = _open_ours(path, slices, manifest)
     else:
         raise UserError(
-            f"{folder / MANIFEST}: its state {state!r} is none of whole, slices and deepspeed, or the files of it are "
-            "missing: copy the checkpoint again"
+            f"{folder / MANIFEST}: its state is {state!r}, written by {world} processes, and the folder holds "
+            f"{len(slices)} files of slices: not all files are there; copy the checkpoint again"
         )
     return _as_the_manifest_says(reader, folder, manifest)
 
@@ -56,11 +59,13 @@ def _refuse_foreign_files(folder: Path, manifest: Mapping[str, Any]) -> None:
             members = [span.member for stored in read_header(file).tensors.values() for span in stored.spans]
         else:
             members = list(zip_members(file).values()) if file.suffix == ".pt" else []
+        if not members or any(each.crc32 is None for each in members):
+            continue
         found = {member.offset: member for member in members if member.size}
         for offset, member in [*sorted(found.items()), (file.stat().st_size, Member(file, "", 0, 0, 0))]:
-            value = combine(value, crc32_of_range(file, place, offset - place), offset - place) if members else 0
+            value = combine(value, crc32_of_range(file, place, offset - place), offset - place)
             value, place = combine(value, member.crc32 or 0, member.size), offset + member.size
-        if members and all(each.crc32 is not None for each in members) and f"{value:08x}" != entry["crc32"]:
+        if f"{value:08x}" != entry["crc32"]:
             raise UserError(
                 f"{file} is not the file that {folder / MANIFEST} was written for: it is of another save, or "
                 "damaged; copy the checkpoint again or take another one"
@@ -85,62 +90,45 @@ def _as_the_manifest_says(reader: CheckpointReader, folder: Path, manifest: Mapp
     )
 
 
-# one file of whole tensors, or a file of shards per process
-
-
-def _open_whole(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
-    tensors = read_header(folder / "weights.safetensors").tensors
-    named, optimizer = set(manifest.get("buffers") or ()), folder / "optimizer.safetensors"
-    found = {("buffer." if name in named else "weight.") + name: stored for name, stored in tensors.items()}
-    header = read_header(optimizer) if optimizer.is_file() else Header({}, {})
-    return _reader(path, manifest, {**found, **header.tensors}, _table(optimizer, header, "numbers"))
-
-
-def _open_sharded(path: Path, folder: Path, manifest: Mapping[str, Any]) -> CheckpointReader:
-    files = sorted(folder.glob("slices-rank-*.safetensors"))
-    if len(files) != manifest.get("world"):
-        raise UserError(
-            f"{folder} holds {len(files)} files of slices and was written by {manifest.get('world')} processes"
-        )
-    parts: dict[str, list[tuple[int, TensorIndex]]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    whole: dict[str, TensorIndex] = {}
-    numbers: dict[str, Any] = {}
+def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> CheckpointReader:
+    """Files of whole tensors, or one of shards per process. A tensor is KEY.PARAMETER, but in weights.safetensors."""
+    parts: dict[tuple[str, str], list[tuple[int, TensorIndex]]] = defaultdict(list)
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
     for file in files:
         header = read_header(file)
-        numbers |= _table(file, header, "numbers")
         places = _table(file, header, "slices")
-        for key, stored in header.tensors.items():
-            place = places.get(key, {"shape": [], "start": 0}) if key.startswith("step.") else places[key]
-            if place["shape"] or key.startswith(("weight.", "buffer.")):
-                parts[key].append((int(place["start"]), stored))
-                if shapes.setdefault(key, tuple(map(int, place["shape"]))) != tuple(place["shape"]):
-                    raise UserError(f"{file}: its slice of {key} is of another shape than in the other files")
+        for parameter, numbers in _table(file, header, "numbers").items():
+            scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
+        for name, stored in header.tensors.items():
+            key, _, parameter = name.partition(".")
+            if file.name == _WEIGHTS:
+                key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
+            place = places.get(name, {"shape": () if places else stored.shape, "start": 0})
+            shape, there = tuple(map(int, place["shape"])), parts[key, parameter]
+            if shapes.setdefault((key, parameter), shape) != shape:
+                raise UserError(f"{file}: its slice of {name} is of another shape than in the other files")
+            if shape or not there:
+                there.append((int(place["start"]), stored))
+            else:  # what each process has
+                _compare_scalars(name, there[0][1], stored)
+    tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    for (key, parameter), found in parts.items():
+        tensors[key][parameter] = joined(path, parameter, shapes[key, parameter], found)
+    weights, buffers = tensors.pop("weight", {}), tensors.pop("buffer", {})
+    kept: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    for key, named in tensors.items():
+        for parameter, stored in named.items():
+            if key == "step" or (not stored.shape and weights[parameter].shape):
+                scalars[parameter][key] = Scalar(stored.number(), stored.dtype)
             else:
-                _check_scalar(key, whole.setdefault(key, dataclasses.replace(stored, shape=())), stored)
-    whole |= {key: joined(folder, key, shapes[key], found) for key, found in parts.items()}
-    return _reader(path, manifest, whole, numbers)
-
-
-def _reader(
-    path: Path, manifest: Mapping[str, Any], found: Mapping[str, TensorIndex], numbers: Mapping[str, Mapping[str, Any]]
-) -> CheckpointReader:
-    """`found`: by `KIND.PARAMETER`; `numbers`: parameter -> what the optimizer keeps of it that is no tensor."""
-    kinds: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
-    for key, stored in found.items():
-        kind, _, name = key.partition(".")
-        kinds[kind][name] = dataclasses.replace(stored, name=name)
-    weights, buffers = kinds.pop("weight", {}), kinds.pop("buffer", {})
-    entries = ((name, kind, stored) for kind, tensors in kinds.items() for name, stored in tensors.items())
-    kept, scalars = split_state(entries, weights)
-    for name, values in numbers.items():
-        scalars[name] = {key: Scalar(value) for key, value in values.items()} | scalars.get(name, {})
+                kept[parameter][key] = stored
     return CheckpointReader(
         path=path,
         weights=weights,
         buffers=buffers,
-        optimizer_state=kept,
-        optimizer_scalars=scalars,
+        optimizer_state=dict(kept),
+        optimizer_scalars=dict(scalars),
         engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
     )
 
@@ -153,10 +141,10 @@ def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
         raise UserError(f"{file}: the table of {name} in its header cannot be read: damaged") from None
 
 
-def _check_scalar(key: str, first: TensorIndex, other: TensorIndex) -> None:
+def _compare_scalars(name: str, first: TensorIndex, other: TensorIndex) -> None:
     one, two = first.number(), other.number()
     if one != two:
-        what = "optimizer step" if key.startswith("step.") else key
+        what = "optimizer step" if name.startswith("step.") else name
         raise UserError(
             f"{other.spans[0].member.file} is of {what} {two} and {first.spans[0].member.file} of {what} {one}: "
             "they are of different saves; copy the checkpoint again or take another one"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from toolkit.checkpoint.checksum import crc32_of_range
-from toolkit.checkpoint.read.unpickle import MOST_BYTES, TORCH, Global, MalformedError, Tensor, unpickle, walk
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
 
@@ -66,9 +66,7 @@ class TorchFile:
         return {name: value for name, value in table.items() if type(value) is Tensor}
 
 
-def open_torch_file(
-    file: Path, allowed: Mapping[str, Global] = TORCH, start: int = 0, size: int | None = None
-) -> TorchFile:
+def open_torch_file(file: Path, start: int = 0, size: int | None = None) -> TorchFile:
     """Opens a file of torch.save, or the range of one that holds it.
 
     Raises UserError for what is missing, truncated, damaged, of an old format, or asks for anything to be executed.
@@ -81,7 +79,7 @@ def open_torch_file(
     order = members.get(f"{top}byteorder")
     if order is not None and read_member(order, 100) != b"little":
         raise UserError(f"{file} was written on a big-endian machine, which is not supported")
-    content = unpickle(read_member(members[structures[0]], MOST_BYTES), file, allowed)
+    content = unpickle(read_member(members[structures[0]], MOST_BYTES), file)
     data = f"{top}data/"
     stored = {name.removeprefix(data): member for name, member in members.items() if name.startswith(data)}
     return TorchFile(file, content, stored, top.removesuffix("/"))

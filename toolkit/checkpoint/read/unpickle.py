@@ -92,20 +92,15 @@ class Tensor:
         return True
 
 
-def unpickle(content: bytes, where: Path | str, allowed: Mapping[str, Global]) -> Any:
-    """The value that `content` describes, with a `Tensor` in place of each tensor.
+def unpickle(content: bytes, where: Path | str) -> Any:
+    """The value that `content` describes, with a `Tensor` in place of each tensor. `where`: the file, for messages.
 
-    Args:
-        where: the file, for messages.
-        allowed: globals by `module.name`.
-
-    Raises:
-        UserError: a global that is not allowed, or a malformed or unbelievably large pickle.
+    Raises UserError for a global that is not allowed, and a malformed or unbelievably large pickle.
     """
     if len(content) > MOST_BYTES:
         raise UserError(f"{where}: a structure of {len(content):,} bytes, more than is believable: damaged?")
     try:
-        value = _Machine(content, where, allowed).load()
+        value = _Machine(content, where).load()
         for _ in walk([value]):  # raises where a few bytes describe what no one can walk through
             pass
     except UserError:
@@ -151,16 +146,16 @@ _Python: Any = pickle._Unpickler
 class _Machine(_Python):
     """The places of Python's machine where a pickle could do more than describe."""
 
-    def __init__(self, content: bytes, where: Path | str, allowed: Mapping[str, Global]) -> None:
+    def __init__(self, content: bytes, where: Path | str) -> None:
         super().__init__(io.BytesIO(content))
-        self.where, self.allowed, self.dispatch = where, allowed, _Operations(_OPERATIONS)
+        self.where, self.dispatch = where, _Operations(_OPERATIONS)
 
     def find_class(self, module: str, name: str) -> Global:
         path = f"{module}.{name}"
-        if path not in self.allowed:
+        if path not in ALLOWED:
             shown = path[:200].encode("unicode_escape").decode()
             raise UserError(f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed")
-        return self.allowed[path]
+        return ALLOWED[path]
 
     def persistent_load(self, pid: Any) -> Storage:
         """torch's: ("storage", class, key, device, elements)."""
@@ -299,7 +294,8 @@ _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for na
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
                                         "uint8", "bool")]  # fmt: skip
 _CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
-TORCH = _allow(
+_DCP = "torch.distributed.checkpoint.metadata."
+ALLOWED = _allow(
     {
         **dict.fromkeys(_CONSTANTS),
         "torch._utils._rebuild_tensor": _tensor,
@@ -311,28 +307,23 @@ TORCH = _allow(
         "torch.serialization._get_layout": _first,
         **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
         **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
+        "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
+        f"{_DCP}_MEM_FORMAT_ENCODING": _first,
     },
     "torch.device",
     # numpy's scalars, where a run's own state holds them
     "numpy.dtype",
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
-)
-"""In what torch.save writes."""
-DEEPSPEED = TORCH | _allow(
-    {"deepspeed.runtime.zero.config.ZeroStageEnum": _first},
+    # in the files of DeepSpeed's save_checkpoint
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.utils.tensor_fragment.fragment_address",
-)
-"""In the files of DeepSpeed's save_checkpoint."""
-_DCP = "torch.distributed.checkpoint.metadata."
-DISTRIBUTED = TORCH | _allow(
-    {f"{_DCP}_MEM_FORMAT_ENCODING": _first},
+    # in the `.metadata` of torch.distributed.checkpoint
     *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
                                "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )  # fmt: skip
-"""In the `.metadata` of torch.distributed.checkpoint."""
+"""In what torch.save, DeepSpeed and torch.distributed.checkpoint write: all of it inert."""

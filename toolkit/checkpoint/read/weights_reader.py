@@ -23,7 +23,7 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (*SINGLE, *INDEXES))
 
 
-def open_weights(path: Path, folder: Path) -> CheckpointReader:
+def open_weights(folder: Path) -> CheckpointReader:
     """Opens a folder of weights. The parameters' order in an optimizer's file is not known, so it is left alone.
 
     Raises UserError where a file is missing or damaged, or tensors are in two files.
@@ -43,7 +43,7 @@ def open_weights(path: Path, folder: Path) -> CheckpointReader:
     states = len(list(folder.glob("random_states_*.pkl")))
     saved_state = states or (folder / "optimizer.bin").is_file()
     return CheckpointReader(
-        path=path,
+        path=folder,
         strategy="ddp" if states > 1 else "single" if saved_state else "model",
         world=max(states, 1),
         weights=tensors,
