@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
-from toolkit.doctor.finding import Finding, clean, last_line, plain, report
+import pytest
+
+from toolkit import versions
+from toolkit.doctor import compare, data, job, network, peers
+from toolkit.doctor.compare import Node
+from toolkit.doctor.finding import Finding, last_line, plain, report
+from toolkit.doctor.peers import Link
+from toolkit.launch import rank_rendezvous
+from toolkit.launch.channel import UnreachableError, remedy
+from toolkit.launch.nodes import Nodes
 
 FOUND = [Finding("network", "port", "fail", "29600 is taken", "kill 7"), Finding("host", "disk", "ok", "64 GB"),
          Finding("host", "shared", "warn", "little", "rm", "hostB")]  # fmt: skip
@@ -15,15 +24,6 @@ def test_text_from_elsewhere_carries_no_control_characters() -> None:
     assert plain("文本 Ärger") == "文本 Ärger"
     assert len(plain("x" * 5000)) == 1000
     assert plain("half a pair \ud800").encode() == b"half a pair ?"
-
-
-def test_whatever_is_sent_is_bounded_and_printable() -> None:
-    sent = {"\x1b[31m": ["\x1b[31m" * 9999] * 9999, "nan": float("nan"), "huge": 10**400, "kept": [1, 2.5, None, True]}
-    got = clean(json.loads(json.dumps(sent)))
-    assert list(got) == ["[31m", "nan", "huge", "kept"]
-    assert (len(got["[31m"]), len(got["[31m"][0])) == (300, 1000 - 1)
-    assert "\x1b" not in json.dumps(got)
-    assert (got["nan"], got["huge"], got["kept"]) == (0, 0, [1, 2.5, None, True])
 
 
 def test_the_text_is_grouped_and_aligned() -> None:
@@ -44,3 +44,32 @@ def test_the_last_line() -> None:
     assert last_line(FOUND[1:2], "") == "all well"
     assert last_line(FOUND[1:], "go") == "1 warning; first: on hostB: little\nno failure: start with `go`"
     assert last_line(FOUND[:1] * 2, "") == "2 failures; first: 29600 is taken"
+
+
+HOSTILE = "it's; reboot"
+HERE = Node(0, "A", HOSTILE, HOSTILE)
+THERE = Node(1, "B", HOSTILE, HOSTILE)
+UNLIKE = [replace(HERE, files={"train_file": {"path": HOSTILE, "digest": "1"}}),
+          replace(THERE, files={"train_file": {"path": HOSTILE, "digest": "2"}})]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        remedy(UnreachableError(HOSTILE, 1, "no_route", "")),
+        rank_rendezvous._doctor("10.0.0.1", HOSTILE),
+        versions.remedy([("A", {"peft": HOSTILE}), ("B", {"peft": "1"})]),
+        versions.remedy([("A", {"peft": None}), ("B", {"peft": HOSTILE})]),
+        *(data.check({"x": {"path": HOSTILE, **how}})[0].remedy for how in ({"missing": True}, {"unread": "no"})),
+        network.check_interfaces(Nodes(2, 0, "", ("10.0.0.1", HOSTILE), 1), [])[1].remedy,
+        compare.check(UNLIKE)[-1].remedy,
+        peers._mend(HERE, THERE, Link(kind="silent"), 1),
+        peers._mend_all_reduce("gloo", [HERE, THERE]),
+        job.line_elsewhere(job.read(["--train_file", HOSTILE], {}), 1),
+        job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),
+    ],
+)
+def test_lines_to_paste_are_quoted(line: str) -> None:
+    """Whatever a path, a host or a peer is called."""
+    assert HOSTILE not in line
+    assert """it'"'"'s; reboot'""" in line

@@ -90,7 +90,7 @@ def test_one_of_three_never_comes(machines: Machines) -> None:
         (fault,) = [finding for finding in machines.findings(rank) if finding.level == "fail"]
         assert fault.text.startswith("machine 1 (127.0.0.3) did not come within 4 s. host0 says: ")
         assert "host2 says: " in fault.text
-        assert fault.remedy.startswith("on it type: type 1; start the other machine's side too")
+        assert fault.remedy.startswith("on it type: type 1; start the other machine too")
         assert machines.clusters[rank].not_reduced == "not every machine is there"
 
 
@@ -116,8 +116,6 @@ def test_a_finding_that_a_peer_made_up_is_a_line() -> None:
     told = peers._told(sent, "B")
     assert told == Finding("['x']", "None", "note", "]0;title red next", "", "B")
     assert report([told]) == "['x']\n  --    None  [B] ]0;title red next"
-    line = peers._mend(replace(A, address="1.2.3.4; reboot"), B, Link(kind="silent"), 29600)
-    assert line.startswith("on B: sudo ufw allow from '1.2.3.4; reboot' to any port 29600")
 
 
 @pytest.mark.parametrize(("other", "links", "why"), [

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,17 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
 
 def _by_accelerate(env: Mapping[str, str]) -> bool:
     return any(name.startswith("ACCELERATE_") for name in env)
+
+
+def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
+    """What `accelerate launch` was given, where that is what a process's command line says."""
+    for place, word in enumerate(line[:4], 1):
+        by_accelerate = any("accelerate" in each for each in line[:place])
+        if word == "accelerate.commands.launch" or (
+            by_accelerate and Path(word).name in ("launch", "accelerate-launch", "launch.py")
+        ):
+            return line[place:]
+    return None
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:
@@ -169,5 +180,5 @@ def seconds_of(name: str) -> int:
     variable, default = TIMEOUTS[name]
     seconds = whole(variable, os.environ.get(variable) or default)
     if seconds < 1:
-        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
+        raise UserError(f"{variable} is {seconds}: give a number of seconds, 1 or more")
     return seconds

@@ -28,6 +28,7 @@ from toolkit.launch.channel import (
     ClosedError,
     Listener,
     Message,
+    TokenError,
     UnreachableError,
     connect,
     remedy,
@@ -64,7 +65,10 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     me = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
     hello: Message = {"number": place.rank, "world_size": place.world_size, "peer": asdict(me), "failure": failure,
                       "versions": versions.comparable(script)}  # fmt: skip
-    found = (_join if place.rank else _coordinate)(store, place, hello, deadline, seconds)
+    # a second rank 0 reaches the first one's store, at the address that was named: both hear it by its hello
+    claim = f"{me.node} {me.pid}"
+    coordinates = place.rank == 0 and store.compare_set("rank 0", "", claim) == claim.encode()
+    found = (_coordinate if coordinates else _join)(store, place, hello, deadline, seconds)
     if found.fault:
         raise UserError(found.fault)
     peers = [Peer(**said["peer"]) for said in found.hellos.values()]
@@ -85,8 +89,8 @@ def _check_master(place: Place) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
-            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, and {' and '.join(missing)} is not "
-            "set: set the address of rank 0's machine and a port that is free there, the same for all"
+            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, but {' and '.join(missing)} is not "
+            "set: give the address of rank 0's machine and a port that is free there, the same to all"
         )
     if not os.environ["MASTER_PORT"].isdigit():
         raise UserError(f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, not a TCP port")
@@ -107,6 +111,8 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     try:
         store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
+        if serves and not network.is_own(address):
+            raise UserError(f"rank 0 on {socket.gethostname()} reached nobody at {_elsewhere(address)}") from error
         if not serves or not (holder := network.holder_of(port)):
             raise
         raise UserError(
@@ -162,11 +168,10 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
             return failure if len(hellos) == place.world_size else ""
         return _difference(hellos)
 
-    def missing(absent: Sequence[int], hellos: Sequence[Message]) -> str:
-        return failure or _missing(absent, hellos, place, seconds, listener.refused)
-
-    def waiting(absent: Sequence[int], waited: float) -> str:
+    def waiting(absent: Sequence[int], hellos: Sequence[Message], waited: float) -> str:
         nonlocal mentioned
+        if waited >= left:
+            return failure or _missing(absent, hellos, place, seconds, listener.refused)
         if waited > _MENTION_SECONDS and not mentioned and not failure:
             mentioned = True
             print(f"waiting for {_ranks(absent)}: start the same there", file=sys.stderr, flush=True)
@@ -175,7 +180,7 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
     with Listener(server, _key(nonce), nodes.allowed() if nodes else ()) as listener:
         store.set("coordinator", json.dumps(known))
         left = deadline - time.monotonic()
-        found = coordinate(listener, hello, place.world_size, left, compare, missing, waiting)
+        found = coordinate(listener, hello, place.world_size, left, compare, waiting)
         if found.fault:
             store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
     return found
@@ -230,20 +235,24 @@ def _missing(
     first, nodes = os.environ["MASTER_ADDR"], requested_nodes(os.environ)
     fault = (
         f"{_ranks(absent)} of {place.world_size} did not come within {seconds:.0f} s to {first}:"
-        f"{os.environ['MASTER_PORT']} (there are {came})"
+        f"{os.environ['MASTER_PORT']} (those that came: {came})"
     )
     if nodes and not network.is_own(first):
-        own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
-        return (
-            f"{fault}: {first}, which the others call, is not an address of this machine ({own}): pass "
-            "--machine_rank here if it is another one, or --main_process_ip with an address of the first machine"
-        )
+        return f"{fault}: {_elsewhere(first)}"
     if refused:
         fault += "; sent away: " + listing((f"{address} ({why})" for address, why in refused.items()), 4)
     return (
         f"{fault}: start them too, with the same command and number of processes. If they were started, they say what "
-        "they met: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an error before this "
-        f"point. Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
+        "stopped them: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier error. "
+        f"Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
+    )
+
+
+def _elsewhere(first: str) -> str:
+    own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
+    return (
+        f"{first}, which the others call, is not an address of this machine ({own}): pass --machine_rank here if it is "
+        "another one, or --main_process_ip with an address of the first machine"
     )
 
 
@@ -266,12 +275,17 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
         store.wait(["coordinator"], timedelta(seconds=left + VERDICT_SECONDS))
     except RuntimeError as error:
         raise UserError(
-            f"{me} reached {address}:{os.environ['MASTER_PORT']} and heard nothing of rank 0 in "
-            f"{left + VERDICT_SECONDS:.0f} s: it did not start, or ended"
+            f"{me} reached {address}:{os.environ['MASTER_PORT']} but heard nothing from rank 0 in "
+            f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
 
     def waiting(trouble: ChannelError, waited: float) -> None:
+        if isinstance(trouble, TokenError):
+            raise UserError(
+                f"{me} found rank 0 on {known['host']}, and TOOLKIT_TOKEN is not the same on both: set it to the same "
+                "secret on all machines"
+            )
         if known["size"] != place.world_size:
             raise UserError(_unequal(known["host"], known["size"], me, place.world_size))
         if store.check(["fault"]):
@@ -284,8 +298,8 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
     except ChannelError as error:
         todo = f". To do: {remedy(error)}" if isinstance(error, UnreachableError) else ""
         raise UserError(
-            f"{me} reached {address}, and not its port {known['port']}: {error}; every TCP port must be open between "
-            f"the machines of a run, not one alone{todo}"
+            f"{me} reached {address}, but not its port {known['port']}: {error}; all TCP ports must be open between "
+            f"the machines of a run, not just one{todo}"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """`--config_file X` after the script: honoured by starting again what X asks for.
 
 `accelerate launch script.py --config_file X` hands X to the script and starts one process per
-machine without reading it. Here the first process of each machine replaces itself with
-`accelerate launch --config_file X script.py ...`; its siblings leave.
+machine without reading it. Here the first process of each machine becomes the launcher that
+`accelerate launch --config_file X script.py ...` would have been; its siblings leave.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import time
@@ -57,7 +58,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
-    """Replaces this process when a config file is given; otherwise returns (arguments, options).
+    """Becomes the launcher when a config file is given; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
@@ -70,7 +71,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         raise SystemExit(0)  # the first process of this machine starts all that the file asks for
     if options.config_file is None:
         raise UserError(
-            f"--{given[0]} says how to launch but no config file does: add --config_file "
+            f"--{given[0]} needs a config file to start from: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
     arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
@@ -78,7 +79,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
         print(line, file=sys.stderr, flush=True)
-    _replace_process(arguments, requested)
+    _become_launcher(arguments, requested)
     return None
 
 
@@ -87,7 +88,7 @@ def _hand_down_timeouts(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None:
             if whole(name, value) < 1:
-                raise UserError(f"--{name} {value}: it is a number of seconds, at least 1")
+                raise UserError(f"--{name} {value}: give a number of seconds, 1 or more")
             os.environ[variable] = value
 
 
@@ -112,11 +113,13 @@ def plan(
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
         if whole("max_restarts", options.max_restarts) < 0:
-            raise UserError(f"--max_restarts {options.max_restarts}: it is a number of new starts, 0 or more")
+            raise UserError(f"--max_restarts {options.max_restarts}: give a number of restarts, 0 or more")
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
-        raise UserError(f"{path}: deepspeed_config holds lines of its own: `deepspeed_config_file: {section}` below it")
+        raise UserError(
+            f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
+        )
     if wanted := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(wanted), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
@@ -135,7 +138,7 @@ def _this_node(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
         given.append("its list of machines")
     if given:
         raise UserError(
-            f"{path} is for one machine (num_machines), where {given[0]} would have no effect: use "
+            f"{path} is for one machine (num_machines: 1), so {given[0]} would have no effect: use "
             "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
         )
     wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
@@ -155,7 +158,7 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
         raise UserError(
-            f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
+            f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
             f"pass --num_processes {machines * max(1, processes // machines)}"
         )
     return processes
@@ -205,16 +208,19 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _replace_process(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
+def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
+    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
+        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
+    if requested["nodes"]["count"] == 1:
+        env.setdefault("TOOLKIT_TOKEN", secrets.token_hex(16))  # known to this run's processes alone
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
-    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
-        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
-    sys.stdout.flush()
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "toolkit.launch.accelerate_cli", *arguments]
-    os.execve(sys.executable, command, env)
+    os.environ.clear()
+    os.environ.update(env)
+    from toolkit.launch.launcher import launch  # torch and accelerate
+
+    launch(arguments)
