@@ -54,9 +54,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
         )
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_micro_batches(
-        train, settings.global_batch_size, settings.per_device_batch_size, processes, most
-    )
+    accumulation = most_micro_batches(train, settings.global_batch_size, settings.micro_batch_size, processes, most)
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
@@ -113,7 +111,7 @@ class Step:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world, most = accelerator.process_index, accelerator.num_processes, settings.max_tokens_per_batch
-        mine = micro_batches(self.steps.train, self.indices, settings.per_device_batch_size, rank, world, most)
+        mine = micro_batches(self.steps.train, self.indices, settings.micro_batch_size, rank, world, most)
         for place, indices in enumerate(mine):
             accelerator.sync_gradients = place == len(mine) - 1
             self._batch = self.steps.collate(indices)
