@@ -54,9 +54,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
         )
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_micro_batches(
-        train, settings.global_batch_size, settings.per_device_batch_size, processes, most
-    )
+    accumulation = most_micro_batches(train, settings.global_batch_size, settings.micro_batch_size, processes, most)
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
@@ -77,6 +75,10 @@ class StepMetrics:
     """Of this step, padding not counted."""
     samples_per_second: float
     tokens_per_second: float
+    padding: float
+    """The part of all tokens that the processes computed which was padding."""
+    mfu: float | None
+    """Of all devices (`toolkit.training.mfu`); None where their peak is not known."""
     peak_memory_bytes: int
     """The most any process has held: device memory, or resident memory on a CPU."""
 
@@ -100,6 +102,8 @@ class Step:
     """Once they are gathered."""
     started: float = field(default_factory=time.perf_counter)
     _batch: Batch | None = None
+    _computed_tokens: int = 0
+    """Of this process, padding counted."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
 
@@ -113,10 +117,11 @@ class Step:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world, most = accelerator.process_index, accelerator.num_processes, settings.max_tokens_per_batch
-        mine = micro_batches(self.steps.train, self.indices, settings.per_device_batch_size, rank, world, most)
+        mine = micro_batches(self.steps.train, self.indices, settings.micro_batch_size, rank, world, most)
         for place, indices in enumerate(mine):
             accelerator.sync_gradients = place == len(mine) - 1
             self._batch = self.steps.collate(indices)
+            self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
                 yield self._batch
@@ -151,7 +156,7 @@ class Step:
         Raises UserError, in every process, when the loss or the gradient is not finite.
         """
         steps = self.steps
-        loss_sum, peak, stop_signal = self._over_processes()
+        loss_sum, peak, stop_signal, computed = self._over_processes()
         launch.explain_failures()  # what fails from here on is no longer the micro-batch's
         steps.done, steps.stop_signal = self.number, stop_signal
         seconds = time.perf_counter() - self.started
@@ -165,22 +170,25 @@ class Step:
             tokens=self.tokens,
             samples_per_second=round(len(self.indices) / seconds, 2),
             tokens_per_second=round(self.tokens / seconds, 1),
+            padding=round(1 - self.tokens / computed, 4),
+            mfu=steps.utilization and round(steps.utilization(steps.train.lengths[self.indices], seconds), 4),
             peak_memory_bytes=peak,
         )
         self._refuse_non_finite(self.metrics)
         return self.metrics
 
-    def _over_processes(self) -> tuple[float, int, int]:
+    def _over_processes(self) -> tuple[float, int, int, int]:
         """(sum of the global batch's losses, largest memory of any process, a stop signal that any of them got,
-        or 0): one small collective, so that all of them decide alike."""
+        or 0, all tokens they computed): one small collective, so that all of them decide alike."""
         accelerator = self.steps.accelerator
         # MPS knows no float64
         dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
         loss_sum = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        others = [peak_memory_bytes(accelerator.device), self.steps.signals.requested]
+        others = [peak_memory_bytes(accelerator.device), self.steps.signals.requested, self._computed_tokens]
         local = torch.cat([loss_sum[None], torch.tensor(others, dtype=dtype, device=accelerator.device)])
-        gathered = accelerator.gather(local[None])  # (processes, 3)
-        return gathered[:, 0].sum().item(), int(gathered[:, 1].max().item()), int(gathered[:, 2].max().item())
+        gathered = accelerator.gather(local[None])  # (processes, 4)
+        (loss_sum, *_, computed), (_, peak, signal, _) = gathered.sum(0).tolist(), gathered.max(0).values.tolist()
+        return loss_sum, int(peak), int(signal), int(computed)
 
     def _refuse_non_finite(self, metrics: StepMetrics) -> None:
         scaled = self.steps.accelerator.mixed_precision == "fp16"  # there an infinite gradient only skips a step
@@ -222,6 +230,8 @@ class Steps:
         """Optimizer steps taken."""
         self.stop_signal = 0
         """The number of a stop signal that any process got (SIGTERM, SIGUSR1, Ctrl-C)."""
+        self.utilization: Callable[[np.ndarray, float], float] | None = None
+        """(lengths of a step's texts, seconds) -> its MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.set_randomness: Callable[[], None] = self._fresh_randomness
 
