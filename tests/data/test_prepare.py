@@ -14,6 +14,7 @@ from tests.data.conftest import MODEL
 from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data
+from toolkit.data.parse import ReadOptions
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import Rows, hold_back, text_column, texts_of
 from toolkit.errors import UserError
@@ -141,7 +142,7 @@ def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
 )
 def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
     row = {column: 1 if column in ("label", "number") else "t" for column in columns}
-    assert text_column(read_file(write_rows("a.jsonl", [row])), wanted) == found
+    assert text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted) == found
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_text_column_that_cannot_be_told(
 ) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
     with pytest.raises(UserError, match=said):
-        text_column(read_file(write_rows("a.jsonl", [row])), wanted)
+        text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted)
 
 
 def test_a_validation_file_without_the_text_column(prepared: Callable[..., Prepared]) -> None:
@@ -290,9 +291,9 @@ TWO = [
     ],
 )
 def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], wanted: str, texts: list[str]) -> None:
-    table = read_file(write_rows("a.jsonl", TWO))
+    table = read_file(write_rows("a.jsonl", TWO), ReadOptions())
     assert text_column(table, wanted) == wanted
-    assert texts_of(table, wanted) == texts
+    assert texts_of(table, wanted, "\n") == texts
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared]) -> None:
@@ -385,11 +386,11 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
     write_rows: Callable[..., str], seed: int
 ) -> None:
     """Runs that are compared over the years are evaluated on the same rows."""
-    table = read_file(write_rows("a.jsonl", growing(30)))
+    table = read_file(write_rows("a.jsonl", growing(30)), ReadOptions())
     labels = find_labels(table, None, None, "text")
     assert isinstance(labels, Labels)
     every = np.arange(30)
-    rows = Rows(table, texts_of(table, "text"), every, labels.encode(table, every))
+    rows = Rows(table, texts_of(table, "text", ""), every, labels.encode(table, every))
     parts = hold_back(rows, labels, 0.2, seed, [])
     assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
     assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))

@@ -11,6 +11,7 @@ import pytest
 
 from toolkit.config import TitleSettings
 from toolkit.data.prepare import Prepared
+from toolkit.data.parse import ReadOptions
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split, TitleSplit
@@ -56,7 +57,7 @@ def titled(split: Split | None) -> TitleSplit:
 def test_the_column_of_titles(
     write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, found: str
 ) -> None:
-    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), ReadOptions())
     assert find_titles(table, wanted, text, 9) == Titles(found, 9)
 
 
@@ -76,7 +77,7 @@ def test_the_column_of_titles(
 def test_a_column_of_titles_that_cannot_be_told(
     write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, parts: list[str]
 ) -> None:
-    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), ReadOptions())
     with pytest.raises(UserError) as caught:
         find_titles(table, wanted, text, 9)
     assert "a.jsonl" in str(caught.value)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from toolkit.data import tokens
-from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.read import Table, columns_of, find_column, find_columns
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -80,22 +82,27 @@ class Rows:
         )
 
 
-def text_column(table: Table, wanted: str | None) -> str:
-    """The column to read, or several, `title,text`. Raises UserError when it cannot be told."""
-    if wanted and len(parts := columns_of(table, wanted)) > 1:
-        for part in parts:
-            find_column(table, part, (), "text_column")
-        return ",".join(parts)
-    column = find_column(table, wanted, USUAL_TEXT, "text_column")
-    if column is not None:
-        return column
-    features = table.rows.features.items()
-    strings = [name for name, feature in features if getattr(feature, "dtype", None) in ("string", "large_string")]
-    if len(strings) == 1:
-        return strings[0]
-    raise UserError(
-        f"{table.name}: which column is the text? Name one of {listing(table.rows.column_names)} with --text_column"
-    )
+def text_column(table: Table, wanted: str | None, taken: Iterable[str | None] = ()) -> str:
+    """The column to read, or several, `title,text`: the named, one with a usual name, or the only one with texts beside
+    those that are `taken`. Raises UserError when it cannot be told."""
+    columns = find_columns(table, wanted, USUAL_TEXT, "text_column")
+    if not columns:
+        others = [name for name in table.rows.column_names if name not in taken]
+        columns = tuple(name for name in others if _holds_texts(table, name))
+        if len(columns) != 1:
+            known = listing(columns or others or table.rows.column_names)
+            raise UserError(
+                f"{table.name}: which column is the text? Name one of {known} with --text_column (or all with "
+                "--column_names, where its first line is no header)"
+            )
+    return ",".join(columns)
+
+
+def _holds_texts(table: Table, column: str) -> bool:
+    """Neither numbers nor lists; CSV has its numbers as text."""
+    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
+        return False
+    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
 
 
 def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
@@ -105,8 +112,9 @@ def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
     return find_column(table, wanted, (), "text_pair")
 
 
-def texts_of(table: Table, column: str) -> list[str]:
-    """The text of every row; several columns stand below each other. Raises UserError for one that is missing."""
+def texts_of(table: Table, column: str, separator: str) -> list[str]:
+    """The text of every row; of several columns, with the separator between them. Raises UserError for one that is
+    missing."""
     columns = columns_of(table, column)
     for name in columns:
         if name not in table.rows.column_names:
@@ -114,13 +122,15 @@ def texts_of(table: Table, column: str) -> list[str]:
     cells = zip(*(table.rows[name] for name in columns), strict=True)
     if len(columns) == 1:
         return ["" if text is None else str(text) for (text,) in cells]
-    return ["\n".join(str(text) for text in row if text is not None and str(text).strip()) for row in cells]
+    return [separator.join(str(text) for text in row if text is not None and str(text).strip()) for row in cells]
 
 
-def usable_rows(table: Table, column: str, pair: str | None, drop_empty: bool, notes: list[str]) -> Rows:
+def usable_rows(
+    table: Table, column: str, pair: str | None, separator: str, drop_empty: bool, notes: list[str]
+) -> Rows:
     """The rows whose text, or neither of whose texts, is empty. Raises UserError naming the others."""
-    texts = texts_of(table, column)
-    pairs = None if pair is None else texts_of(table, pair)
+    texts = texts_of(table, column, separator)
+    pairs = None if pair is None else texts_of(table, pair, separator)
     full = _full(table, column, texts, "text_column", drop_empty)
     if pair is not None and pairs is not None:
         full &= _full(table, pair, pairs, "text_pair", drop_empty)
@@ -156,7 +166,7 @@ def with_targets(rows: Rows, targets: Targets, notes: list[str]) -> Rows:
 def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
     """Those with at least `min_length` tokens. Raises UserError when there are none."""
     name = rows.table.name
-    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, progress=f"lengths of {name}", pairs=rows.pairs)
+    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, what=f"lengths of {name}", pairs=rows.pairs)
     places = np.flatnonzero(np.diff(arrays["offsets"]) >= min_length)
     if not len(places):
         raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")

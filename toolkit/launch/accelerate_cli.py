@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from toolkit.compat import require
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.restarts import ENDED_FILE
+from toolkit.plain_yaml import read_yaml
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = "600"
@@ -61,7 +62,7 @@ def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
 
 def _without_ours(path: Path, folder: Path) -> Path:
     """The config file without the list of machines, which accelerate does not know."""
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = read_yaml(path)
     if "machines" not in config:
         return path
     copy = folder / path.name
