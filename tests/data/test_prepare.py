@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import MODEL
-from toolkit.config import TaskSettings, build
+from toolkit.config import TaskSettings, build, parse
 from toolkit.data.labels import Labels, find_labels
-from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.parse import ReadOptions
+from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import Rows, hold_back, text_column, texts_of
 from toolkit.errors import UserError
@@ -138,11 +138,32 @@ def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
         (["label", "评论"], None, "评论"),
         (["number", "utterance"], None, "utterance"),  # the only column of strings
         (["title", "text"], "title", "title"),
+        (["label", "text_a"], None, "text_a"),  # where all cells are strings, as in CSV
+        (["id", "text_a", "label"], None, "text_a"),
     ],
 )
 def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
-    row = {column: 1 if column in ("label", "number") else "t" for column in columns}
-    assert text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted) == found
+    row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
+    assert text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted, ["label"]) == found
+
+
+def test_the_label_and_the_second_text_are_not_the_text(prepared: Callable[..., Prepared]) -> None:
+    rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
+    assert prepared(rows, text_pair="text_b").text_column == "text_a"
+    with pytest.raises(UserError, match=r"Name one of text_a, text_b with --text_column"):
+        prepared(rows)
+
+
+def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("text_column: txt\nlabel_column: lable\n")
+    table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), ReadOptions())
+    given = [str(yaml), "--train_file", "a", "--model_name_or_path", "m", "--label_column", "lable"]
+    data = parse(TaskSettings, given).data
+    with pytest.raises(UserError, match=rf"no column 'txt'.*--text_column \({yaml} names it\)"):
+        text_column(table, data.text_column)
+    with pytest.raises(UserError, match=r"no column 'lable'.*--label_column$"):  # that was typed
+        find_labels(table, data.label_column, None, "text")
 
 
 @pytest.mark.parametrize(
@@ -290,10 +311,32 @@ TWO = [
         ("title", ["A", "", "A", "", " A "]),
     ],
 )
-def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], wanted: str, texts: list[str]) -> None:
+def test_several_columns_are_one_text_with_a_separator(
+    write_rows: Callable[..., str], wanted: str, texts: list[str]
+) -> None:
     table = read_file(write_rows("a.jsonl", TWO), ReadOptions())
     assert text_column(table, wanted) == wanted
     assert texts_of(table, wanted, "\n") == texts
+
+
+def test_the_separator_is_a_token_that_stays(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
+    rows = [row | {"title": "the room"} for row in rows_of({"a": 5, "b": 5})]
+    data = prepared(rows, validation_file=rows, text_column="title,text")
+    ends = [token == tokenizer.sep_token_id for token in data.train.tokens(0)]
+    assert (sum(ends), ends[-1]) == (2, True)
+    assert data.train.tokens(0).tolist() == tokenizer(f"the room[SEP]{rows[0]['text']}")["input_ids"]
+    assert "columns title, text are one text, with [SEP] between them" in data.notes
+
+
+def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"good film {place}|{place % 2}\n" for place in range(20)))
+    given = {"train_file": str(path), "column_names": "text,label"}
+    data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
+    assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
+    assert data.sizes == {"train": 18, "validation": 2}
+    with pytest.raises(UserError, match=r"a\.txt: texts alone, without labels.* --delimiter"):
+        prepare_data(build(TaskSettings, given), tokenizer, MODEL)
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared]) -> None:

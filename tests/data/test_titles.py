@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from toolkit.config import TitleSettings
-from toolkit.data.prepare import Prepared
 from toolkit.data.parse import ReadOptions
+from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split, TitleSplit

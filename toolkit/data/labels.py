@@ -58,10 +58,6 @@ class Labels(Targets):
 
         Raises UserError naming the row with a label unseen in training, or with none at all.
         """
-        missing = [column for column in self.columns if column not in table.rows.column_names]
-        if missing:
-            known = listing(table.rows.column_names)
-            raise UserError(f"{table.name} has no label column {missing[0]!r}: it has {known}")
         single = self.problem_type == "single_label_classification"
         read = self._id if single else self._numbers if self.problem_type == "regression" else self._flags
         cells = zip(kept, _cells(table, self.columns, kept), strict=True)
@@ -71,8 +67,8 @@ class Labels(Targets):
     def all_missing(self, table: Table) -> bool:
         if any(column not in table.rows.column_names for column in self.columns):
             return False
-        cells = (_cells(table, (column,), np.arange(len(table.rows))) for column in self.columns)
-        return all(_is_missing(value) for column in cells for value in column)
+        every = np.arange(len(table.rows))
+        return all(_is_missing(value) for column in self.columns for value in _cells(table, (column,), every))
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)
@@ -143,7 +139,9 @@ def find_labels(
     rows = np.arange(len(table.rows)) if kept is None else kept
     columns = find_columns(table, label_column, USUAL, "label_column")
     if not columns:
-        raise UserError(_unnamed(table, text_column))
+        others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
+        several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
+        raise table.which("label", "label_column", others, several if len(others) > 1 else "")
     cells = _cells(table, columns, rows)
     if len(columns) > 1:
         numbers = [[_to_float(item) for item in items] for items in cells]
@@ -179,13 +177,6 @@ def find_labels(
         held = f"one class only ({names[0]})" if names else "no class at all"
         raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
     return Labels(problem, names, columns, multi_hot, values)
-
-
-def _unnamed(table: Table, text_column: str) -> str:
-    others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
-    several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
-    named = f"Name one of {listing(others)} with --label_column" if others else "There is no other than the text"
-    return f"{table.name}: which column is the label? {named}{several if len(others) > 1 else ''}"
 
 
 def _named(
@@ -256,7 +247,7 @@ def _refuse_too_many(names: Sequence[str], count: int, asked: ProblemType | None
 
 def _cells(table: Table, columns: Sequence[str], rows: np.ndarray) -> list[Any]:
     """The values at `rows`, lists of them for several columns; a data set's own class numbers become their names."""
-    values = [table.rows.with_format(None)[column][:] for column in columns]
+    values = [table.column(column, "label") for column in columns]
     if len(columns) > 1:
         return [[column[row] for column in values] for row in rows.tolist()]
     chosen, feature = [values[0][row] for row in rows.tolist()], _class_feature(table, columns[0])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit import demo
 from toolkit.cache import cache_folder, digest_of_file, digest_of_files
@@ -45,6 +45,17 @@ class Table:
     def said(self) -> str:
         """How the file was read, where that is worth a line."""
         return self._read[1]
+
+    def column(self, name: str, what: str) -> list[Any]:
+        """Its values as they are. Raises UserError where there is none of this name; `what` it would hold."""
+        if name not in self.rows.column_names:
+            raise UserError(f"{self.name} has no {what} column {name!r}: it has {listing(self.rows.column_names)}")
+        return list(self.rows.with_format(None)[name][:])
+
+    def which(self, what: str, setting: str, others: Sequence[str], more: str = "") -> UserError:
+        """The error where a column cannot be told."""
+        named = f"Name one of {listing(others)} with --{setting}" if others else "There is no other than the text"
+        return UserError(f"{self.name}: which column is the {what}? {named}{more}")
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:

@@ -90,11 +90,8 @@ def text_column(table: Table, wanted: str | None, taken: Iterable[str | None] = 
         others = [name for name in table.rows.column_names if name not in taken]
         columns = tuple(name for name in others if _holds_texts(table, name))
         if len(columns) != 1:
-            known = listing(columns or others or table.rows.column_names)
-            raise UserError(
-                f"{table.name}: which column is the text? Name one of {known} with --text_column (or all with "
-                "--column_names, where its first line is no header)"
-            )
+            header = " (or all with --column_names, where the first line is no header)"
+            raise table.which("text", "text_column", columns or others, header)
     return ",".join(columns)
 
 
@@ -115,14 +112,9 @@ def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
 def texts_of(table: Table, column: str, separator: str) -> list[str]:
     """The text of every row; of several columns, with the separator between them. Raises UserError for one that is
     missing."""
-    columns = columns_of(table, column)
-    for name in columns:
-        if name not in table.rows.column_names:
-            raise UserError(f"{table.name} has no text column {name!r}: it has {listing(table.rows.column_names)}")
-    cells = zip(*(table.rows[name] for name in columns), strict=True)
-    if len(columns) == 1:
-        return ["" if text is None else str(text) for (text,) in cells]
-    return [separator.join(str(text) for text in row if text is not None and str(text).strip()) for row in cells]
+    cells = [["" if text is None else str(text) for text in table.column(name, "text")]
+             for name in columns_of(table, column)]  # fmt: skip
+    return cells[0] if len(cells) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*cells, strict=True)]
 
 
 def usable_rows(

@@ -62,12 +62,7 @@ class Titles(Targets):
         return list(encoded.tolist())
 
     def _cells(self, table: Table) -> list[str]:
-        if self.column not in table.rows.column_names:
-            raise UserError(
-                f"{table.name} has no title column {self.column!r}: it has {listing(table.rows.column_names)}"
-            )
-        cells = table.rows.with_format(None)[self.column][:]
-        return ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
+        return ["" if cell is None else " ".join(str(cell).split()) for cell in table.column(self.column, "title")]
 
 
 def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
@@ -76,8 +71,7 @@ def find_titles(table: Table, title_column: str | None, text_column: str, max_le
     texts = columns_of(table, text_column)
     if column is None:
         others = [name for name in table.rows.column_names if name not in texts]
-        named = f"Name one of {listing(others)} with --title_column" if others else "There is no other than the text"
-        raise UserError(f"{table.name}: which column is the title? {named}")
+        raise table.which("title", "title_column", others)
     if column in texts:
         raise UserError(
             f"{table.name}: column {column!r} cannot be both text and title: name --text_column and --title_column"
