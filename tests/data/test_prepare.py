@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import MODEL
-from toolkit.config import TaskSettings, build, parse
+from toolkit.config import TaskSettings, TextSettings, build, parse
 from toolkit.data.labels import Labels, find_labels
-from toolkit.data.parse import ReadOptions
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
 from toolkit.data.rows import Rows, hold_back, text_column, texts_of
@@ -144,7 +143,7 @@ def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
 )
 def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
-    assert text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted, ["label"]) == found
+    assert text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, ["label"]) == found
 
 
 def test_the_label_and_the_second_text_are_not_the_text(prepared: Callable[..., Prepared]) -> None:
@@ -157,7 +156,7 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Callable[..., 
 def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: Callable[..., str]) -> None:
     yaml = tmp_path / "mine.yaml"
     yaml.write_text("text_column: txt\nlabel_column: lable\n")
-    table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), ReadOptions())
+    table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), TextSettings())
     given = [str(yaml), "--train_file", "a", "--model_name_or_path", "m", "--label_column", "lable"]
     data = parse(TaskSettings, given).data
     with pytest.raises(UserError, match=rf"no column 'txt'.*--text_column \({yaml} names it\)"):
@@ -180,7 +179,7 @@ def test_a_text_column_that_cannot_be_told(
 ) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
     with pytest.raises(UserError, match=said):
-        text_column(read_file(write_rows("a.jsonl", [row]), ReadOptions()), wanted)
+        text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted)
 
 
 def test_a_validation_file_without_the_text_column(prepared: Callable[..., Prepared]) -> None:
@@ -314,7 +313,7 @@ TWO = [
 def test_several_columns_are_one_text_with_a_separator(
     write_rows: Callable[..., str], wanted: str, texts: list[str]
 ) -> None:
-    table = read_file(write_rows("a.jsonl", TWO), ReadOptions())
+    table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert text_column(table, wanted) == wanted
     assert texts_of(table, wanted, "\n") == texts
 
@@ -429,7 +428,7 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
     write_rows: Callable[..., str], seed: int
 ) -> None:
     """Runs that are compared over the years are evaluated on the same rows."""
-    table = read_file(write_rows("a.jsonl", growing(30)), ReadOptions())
+    table = read_file(write_rows("a.jsonl", growing(30)), TextSettings())
     labels = find_labels(table, None, None, "text")
     assert isinstance(labels, Labels)
     every = np.arange(30)

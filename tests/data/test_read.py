@@ -15,9 +15,9 @@ import datasets
 import pytest
 
 from tests.faults import Fault
+from toolkit.config import TextSettings
 from toolkit.data import parse
-from toolkit.data.parse import ReadOptions
-from toolkit.data.read import Table, find_column, read_hub
+from toolkit.data.read import Table, find_columns, read_hub
 from toolkit.data.read import read_file as read_with
 from toolkit.errors import UserError
 
@@ -29,7 +29,7 @@ WriteRows = Callable[..., str]
 
 
 def read_file(name: str, encoding: str = "utf-8", **options: Any) -> Table:
-    return read_with(name, ReadOptions(encoding, **options))
+    return read_with(name, TextSettings(encoding=encoding, **options))
 
 
 def fault_of(name: str, encoding: str = "utf-8", **options: Any) -> str:
@@ -285,6 +285,6 @@ def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
 def test_a_misspelt_column_names_the_nearest_all_and_the_setting(wanted: str, meant: str) -> None:
     table = Table(datasets.Dataset.from_dict({column: ["a"] for column in ("text", "评论内容", "b")}), "f.csv", "d")
     with pytest.raises(UserError) as caught:
-        find_column(table, wanted, (), "text_column")
+        find_columns(table, wanted, (), "text_column")
     for part in ("f.csv", repr(wanted), f"did you mean {meant}?", "text, 评论内容, b", "--text_column"):
         assert part in str(caught.value)

@@ -17,10 +17,10 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config import TextSettings
 from toolkit.errors import UserError, first_line, listing
 from toolkit.units import size_text
 
@@ -36,39 +36,6 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """How a file is written, where its ending does not say it; the settings of these names."""
-
-    encoding: str = "utf-8"
-    delimiter: str | None = None
-    quoting: str = "csv"
-    column_names: str | None = None
-
-    @classmethod
-    def of(cls, settings: Any) -> ReadOptions:
-        """The settings of a recipe or the options of `toolkit predict`."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
-
-    @property
-    def digest(self) -> str:
-        """Changes when they read the same bytes differently."""
-        given = {name: value for name, value in asdict(self).items() if value != getattr(ReadOptions, name)}
-        return "-".join([self.encoding, *(f"{name} {value}" for name, value in given.items() if name != "encoding")])
-
-    def separator(self, kind: str) -> str:
-        """Between two cells. Raises UserError for more than a character."""
-        asked = {"\\t": "\t", "tab": "\t"}.get(str(self.delimiter), self.delimiter)
-        if asked is not None and (len(asked) != 1 or asked in '"\r\n'):
-            raise UserError(f"--delimiter {self.delimiter!r}: give one character, or tab")
-        return asked or _DELIMITERS.get(kind, "\t")
-
-    @property
-    def names(self) -> list[str]:
-        """Of the columns of a file without a header."""
-        return [name.strip() for name in (self.column_names or "").split(",") if name.strip()]
-
-
 def format_of(path: Path) -> str:
     """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending no reader knows."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -79,7 +46,7 @@ def format_of(path: Path) -> str:
     return suffixes[-1]
 
 
-def parse_file(path: Path, options: ReadOptions) -> tuple[pyarrow.Table, str]:
+def parse_file(path: Path, settings: TextSettings) -> tuple[pyarrow.Table, str]:
     """(the rows of a whole file, a line on how it was read where that is worth one). Raises UserError when it is
     broken, holds no rows or is encoded otherwise."""
     kind, said = format_of(path), ""
@@ -87,13 +54,13 @@ def parse_file(path: Path, options: ReadOptions) -> tuple[pyarrow.Table, str]:
     if kind == ".parquet":
         table = _parquet(path, content)
     else:
-        text = _decoded(path, content, options.encoding)
-        if kind in _DELIMITERS or (kind == ".txt" and options.delimiter):
-            table, said = _separated(path, text, options, options.separator(kind))
+        text = _decoded(path, content, settings.encoding)
+        if kind in _DELIMITERS or (kind == ".txt" and settings.delimiter):
+            table, said = _separated(path, text, settings, _separator(settings, kind))
         elif kind == ".txt":
             table, said = _lines(text), f"{path}: one text per line"
         else:
-            table, said = _records(path, _json_lines(path, text) if kind == ".jsonl" else _json(path, text), options)
+            table, said = _records(path, _json_lines(path, text) if kind == ".jsonl" else _json(path, text), settings)
     if table.num_rows == 0:
         raise UserError(f"{path} has a header and no rows" if kind in _DELIMITERS else f"{path} holds no rows")
     return table, said
@@ -207,6 +174,17 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 # --- CSV, TSV and plain text
 
 
+def _separator(settings: TextSettings, kind: str) -> str:
+    asked = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
+    if asked is not None and (len(asked) != 1 or asked in '"\r\n'):
+        raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
+    return asked or _DELIMITERS[kind]
+
+
+def _named(settings: TextSettings) -> list[str]:
+    return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
+
+
 def _lines(text: str) -> pyarrow.Table:
     import pyarrow
 
@@ -214,13 +192,13 @@ def _lines(text: str) -> pyarrow.Table:
     return pyarrow.table({"text": pyarrow.array([line.removesuffix("\r") for line in lines], "string")})
 
 
-def _separated(path: Path, text: str, options: ReadOptions, separator: str) -> tuple[pyarrow.Table, str]:
+def _separated(path: Path, text: str, settings: TextSettings, separator: str) -> tuple[pyarrow.Table, str]:
     """Raises UserError naming the line of a row that does not fit the header, or where a quote takes in rows."""
     import pyarrow
 
-    rows, starts = _cells(path, text, options, separator)
-    if options.names:
-        rows, starts = [options.names, *rows], [0, *starts]
+    rows, starts = _cells(path, text, settings, separator)
+    if given := _named(settings):
+        rows, starts = [given, *rows], [0, *starts]
     if not rows:
         raise UserError(f"{path} is empty: it holds no columns")
     names = [name or f"Unnamed: {place}" for place, name in enumerate(rows[0])]
@@ -228,24 +206,25 @@ def _separated(path: Path, text: str, options: ReadOptions, separator: str) -> t
     widths = set(map(len, rows))
     if max(widths) > len(names):
         row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
-        where = f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}"
         way = f"put texts that contain {separator!r} in quotes, and double quotes within them"
-        raise UserError(f"{where}: {way if options.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}")
+        raise UserError(
+            f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
+            f"{way if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
+        )
     cells = rows[1:]
     if len(widths) > 1:
         cells = [[*row, *[""] * (len(names) - len(row))] for row in cells]
     columns = zip(*cells, strict=True) if cells else [()] * len(names)
-    given = {"--delimiter": options.delimiter, "--column_names": options.column_names}
-    said = [f"{name} {value}" for name, value in given.items() if value]
-    said += ["--quoting none: double quotes are part of the texts"] * (options.quoting == "none")
+    said = [f"--{name} {value}" for name in ("delimiter", "column_names") if (value := getattr(settings, name))]
+    said += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
     arrays = {name: pyarrow.array(column, "string") for name, column in zip(names, columns, strict=True)}
     return pyarrow.table(arrays), f"{path}: read with {', '.join(said)}" if said else ""
 
 
-def _cells(path: Path, text: str, options: ReadOptions, separator: str) -> tuple[list[list[str]], list[int]]:
+def _cells(path: Path, text: str, settings: TextSettings, separator: str) -> tuple[list[list[str]], list[int]]:
     """(the rows that are not blank, the line that each starts on)."""
     csv.field_size_limit(sys.maxsize)  # a long document is no fault
-    quoting: Any = csv.QUOTE_NONE if options.quoting == "none" else csv.QUOTE_MINIMAL
+    quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, strict=True)
     rows: list[list[str]] = []
     ends: list[int] = []
@@ -255,7 +234,7 @@ def _cells(path: Path, text: str, options: ReadOptions, separator: str) -> tuple
             ends.append(reader.line_num)
     except csv.Error as error:
         fault = "is never closed" if "end of data" in str(error) else f"closes amid text on line {reader.line_num}"
-        start, number = ends[-1] + 1 if ends else 1, sum(map(_is_filled, rows)) + bool(options.names)
+        start, number = ends[-1] + 1 if ends else 1, sum(map(_is_filled, rows)) + bool(settings.column_names)
         raise UserError(
             f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: where double quotes are "
             'part of the texts, pass --quoting none; else close it at the end of the cell, or double it ("")'
@@ -342,13 +321,13 @@ def _json(path: Path, text: str) -> list[Any]:
     return loaded if isinstance(loaded, list) else [loaded]
 
 
-def _records(path: Path, rows: list[Any], options: ReadOptions) -> tuple[pyarrow.Table, str]:
+def _records(path: Path, rows: list[Any], settings: TextSettings) -> tuple[pyarrow.Table, str]:
     """Rows that are objects, or lists of one length."""
     import pyarrow
 
     if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 1 for row in rows):
         columns: list[Any] = list(zip(*rows, strict=True))
-        names = options.names or _names_of_lists(columns)
+        names = _named(settings) or _names_of_lists(columns)
         if len(names) != len(columns):
             raise UserError(f"{path}: its rows have {len(columns)} items, and --column_names names {len(names)}")
         said = f"{path}: rows [{', '.join(names)}], lists without names (--column_names gives them others)"
@@ -372,26 +351,22 @@ def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _column(path: Path, name: str, values: list[Any]) -> pyarrow.Array:
+    made = _array(values)
+    if not isinstance(made, Exception):
+        return made
+    # the first row, from 1, that cannot stand in one column with those before it
+    unfit = range(len(values) + 1)
+    row = bisect.bisect_left(unfit, True, key=lambda count: isinstance(_array(values[:count]), Exception))
+    said = f"{path}, row {row}: field {name!r} is {str(values[row - 1])[:40]!r}"
+    if isinstance(made, UnicodeError):
+        raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from made
+    raise UserError(f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)") from made
+
+
+def _array(values: list[Any]) -> pyarrow.Array | Exception:
     import pyarrow
 
     try:
         return pyarrow.array(values)
     except _UNFIT as error:
-        # the first row, from 1, that cannot stand in one column with those before it
-        row = bisect.bisect_left(range(len(values) + 1), True, key=lambda count: not _fits(values[:count]))
-        said = f"{path}, row {row}: field {name!r} is {str(values[row - 1])[:40]!r}"
-        if isinstance(error, UnicodeError):
-            raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from error
-        raise UserError(
-            f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)"
-        ) from error
-
-
-def _fits(values: list[Any]) -> bool:
-    import pyarrow
-
-    try:
-        pyarrow.array(values)
-    except _UNFIT:
-        return False
-    return True
+        return error

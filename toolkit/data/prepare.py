@@ -208,25 +208,21 @@ class _Job:
         meta = {"labels": asdict(targets), "text_column": column, "notes": self.notes, "splits": list(chosen)}
         (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
-    def _targets(self, table: Table, column: str, kept: np.ndarray) -> Targets:
-        """The training table, its text column, the rows that are used -> what is learned."""
-        if self.titled:
-            return find_titles(table, self.data.title_column, column, self.data.max_target_length)
-        return find_labels(table, self.data.label_column, self.problem_type, column, kept, self.class_names)
-
     def _choose(self, tables: dict[str, Table], column: str) -> tuple[Targets, dict[str, Rows]]:
         """(what is learned, the rows of each split that take part)."""
-        data, notes = self.data, self.notes
-        train = self._usable(tables["train"], column)
-        targets = self._targets(tables["train"], column, train.numbers)
-        chosen: dict[str, Rows] = {}
+        data, notes, table = self.data, self.notes, tables["train"]
+        titled = find_titles(table, data.title_column, column, data.max_target_length) if self.titled else None
+        title = titled.column if titled else None
+        chosen = {"train": self._usable(table, column, title)}
+        kept = chosen["train"].numbers
+        targets: Targets = titled or find_labels(
+            table, data.label_column, self.problem_type, column, kept, self.class_names
+        )
         for split, table in tables.items():
             if split == "test" and targets.all_missing(table):
                 notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
                 continue
-            rows = train if split == "train" else self._usable(table, column)
-            if data.drop_empty_text:
-                rows = selection.with_targets(rows, targets, notes)
+            rows = chosen.get(split) or self._usable(table, column, title)
             chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
         if "validation" not in chosen:
             held = selection.hold_back(chosen.pop("train"), targets, data.validation_split, self.seed, notes)
@@ -235,10 +231,11 @@ class _Job:
         sampled = selection.sampled
         return targets, {split: sampled(rows, split, most[split], self.seed, notes) for split, rows in chosen.items()}
 
-    def _usable(self, table: Table, column: str) -> Rows:
+    def _usable(self, table: Table, column: str, title: str | None) -> Rows:
         """The rows that are neither empty nor too short."""
         pair = selection.pair_column(table, self.pair, column)
-        rows = selection.usable_rows(table, column, pair, self.separator, self.data.drop_empty_text, self.notes)
+        columns = {"text_column": column, "text_pair": pair, "title_column": title}
+        rows = selection.usable_rows(table, columns, self.separator, self.data.drop_empty_text, self.notes)
         if self.data.min_length is None:
             return rows
         return selection.long_enough(rows, self.data.min_length, self.tokenizer, self.notes)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit import demo
 from toolkit.cache import cache_folder, digest_of_file, digest_of_files
 from toolkit.config import TextSettings, named_in
-from toolkit.data.parse import ReadOptions, format_of, parse_file
+from toolkit.data.parse import format_of, parse_file
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.hub import reach
 
@@ -62,14 +62,14 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
     name = settings.dataset_name
     if not name:
-        options, files = ReadOptions.of(settings), {split: getattr(settings, f"{split}_file") for split in _SPLITS}
+        files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
         for file in filter(None, files.values()):
             if Path(file).suffix == ".txt" and not settings.delimiter:
                 raise UserError(
                     f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter where its lines "
                     "have several columns (and --column_names where the first line does not name them)"
                 )
-        return {split: read_file(file, options) for split, file in files.items() if file}
+        return {split: read_file(file, settings) for split, file in files.items() if file}
     found = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
     tables = {
         split: next(found[alias] for alias in aliases if alias in found)
@@ -81,7 +81,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     return tables
 
 
-def read_file(name: str, options: ReadOptions) -> Table:
+def read_file(name: str, settings: TextSettings) -> Table:
     """One file -> its rows. Raises UserError when it is missing or empty, and when its rows are asked
     for and cannot be parsed."""
     path = Path(name)
@@ -96,13 +96,15 @@ def read_file(name: str, options: ReadOptions) -> Table:
         digest = digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return Table(partial(_load, path, options), str(path), f"{digest}-{options.digest}")
+    given = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
+    ways = [f"{name} {value}" for name, value in given.items() if value not in (None, "csv")]
+    return Table(partial(_load, path, settings), str(path), "-".join([digest, settings.encoding, *ways]))
 
 
-def _load(path: Path, options: ReadOptions) -> tuple[datasets.Dataset, str]:
+def _load(path: Path, settings: TextSettings) -> tuple[datasets.Dataset, str]:
     import datasets
 
-    table, said = parse_file(path, options)
+    table, said = parse_file(path, settings)
     try:
         return datasets.Dataset(table), said
     except (ValueError, RecursionError) as error:
@@ -157,20 +159,6 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     return {split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}") for split, rows in splits.items()}
 
 
-def find_column(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> str | None:
-    """The named column, or one with a usual name. Raises UserError when a named one is missing."""
-    columns = table.rows.column_names
-    if wanted is not None:
-        if wanted not in columns:
-            raise UserError(
-                f"{table.name} has no column {wanted!r}{did_you_mean(wanted, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}{named_in(setting)}"
-            )
-        return wanted
-    lowered = {column.lower().strip(): column for column in reversed(columns)}
-    return next((lowered[name] for name in usual if name in lowered), None)
-
-
 def columns_of(table: Table, column: str) -> list[str]:
     """`title,text` -> both, unless a column has that very name."""
     if column in table.rows.column_names:
@@ -179,6 +167,16 @@ def columns_of(table: Table, column: str) -> list[str]:
 
 
 def find_columns(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
-    """The columns that were named, several as `a,b`, or one with a usual name; none where there is none of these."""
-    names = [wanted] if wanted is None else columns_of(table, wanted)
-    return tuple(column for name in names if (column := find_column(table, name, usual, setting)) is not None)
+    """The columns that were named, several as `a,b`, or one with a usual name, or none. Raises UserError when a named
+    one is missing."""
+    columns = table.rows.column_names
+    if wanted is None:
+        lowered = {column.lower().strip(): column for column in reversed(columns)}
+        return tuple(lowered[name] for name in usual if name in lowered)[:1]
+    for name in (found := columns_of(table, wanted)):
+        if name not in columns:
+            raise UserError(
+                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
+                f"{listing(columns)}; name one with --{setting}{named_in(setting)}"
+            )
+    return tuple(found)

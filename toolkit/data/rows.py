@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.data import tokens
-from toolkit.data.read import Table, columns_of, find_column, find_columns
+from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
@@ -41,10 +41,6 @@ class Targets:
     def all_missing(self, table: Table) -> bool:
         """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
         raise NotImplementedError
-
-    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows that --drop_empty_text leaves out for want of a target."""
-        return rows[:0]
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """The class of each sample, where there is one, so that a part held back has some of each."""
@@ -106,53 +102,51 @@ def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
     """The column of second texts that was named. Raises UserError when it is missing or the first text's."""
     if wanted is not None and wanted in columns_of(table, column):
         raise UserError(f"--text_pair {wanted} is the first text's column too: name another, or leave it out")
-    return find_column(table, wanted, (), "text_pair")
+    return ",".join(find_columns(table, wanted, (), "text_pair")) or None
 
 
-def texts_of(table: Table, column: str, separator: str) -> list[str]:
+def texts_of(table: Table, column: str, separator: str, what: str = "text") -> list[str]:
     """The text of every row; of several columns, with the separator between them. Raises UserError for one that is
     missing."""
-    cells = [["" if text is None else str(text) for text in table.column(name, "text")]
+    cells = [["" if text is None else str(text) for text in table.column(name, what)]
              for name in columns_of(table, column)]  # fmt: skip
     return cells[0] if len(cells) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*cells, strict=True)]
 
 
 def usable_rows(
-    table: Table, column: str, pair: str | None, separator: str, drop_empty: bool, notes: list[str]
+    table: Table, columns: dict[str, str | None], separator: str, drop_empty: bool, notes: list[str]
 ) -> Rows:
-    """The rows whose text, or neither of whose texts, is empty. Raises UserError naming the others."""
-    texts = texts_of(table, column, separator)
-    pairs = None if pair is None else texts_of(table, pair, separator)
-    full = _full(table, column, texts, "text_column", drop_empty)
-    if pair is not None and pairs is not None:
-        full &= _full(table, pair, pairs, "text_pair", drop_empty)
+    """The rows whose text is not empty, nor what else they must have: `columns` by the settings that name them, the
+    text's first. Raises UserError naming the others."""
+    cells = {
+        setting: texts_of(table, column, separator, setting.removesuffix("_column"))
+        for setting, column in columns.items()
+        if column
+    }
+    full = np.ones(len(table.rows), bool)
+    for setting, texts in cells.items():
+        full &= _full(table, str(columns[setting]), texts, setting, drop_empty)
+    if not full.any():
+        raise UserError(f"{table.name}: in every row one of {listing(filter(None, columns.values()))} is empty")
     if not full.all():
-        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty text are left out")
-    return Rows(table, texts, np.arange(len(texts)), np.zeros(0), pairs).take(np.flatnonzero(full))
+        kind = "text or title" if columns.get("title_column") else "text"
+        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty {kind} are left out")
+    rows = Rows(table, cells["text_column"], np.arange(len(full)), np.zeros(0), cells.get("text_pair"))
+    return rows.take(np.flatnonzero(full))
 
 
 def _full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
     """(rows,) bool. Raises UserError where no text may be empty and some are, or all are."""
-    full = np.array([bool(text.strip()) for text in texts])
+    full, what = np.array([bool(text.strip()) for text in texts]), "title" if setting == "title_column" else "text"
     if not full.any():
-        raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --{setting}")
+        raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
     empty = np.flatnonzero(~full)
     if len(empty) and not drop_empty:
         raise UserError(
-            f"{table.name}: the text in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows "
+            f"{table.name}: the {what} in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows "
             f"{listing(empty + 1)}): fill them, or pass --drop_empty_text"
         )
     return full
-
-
-def with_targets(rows: Rows, targets: Targets, notes: list[str]) -> Rows:
-    """Those rows that have a target. Raises UserError when there are none."""
-    present = ~np.isin(rows.numbers, targets.missing(rows.table, rows.numbers))
-    if not present.any():
-        raise UserError(f"{rows.table.name}: no row has a title: name another column with --title_column")
-    if not present.all():
-        notes.append(f"{rows.table.name}: {int((~present).sum())} rows without a title are left out")
-    return rows.take(np.flatnonzero(present))
 
 
 def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:

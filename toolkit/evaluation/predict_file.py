@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from toolkit import launch
-from toolkit.config import ModelSettings
+from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import USUAL, Labels, problem_of
-from toolkit.data.parse import ReadOptions, format_of
+from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table, columns_of, find_columns, read_file
 from toolkit.data.rows import pair_column, text_column, texts_of
@@ -51,7 +51,7 @@ def predict_file(options: Any) -> None:
     labels = None if writes_titles else labels_of(model.config)
     flat = output is not None and format_of(output) in _SEPARATORS
     added = class_columns(np.zeros((0, labels.size), np.float32), labels, flat) if labels else ["prediction"]
-    table = read_file(options.file, ReadOptions.of(options)) if options.file else _table_of(options.text)
+    table = read_file(options.file, _reading(options)) if options.file else _table_of(options.text)
     _refuse_columns(table, added)
     column, pair = _columns_read(options, table)
     max_length = choose_max_length(options.max_length, tokenizer, model.config, pair is not None)
@@ -79,6 +79,11 @@ def predict_file(options: Any) -> None:
     seconds = max(time.monotonic() - started, 1e-9)
     speed = f"{len(split) / seconds:.0f} a second"
     print(f"{len(split)} rows in {seconds:.1f} s ({speed}): {output}", file=sys.stderr)
+
+
+def _reading(options: Any) -> TextSettings:
+    names = ("encoding", "delimiter", "quoting", "column_names")
+    return TextSettings(**{name: getattr(options, name) for name in names})
 
 
 def _table_of(texts: list[str]) -> Table:
