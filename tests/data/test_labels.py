@@ -195,7 +195,7 @@ def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -
     assert (lists.names, encoded(lists, [[0, 2]])) == (decided.names, [[1, 0, 1]])
     hot = find_labels(table_of([[0, 1, 1], [0, 0, 1]]), None, None, "text", class_names=names)
     assert (hot.names, encoded(hot, [[0, 0, 1]])) == (decided.names, [[0, 0, 1]])
-    with pytest.raises(UserError, match=r"f\.csv: 'label' holds 7, joy, which --label_names_file does not name"):
+    with pytest.raises(UserError, match=r"f\.csv: column 'label' holds 7, joy, and --label_names_file names 0, 1, 2"):
         find_labels(table_of(["joy", "7", "1"]), None, None, "text", class_names=names)
 
 

@@ -111,23 +111,15 @@ def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., Pr
 
 
 def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
-    data = prepared(EMPTY, validation_file=EMPTY[1:3], drop_empty_text=True)
+    """They need no label then."""
+    data = prepared([*EMPTY, {"text": "", "label": None}], validation_file=EMPTY[1:3], drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 2]
     assert data.validation.rows.tolist() == [1]
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
-    assert any("2 rows with an empty text are left out" in note for note in data.notes)
-
-
-def test_a_row_that_is_left_out_needs_no_label(prepared: Callable[..., Prepared]) -> None:
-    rows = [*rows_of({"a": 4, "b": 4}), {"text": "", "label": None}]
-    assert len(prepared(rows, validation_file=rows, drop_empty_text=True).train) == 8
-
-
-def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
-    rows = [{"text": "", "label": "a"}, {"text": " ", "label": "b"}]
+    assert any("3 rows with an empty text are left out" in note for note in data.notes)
     with pytest.raises(UserError, match=r"every text in column 'text' is empty.*--text_column"):
-        prepared(rows, drop_empty_text=True)
+        prepared([EMPTY[1], EMPTY[3]], drop_empty_text=True)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +184,11 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def test_the_second_run_makes_nothing(prepared: Callable[..., Prepared], toolkit_cache: Path) -> None:
+    """Also where the same rows lie elsewhere."""
     rows = rows_of({"a": 10, "b": 10})
     first = prepared(rows)
     before = state(toolkit_cache / "tokens")
-    second = prepared(rows)
+    second = prepared(rows, train_name="elsewhere.jsonl")
     assert second.folder == first.folder
     assert second.folder.is_relative_to(toolkit_cache)
     assert before == state(toolkit_cache / "tokens")
@@ -241,14 +234,6 @@ def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callabl
     plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
     assert plain.digest == fixed.digest
     assert fixed.validation.rows.tolist() == plain.validation.rows.tolist() != other.validation.rows.tolist()
-
-
-def test_the_same_content_elsewhere_keeps_the_folder(
-    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
-) -> None:
-    paths = [write_rows(name, rows_of({"a": 5, "b": 5})) for name in ("one.jsonl", "two.jsonl")]
-    folders = {prepare_data(build(TaskSettings, {"train_file": path}), tokenizer, MODEL).folder for path in paths}
-    assert len(folders) == 1
 
 
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
@@ -371,18 +356,13 @@ def test_short_texts_are_left_out_whatever_is_cut(
     ]
 
 
-@pytest.mark.parametrize("short", ["train", "validation"])
-def test_texts_that_are_all_too_short(prepared: Callable[..., Prepared], short: str) -> None:
-    files = {"train": growing(10), "validation": growing(10)} | {short: growing(4)}
-    with pytest.raises(UserError) as caught:
-        prepared(files["train"], validation_file=files["validation"], min_length=7)
-    for part in (f"{short}_file.jsonl: ", "no text has 7 tokens", "--min_length"):
-        assert part in str(caught.value)
-
-
-def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., Prepared]) -> None:
-    """Neither a class of theirs, nor a label they lack."""
+def test_texts_that_are_too_short(prepared: Callable[..., Prepared]) -> None:
+    """What only they have is not learned: neither a class of theirs, nor a label they lack."""
     rows = growing(10)
+    for short in ("train", "validation"):
+        files = {"train": rows, "validation": rows} | {short: growing(4)}
+        with pytest.raises(UserError, match=rf"{short}_file\.jsonl: no text has 7 tokens.*--min_length"):
+            prepared(files["train"], validation_file=files["validation"], min_length=7)
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
     assert data.labels.names == ("a", "b")

@@ -143,7 +143,10 @@ def find_labels(
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
         raise table.which("label", "label_column", others, several if len(others) > 1 else "")
     cells = _cells(table, columns, rows)
+    no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
     if len(columns) > 1:
+        if class_names:
+            raise no_classes
         numbers = [[_to_float(item) for item in items] for items in cells]
         problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
         if problem == "single_label_classification":
@@ -155,6 +158,8 @@ def find_labels(
     problem = problem_type or _guess(cells, f"{table.name}: column {column!r}")
     _refuse_empty(table, column, rows, cells, problem)
     if problem == "regression":
+        if class_names:
+            raise no_classes
         width = len(_parsed_list(cells[0]) or [0])
         return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
     lists = [[value] for value in cells]
@@ -167,7 +172,14 @@ def find_labels(
     if feature is not None:
         names = tuple(feature.names)
     elif class_names:
-        names, values = _named(class_names, found, len(lists[0]) if multi_hot else None, f"{table.name}: {column!r}")
+        names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
+        strange = natural_order(found - set(class_names)) if values else ()
+        if strange or (multi_hot and len(names) != len(lists[0])):
+            held = listing(strange) or f"rows of {len(lists[0])} classes"
+            raise UserError(
+                f"{table.name}: column {column!r} holds {held}, and --label_names_file names {listing(class_names)}: "
+                "name all of them there, or leave it out"
+            )
     elif multi_hot:
         names = tuple(str(place) for place in range(len(lists[0])))
     else:
@@ -177,22 +189,6 @@ def find_labels(
         held = f"one class only ({names[0]})" if names else "no class at all"
         raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
     return Labels(problem, names, columns, multi_hot, values)
-
-
-def _named(
-    class_names: Mapping[str, str], found: set[str], width: int | None, where: str
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the classes' names, what stands for each in the column); `width` of a row that has a 0 or 1 for each."""
-    if width is not None:
-        if width != len(class_names):
-            raise UserError(f"{where}: rows of {width} classes, and --label_names_file names {len(class_names)}")
-        return tuple(class_names.values()), ()
-    if strange := found - set(class_names):
-        raise UserError(
-            f"{where} holds {listing(natural_order(strange))}, which --label_names_file does not name: it names "
-            f"{listing(class_names)}; add them there, or leave the file out"
-        )
-    return tuple(class_names.values()), tuple(class_names)
 
 
 def read_class_names(name: str) -> dict[str, str]:
@@ -205,7 +201,8 @@ def read_class_names(name: str) -> dict[str, str]:
     if len(rows) == 1 and isinstance(rows[0], dict):
         pairs = list(rows[0].items())
     else:
-        pairs = [tuple(row.values()) if isinstance(row, dict) else (place, row) for place, row in enumerate(rows)]
+        rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
+        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
     named: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
         numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
