@@ -79,11 +79,11 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., Prepar
         prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
 
 
-def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
+def test_texts_that_are_also_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
-    assert [note for note in data.notes if "flatter" in note] == [
-        "validation: 3 of 5 texts also stand in training: their scores flatter"
+    assert [note for note in data.notes if "also in the training" in note] == [
+        "validation: 3 of 5 texts are also in the training data: its scores are too high"
     ]
 
 

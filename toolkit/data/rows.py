@@ -203,10 +203,12 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
 
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
-    """Texts (or pairs of them) of another split that also stand in training."""
+    """Texts (or pairs of them) of another split that are also in the training data."""
     read = {split: list(zip(rows.texts, rows.pairs or rows.texts, strict=True)) for split, rows in chosen.items()}
     train = set(read["train"])
     for split in ("validation", "test"):
         seen = sum(text in train for text in read.get(split, ()))
         if seen:
-            notes.append(f"{split}: {seen} of {len(read[split])} texts also stand in training: their scores flatter")
+            notes.append(
+                f"{split}: {seen} of {len(read[split])} texts are also in the training data: its scores are too high"
+            )
