@@ -112,14 +112,9 @@ def prepare_texts(
     if not table.digest:  # texts that were typed
         return Split("texts", Path(), buckets=tokens.LengthBuckets.of_model(model_config), **arrays())
     asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length, *([pair] if pair else [])]
-    digest = _digest(asked + [separator] * ("," in column))
-    folder = made_once(
-        "tokens",
-        digest,
-        lambda draft: tokens.save_split(draft / "texts", arrays()),
-        accelerator,
-        f"{table.name} (to predict)",
-    )
+    asked += [separator] * ("," in column)
+    save, source = (lambda draft: tokens.save_split(draft / "texts", arrays())), f"{table.name} (to predict)"
+    folder = made_once("tokens", _digest(asked), save, accelerator, source)
     return tokens.load_split(folder, "texts", model_config)
 
 

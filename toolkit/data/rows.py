@@ -118,14 +118,21 @@ def usable_rows(
 ) -> Rows:
     """The rows whose text is not empty, nor what else they must have: `columns` by the settings that name them, the
     text's first. Raises UserError naming the others."""
-    cells = {
-        setting: texts_of(table, column, separator, setting.removesuffix("_column"))
-        for setting, column in columns.items()
-        if column
-    }
-    full = np.ones(len(table.rows), bool)
-    for setting, texts in cells.items():
-        full &= _full(table, str(columns[setting]), texts, setting, drop_empty)
+    cells, full = {}, np.ones(len(table.rows), bool)
+    for setting, column in columns.items():
+        if column is None:
+            continue
+        what = "title" if setting == "title_column" else "text"
+        texts = cells[setting] = texts_of(table, column, separator, what)
+        empty = np.array([not text.strip() for text in texts])
+        if empty.all():
+            raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
+        if empty.any() and not drop_empty:
+            raise UserError(
+                f"{table.name}: the {what} in column {column!r} is empty in {empty.sum()} of {len(texts)} rows (rows "
+                f"{listing(np.flatnonzero(empty) + 1)}): fill them, or pass --drop_empty_text"
+            )
+        full &= ~empty
     if not full.any():
         raise UserError(f"{table.name}: in every row one of {listing(filter(None, columns.values()))} is empty")
     if not full.all():
@@ -133,20 +140,6 @@ def usable_rows(
         notes.append(f"{table.name}: {int((~full).sum())} rows with an empty {kind} are left out")
     rows = Rows(table, cells["text_column"], np.arange(len(full)), np.zeros(0), cells.get("text_pair"))
     return rows.take(np.flatnonzero(full))
-
-
-def _full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
-    """(rows,) bool. Raises UserError where no text may be empty and some are, or all are."""
-    full, what = np.array([bool(text.strip()) for text in texts]), "title" if setting == "title_column" else "text"
-    if not full.any():
-        raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
-    empty = np.flatnonzero(~full)
-    if len(empty) and not drop_empty:
-        raise UserError(
-            f"{table.name}: the {what} in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows "
-            f"{listing(empty + 1)}): fill them, or pass --drop_empty_text"
-        )
-    return full
 
 
 def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
