@@ -132,6 +132,14 @@ def test_losses_that_are_not_finite_stop_the_run(tmp_path: Path, tiny_model: Pat
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_a_config_file_of_aliases_takes_no_memory(tmp_path: Path, tiny_model: Path) -> None:
+    bomb = tmp_path / "bomb.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12))]
+    bomb.write_text("distributed_type: MULTI_CPU\n" + "\n".join(lines))
+    finished = recipe(*arguments_of(Case(()), tmp_path, tiny_model), "--config_file", bomb)
+    assert_one_line(finished, ("bomb.yaml is not valid YAML", "aliases (*a0) are not read"))
+
+
 def test_without_the_demo_packages(tmp_path: Path) -> None:
     """A machine without the extra is told which to install (the package is hidden, not removed)."""
     hide = tmp_path / "sitecustomize.py"

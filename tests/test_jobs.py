@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -26,6 +29,7 @@ def write_rows(path: Path, kind: str, count: int = 61) -> Path:
             "six classes": f"class {len(words) % 6 * 2}",
             "multi-label": sorted({word for word in words if word in ("good", "bad", "dull")}),
             "regression": len(words) / 10,
+            "several numbers": [len(words) / 10, 2 + words.count("good") / 4],
         }[kind]
         rows.append({"text": " ".join(words), "label": label})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -36,6 +40,7 @@ EXPECTED = {
     "six classes": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class", "confusion_matrix"},
     "multi-label": {"accuracy", "f1_macro", "f1_micro", "f1_weighted", "per_class"},
     "regression": {"mse", "mae", "pearson"},
+    "several numbers": {"mse", "mae", "pearson", "per_output"},
 }
 
 
@@ -63,10 +68,20 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
     lines = lines_of(run / "predictions.jsonl")
     assert [line["id"] for line in lines] == list(range(23))
     truth = [json.loads(line)["label"] for line in held_back.read_text().splitlines()]
-    assert [line["label"] for line in lines] == (pytest.approx(truth) if kind == "regression" else truth)
+    assert [line["label"] for line in lines] == (
+        truth if "label" in kind or "class" in kind else pytest.approx(np.array(truth))
+    )
     labels = json.loads((run / "config.json").read_text())["data"]["labels"]
     if kind == "six classes":
         assert labels == [f"class {number}" for number in (0, 2, 4, 6, 8, 10)]
+    if kind == "several numbers":
+        assert labels == ["label_0", "label_1"]
+        assert list(last["per_output"]) == labels
+        guesses, errors = np.array([line["prediction"] for line in lines]), {}
+        for place, name in enumerate(labels):
+            errors[name] = float(np.mean((guesses[:, place] - np.array(truth)[:, place]) ** 2))
+            assert last["per_output"][name]["mse"] == pytest.approx(errors[name], rel=1e-4)
+        assert [last["loss"], last["mse"]] == pytest.approx([np.mean([*errors.values()])] * 2, rel=1e-4)
     for name in ("config.json", "metrics.jsonl", "report.html", "model/config.json", "model/README.md"):
         assert (run / name).stat().st_size > 0
 
@@ -133,6 +148,30 @@ def test_predict_keeps_rows_order_and_columns(trained: Path, tmp_path: Path) -> 
     assert again.code == 1
     assert "--overwrite" in again.error_lines[0]
     assert outputs["single"].read_bytes() == before
+
+
+def test_predict_answers_for_texts_and_for_the_lines_of_a_file(trained: Path, labelled: Path, tmp_path: Path) -> None:
+    texts = ["good film", "", "very dull room"]
+    (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
+    finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"])
+    assert finished.code == 0, finished.err[-3000:]
+    assert f"{tmp_path / 'new.txt'}: one text per line" in finished.err
+    table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
+    assert table["text"].to_list() == texts
+    typed = [word for text in (texts[0], texts[2]) for word in ("--text", text)]
+    kept = sorted(Path(os.environ["TOOLKIT_CACHE"]).glob("tokens/*"))
+    answers = start(["toolkit", "predict", trained, *typed]).out.splitlines()
+    chances = table.filter(like="probability_").max(axis=1)
+    for answer, row in zip(answers, (0, 2), strict=True):
+        assert answer == f"{table['prediction'][row]} {chances[row]:.4f}  {texts[row]}"
+    assert sorted(Path(os.environ["TOOLKIT_CACHE"]).glob("tokens/*")) == kept  # what was typed is not kept
+    model = labelled / "several numbers" / "run" / "model"
+    (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
+    assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)
+    start(["toolkit", "predict", model, tmp_path / "new.txt", "--overwrite"])
+    assert list(pd.read_csv(tmp_path / "new.predictions.csv"))[1:] == ["prediction_label_0", "prediction_label_1"]
+    both = start(["toolkit", "predict", trained, tmp_path / "new.txt", "--text", "a"])
+    assert "needs a FILE or --text, one of them" in both.error_lines[0]
 
 
 def test_predict_refuses_a_model_without_a_trained_head(tiny_model: Path, tmp_path: Path) -> None:

@@ -57,12 +57,24 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     predict.add_argument("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
-    predict.add_argument("file", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz")
+    predict.add_argument(
+        "file", nargs="?", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz; .txt: a text per line"
+    )
+    predict.add_argument(
+        "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
+    )
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
     predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
+    predict.add_argument(
+        "--delimiter", metavar="CHARACTER", help="between cells; as the file's ending says if not given"
+    )
+    predict.add_argument(
+        "--quoting", choices=("csv", "none"), default="csv", help="none: a double quote is part of the text [csv]"
+    )
+    predict.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
     predict.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
     predict.add_argument(

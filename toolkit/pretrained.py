@@ -16,6 +16,7 @@ from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.hub import reach
 from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
@@ -144,6 +145,8 @@ def _refuse_wrong_folder(name: str) -> None:
 def explained(name: str, attention: str | None = None) -> Iterator[None]:
     """Whatever a library says of a model that was named is the fault of the name, in one line."""
     _refuse_wrong_folder(name)
+    if not name.startswith(PREFIX) and not Path(name).exists():
+        reach(name)
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a page of retries without a network
     try:
         yield

@@ -23,7 +23,8 @@ def prepared(write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
         train: list[Any], kind: Any = TaskSettings, model: Any = MODEL, tokenizer: Any = tokenizer, **given: Any
     ) -> Any:
         files = {"train_file": train} | {name: given.pop(name) for name in list(given) if name.endswith("_file")}
-        paths = {name: write_rows(f"{name}.jsonl", rows) for name, rows in files.items()}
+        names = {"train_file": given.pop("train_name", "train_file.jsonl")}
+        paths = {name: write_rows(names.get(name, f"{name}.jsonl"), rows) for name, rows in files.items()}
         return prepare_data(build(kind, paths | given), tokenizer, model)
 
     return run

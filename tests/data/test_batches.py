@@ -153,25 +153,6 @@ def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_to
             assert len(micro_batches(of_lengths(lengths), longest, per_device, 0, world, max_tokens)) == most
 
 
-@pytest.mark.parametrize("max_tokens", [None, 4, 16, 40])
-@pytest.mark.parametrize(("world", "per_device", "count"), [(1, 4, 10), (2, 4, 10), (3, 2, 7), (4, 8, 3)])
-def test_evaluation_batches_cover_the_split(
-    world: int, per_device: int, count: int, max_tokens: int | None, split: Split
-) -> None:
-    part = Split(
-        "test", split.folder, split.input_ids, split.offsets[: count + 1], split.labels[:count], split.rows[:count]
-    )
-    mine = [micro_batches(part, np.arange(count), per_device, rank, world, max_tokens) for rank in range(world)]
-    if max_tokens is not None:
-        every = [batch for rank in mine for batch in rank]
-        assert all(len(batch) <= 1 or padded_tokens(batch, part.lengths) <= max_tokens for batch in every)
-        assert max(len(batch) for batch in every) <= per_device
-    assert len({len(rank) for rank in mine}) == 1
-    assert sorted(int(index) for rank in mine for batch in rank for index in batch) == list(range(count))
-    first = max(part.lengths[batch].max() for rank in mine for batch in rank[:1] if len(batch))
-    assert first == part.lengths.max()
-
-
 @pytest.fixture
 def split(tmp_path: Path) -> Split:
     """Twelve samples of 1 to 12 tokens; token t of sample s is 100 s + t."""
@@ -207,13 +188,6 @@ def test_padding(split: Split, side: str, ids: list[list[int]], mask: list[list[
 def test_nothing_padded_needs_no_mask(split: Split) -> None:
     assert set(collator(split)(np.array([4, 4])).inputs) == {"input_ids"}
     assert set(collator(split)(np.array([4])).inputs) == {"input_ids"}
-
-
-def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split) -> None:
-    batch = collator(split)(np.zeros(0, np.int64))
-    assert (batch.weights.tolist(), batch.ids.tolist()) == ([0.0], [-1])
-    assert (batch.samples, batch.tokens) == (0, 0)
-    assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
 
 
 TITLES = [[2, 31, 3], [2, 3], [2, 31, 32, 33, 3], [2, 34, 3]]
@@ -256,9 +230,11 @@ def test_each_token_of_a_title_is_told_those_before_it(
     assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_denominators[indices].tolist()
 
 
-def test_a_padding_title_has_no_weight(titled: TitleSplit) -> None:
-    batch = collator_of(titled, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU)(np.zeros(0, np.int64))
-    assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == ([0.0], [-1], 0, 0)
+def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, titled: TitleSplit) -> None:
+    for kind in (split, titled):
+        batch = collator_of(kind, SimpleNamespace(pad_token_id=7, padding_side="right"), CPU)(np.zeros(0, np.int64))
+        assert (batch.weights.tolist(), batch.ids.tolist(), batch.samples, batch.tokens) == ([0.0], [-1], 0, 0)
+        assert batch.inputs["input_ids"].shape[0] == batch.labels.shape[0] == 1
     assert batch.inputs["decoder_input_ids"].shape == batch.labels.shape == (1, 2)
 
 
@@ -275,9 +251,6 @@ def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.Monke
     assert collate(np.array([7])).inputs["input_ids"].shape == (1, 8)
     assert "attention_mask" not in collate(np.array([7])).inputs
     assert "attention_mask" in collate(np.array([8])).inputs
-
-
-def test_widths_stay_within_the_positions_and_the_bucket() -> None:
     assert [even_width(length, 50, None) for length in (1, 8, 41, 49, 50)] == [8, 8, 48, 50, 50]
     odd = LengthBuckets(full=33, block=3)
     assert [even_width(length, 60, odd) for length in (25, 31, 33, 34, 59)] == [32, 32, 33, 36, 60]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from toolkit.config import ProblemType
-from toolkit.data.labels import Labels, find_labels
+from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table
 from toolkit.errors import UserError
 
@@ -117,15 +118,92 @@ def test_several_columns(ones: list[Any]) -> None:
     assert decided.encode(table, np.arange(2)).tolist() == [[1, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("odd", [2, 0.5, "yes", None])
+@pytest.mark.parametrize("odd", [2, 0.5, "yes", None, float("nan")])
 def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
     good, bad = columns_table(a=[1, 0], b=[0, 1]), columns_table("v.csv", a=[1, 0], b=[0 if odd != "yes" else "0", odd])
     for act in (
         lambda: find_labels(bad, "a,b", None, "text"),
         lambda: find_labels(good, "a,b", None, "text").encode(bad, np.arange(2)),
     ):
-        with pytest.raises(UserError, match=r"v\.csv, row 2: column 'b'"):
+        with pytest.raises(UserError, match=r"v\.csv, row 2: column 'b'.* 0 or 1, or .*--problem_type regression"):
             act()
+
+
+REGRESSION: ProblemType = "regression"
+SCORES = [[4.17, 0.3, 2.2], [3, 2.5, 2.0]]
+
+
+@pytest.mark.parametrize("cells", [SCORES, [str(score) for score in SCORES]])
+def test_lists_of_numbers_with_fractions_are_regression(cells: list[Any]) -> None:
+    decided = found(cells)
+    assert (decided.problem_type, decided.names) == (REGRESSION, ("label_0", "label_1", "label_2"))
+    assert encoded(decided, cells) == np.array(SCORES, np.float32).tolist()
+    for odd, said in (([1.5, 2.5], "must hold 3 numbers"), ([1, "x", 2], "label_1: the label 'x' is not a number")):
+        with pytest.raises(UserError, match=rf"v\.csv, row 2: .*{said}|v\.csv, row 2, {said}"):
+            encoded(decided, [str(cells[0]), str(odd)], name="v.csv")
+    assert encoded(found([[1.5], [2]]), [[1.5], [2]]) == [1.5, 2.0]
+
+
+@pytest.mark.parametrize("asked", [None, REGRESSION])
+def test_columns_of_numbers_are_regression(asked: ProblemType | None) -> None:
+    table = columns_table(taste=["4.5", "3"], price=["2", "3"])
+    decided = find_labels(table, "taste,price", asked, "text")
+    assert (decided.problem_type, decided.names, decided.size) == (REGRESSION, ("taste", "price"), 2)
+    assert decided.encode(table, np.arange(2)).tolist() == [[4.5, 2.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("cells", "shown"),
+    [
+        ([[1, 5, 3], [2, 5, 4]], r"\[1, 5, 3\]"),  # grades or numbers of classes
+        ([[1.5, 0], [0.5, 1]], r"\[1\.5, 0\]"),  # one place has 0 and 1 alone
+        ([[1.5, 2.5], [3.5]], r"\[1\.5, 2\.5\]"),
+        ([[1.5, "x"], ["y", "x"]], r"\[1\.5, 'x'\]"),
+        (["4.17|0.3", "2|3.5"], r"'4\.17\|0\.3'"),
+        ([f"{number}.5 {number}" for number in range(9)], "'0.5 0'"),
+    ],
+)
+def test_what_can_be_meant_in_two_ways_is_asked(cells: list[Any], shown: str) -> None:
+    with pytest.raises(UserError, match=rf"f\.csv: column 'label' holds {shown}.*numbers to predict.*--problem_type"):
+        find_labels(table_of([str(cell) for cell in cells]), None, None, "text")
+
+
+def test_nearly_as_many_classes_as_rows_are_asked_about() -> None:
+    texts = [f"text {number}" for number in range(490)]
+    with pytest.raises(UserError, match=r"490 different values in 490 rows: is it the label\?.*--problem_type"):
+        found(texts)
+    assert found(texts, ONE).size == found([*texts, *texts]).size == 490
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("a.json", '["joy", "anger", "fear"]'),
+        ("a.json", '{"2": "fear", "0": "joy", "1": "anger"}'),
+        ("a.json", '{"joy": 0, "anger": 1, "fear": 2}'),
+        ("a.jsonl", '{"label": "0", "label_desc": "joy"}\n{"label": "2", "label_desc": "fear"}\n["anger", 1]\n'),
+        ("a.txt", "joy\nanger\n\nfear\n"),
+    ],
+)
+def test_names_of_classes_from_a_file(tmp_path: Path, file: str, content: str) -> None:
+    (tmp_path / file).write_text(content, encoding="utf-8")
+    names = read_class_names(str(tmp_path / file))
+    assert list(names.items()) == [("0", "joy"), ("1", "anger"), ("2", "fear")]
+    decided = find_labels(table_of(["1", "0"]), None, None, "text", class_names=names)
+    assert (decided.names, encoded(decided, [2, 1.0])) == (("joy", "anger", "fear"), [2, 1])
+    lists = find_labels(table_of([[0, 1], [2]]), None, None, "text", class_names=names)
+    assert (lists.names, encoded(lists, [[0, 2]])) == (decided.names, [[1, 0, 1]])
+    hot = find_labels(table_of([[0, 1, 1], [0, 0, 1]]), None, None, "text", class_names=names)
+    assert (hot.names, encoded(hot, [[0, 0, 1]])) == (decided.names, [[0, 0, 1]])
+    with pytest.raises(UserError, match=r"f\.csv: column 'label' holds 7, joy, and --label_names_file names 0, 1, 2"):
+        find_labels(table_of(["joy", "7", "1"]), None, None, "text", class_names=names)
+
+
+@pytest.mark.parametrize("content", ['[["joy", "anger"], ["joy", 1]]', '["joy", "joy"]', '[{"id": 1}, {"id": 2}]'])
+def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UserError, match=r"--label_names_file .*a\.json, entry \d: .* is not a number and a name"):
+        read_class_names(str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +267,7 @@ def test_columns_that_cannot_be_told() -> None:
     with pytest.raises(UserError, match="Name one of y with --label_column"):
         find_labels(table_of(["a", "b"], column="y"), None, None, "text")
     table = columns_table(a=[1, 0], b=[0, 1])
-    with pytest.raises(UserError, match="multi-label classification, not --problem_type regression"):
-        find_labels(table, "a,b", "regression", "text")
+    with pytest.raises(UserError, match="several labels or numbers, not --problem_type single_label"):
+        find_labels(table, "a,b", ONE, "text")
     with pytest.raises(UserError, match=r"did you mean b\?"):
         find_labels(table, "a,bb", None, "text")

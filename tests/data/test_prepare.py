@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import MODEL
-from toolkit.config import TaskSettings, build
+from toolkit.config import TaskSettings, TextSettings, build, parse
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
@@ -79,11 +79,11 @@ def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., Prepar
         prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
 
 
-def test_texts_that_also_stand_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
+def test_texts_that_are_also_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
-    assert [note for note in data.notes if "flatter" in note] == [
-        "validation: 3 of 5 texts also stand in training: their scores flatter"
+    assert [note for note in data.notes if "also in the training" in note] == [
+        "validation: 3 of 5 texts are also in the training data: its scores are too high"
     ]
 
 
@@ -111,23 +111,15 @@ def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., Pr
 
 
 def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
-    data = prepared(EMPTY, validation_file=EMPTY[1:3], drop_empty_text=True)
+    """They need no label then."""
+    data = prepared([*EMPTY, {"text": "", "label": None}], validation_file=EMPTY[1:3], drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 2]
     assert data.validation.rows.tolist() == [1]
     assert data.validation.texts() == ["b"]
     assert [data.labels.names[label] for label in data.train.labels] == ["x", "y"]
-    assert any("2 rows with an empty text are left out" in note for note in data.notes)
-
-
-def test_a_row_that_is_left_out_needs_no_label(prepared: Callable[..., Prepared]) -> None:
-    rows = [*rows_of({"a": 4, "b": 4}), {"text": "", "label": None}]
-    assert len(prepared(rows, validation_file=rows, drop_empty_text=True).train) == 8
-
-
-def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
-    rows = [{"text": "", "label": "a"}, {"text": " ", "label": "b"}]
+    assert any("3 rows with an empty text are left out" in note for note in data.notes)
     with pytest.raises(UserError, match=r"every text in column 'text' is empty.*--text_column"):
-        prepared(rows, drop_empty_text=True)
+        prepared([EMPTY[1], EMPTY[3]], drop_empty_text=True)
 
 
 @pytest.mark.parametrize(
@@ -137,11 +129,32 @@ def test_a_column_of_empty_texts(prepared: Callable[..., Prepared]) -> None:
         (["label", "评论"], None, "评论"),
         (["number", "utterance"], None, "utterance"),  # the only column of strings
         (["title", "text"], "title", "title"),
+        (["label", "text_a"], None, "text_a"),  # where all cells are strings, as in CSV
+        (["id", "text_a", "label"], None, "text_a"),
     ],
 )
 def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
-    row = {column: 1 if column in ("label", "number") else "t" for column in columns}
-    assert text_column(read_file(write_rows("a.jsonl", [row])), wanted) == found
+    row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
+    assert text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, ["label"]) == found
+
+
+def test_the_label_and_the_second_text_are_not_the_text(prepared: Callable[..., Prepared]) -> None:
+    rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
+    assert prepared(rows, text_pair="text_b").text_column == "text_a"
+    with pytest.raises(UserError, match=r"Name one of text_a, text_b with --text_column"):
+        prepared(rows)
+
+
+def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+    yaml = tmp_path / "mine.yaml"
+    yaml.write_text("text_column: txt\nlabel_column: lable\n")
+    table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), TextSettings())
+    given = [str(yaml), "--train_file", "a", "--model_name_or_path", "m", "--label_column", "lable"]
+    data = parse(TaskSettings, given).data
+    with pytest.raises(UserError, match=rf"no column 'txt'.*--text_column \({yaml} names it\)"):
+        text_column(table, data.text_column)
+    with pytest.raises(UserError, match=r"no column 'lable'.*--label_column$"):  # that was typed
+        find_labels(table, data.label_column, None, "text")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +171,7 @@ def test_a_text_column_that_cannot_be_told(
 ) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
     with pytest.raises(UserError, match=said):
-        text_column(read_file(write_rows("a.jsonl", [row])), wanted)
+        text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted)
 
 
 def test_a_validation_file_without_the_text_column(prepared: Callable[..., Prepared]) -> None:
@@ -171,10 +184,11 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def test_the_second_run_makes_nothing(prepared: Callable[..., Prepared], toolkit_cache: Path) -> None:
+    """Also where the same rows lie elsewhere."""
     rows = rows_of({"a": 10, "b": 10})
     first = prepared(rows)
     before = state(toolkit_cache / "tokens")
-    second = prepared(rows)
+    second = prepared(rows, train_name="elsewhere.jsonl")
     assert second.folder == first.folder
     assert second.folder.is_relative_to(toolkit_cache)
     assert before == state(toolkit_cache / "tokens")
@@ -220,14 +234,6 @@ def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callabl
     plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
     assert plain.digest == fixed.digest
     assert fixed.validation.rows.tolist() == plain.validation.rows.tolist() != other.validation.rows.tolist()
-
-
-def test_the_same_content_elsewhere_keeps_the_folder(
-    write_rows: Callable[..., str], tokenizer: Any, toolkit_cache: Path
-) -> None:
-    paths = [write_rows(name, rows_of({"a": 5, "b": 5})) for name in ("one.jsonl", "two.jsonl")]
-    folders = {prepare_data(build(TaskSettings, {"train_file": path}), tokenizer, MODEL).folder for path in paths}
-    assert len(folders) == 1
 
 
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
@@ -289,10 +295,32 @@ TWO = [
         ("title", ["A", "", "A", "", " A "]),
     ],
 )
-def test_several_columns_stand_below_each_other(write_rows: Callable[..., str], wanted: str, texts: list[str]) -> None:
-    table = read_file(write_rows("a.jsonl", TWO))
+def test_several_columns_are_one_text_with_a_separator(
+    write_rows: Callable[..., str], wanted: str, texts: list[str]
+) -> None:
+    table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert text_column(table, wanted) == wanted
-    assert texts_of(table, wanted) == texts
+    assert texts_of(table, wanted, "\n") == texts
+
+
+def test_the_separator_is_a_token_that_stays(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
+    rows = [row | {"title": "the room"} for row in rows_of({"a": 5, "b": 5})]
+    data = prepared(rows, validation_file=rows, text_column="title,text")
+    ends = [token == tokenizer.sep_token_id for token in data.train.tokens(0)]
+    assert (sum(ends), ends[-1]) == (2, True)
+    assert data.train.tokens(0).tolist() == tokenizer(f"the room[SEP]{rows[0]['text']}")["input_ids"]
+    assert "columns title, text are one text, with [SEP] between them" in data.notes
+
+
+def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"good film {place}|{place % 2}\n" for place in range(20)))
+    given = {"train_file": str(path), "column_names": "text,label"}
+    data = prepare_data(build(TaskSettings, given | {"delimiter": "|"}), tokenizer, MODEL)
+    assert data.notes[0] == f"{path}: read with --delimiter |, --column_names text,label"
+    assert data.sizes == {"train": 18, "validation": 2}
+    with pytest.raises(UserError, match=r"a\.txt: texts alone, without labels.* --delimiter"):
+        prepare_data(build(TaskSettings, given), tokenizer, MODEL)
 
 
 def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared]) -> None:
@@ -328,18 +356,13 @@ def test_short_texts_are_left_out_whatever_is_cut(
     ]
 
 
-@pytest.mark.parametrize("short", ["train", "validation"])
-def test_texts_that_are_all_too_short(prepared: Callable[..., Prepared], short: str) -> None:
-    files = {"train": growing(10), "validation": growing(10)} | {short: growing(4)}
-    with pytest.raises(UserError) as caught:
-        prepared(files["train"], validation_file=files["validation"], min_length=7)
-    for part in (f"{short}_file.jsonl: ", "no text has 7 tokens", "--min_length"):
-        assert part in str(caught.value)
-
-
-def test_what_only_short_texts_have_is_not_learned(prepared: Callable[..., Prepared]) -> None:
-    """Neither a class of theirs, nor a label they lack."""
+def test_texts_that_are_too_short(prepared: Callable[..., Prepared]) -> None:
+    """What only they have is not learned: neither a class of theirs, nor a label they lack."""
     rows = growing(10)
+    for short in ("train", "validation"):
+        files = {"train": rows, "validation": rows} | {short: growing(4)}
+        with pytest.raises(UserError, match=rf"{short}_file\.jsonl: no text has 7 tokens.*--min_length"):
+            prepared(files["train"], validation_file=files["validation"], min_length=7)
     rows[0]["label"], rows[1]["label"] = "short", None
     data = prepared(rows, validation_file=rows, min_length=7)
     assert data.labels.names == ("a", "b")
@@ -385,11 +408,11 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
     write_rows: Callable[..., str], seed: int
 ) -> None:
     """Runs that are compared over the years are evaluated on the same rows."""
-    table = read_file(write_rows("a.jsonl", growing(30)))
+    table = read_file(write_rows("a.jsonl", growing(30)), TextSettings())
     labels = find_labels(table, None, None, "text")
     assert isinstance(labels, Labels)
     every = np.arange(30)
-    rows = Rows(table, texts_of(table, "text"), every, labels.encode(table, every))
+    rows = Rows(table, texts_of(table, "text", ""), every, labels.encode(table, every))
     parts = hold_back(rows, labels, 0.2, seed, [])
     assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
     assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))

@@ -15,8 +15,10 @@ import datasets
 import pytest
 
 from tests.faults import Fault
+from toolkit.config import TextSettings
 from toolkit.data import parse
-from toolkit.data.read import Table, find_column, read_file, read_hub
+from toolkit.data.read import Table, find_columns, read_hub
+from toolkit.data.read import read_file as read_with
 from toolkit.errors import UserError
 
 FORMATS = ["csv", "tsv", "json", "jsonl", "parquet"]
@@ -26,11 +28,15 @@ ROWS = [{"text": 'a, "b"', "label": "x"}, {"text": "很好\tc", "label": "y"}, {
 WriteRows = Callable[..., str]
 
 
-def fault_of(name: str, encoding: str = "utf-8") -> str:
+def read_file(name: str, encoding: str = "utf-8", **options: Any) -> Table:
+    return read_with(name, TextSettings(encoding=encoding, **options))
+
+
+def fault_of(name: str, encoding: str = "utf-8", **options: Any) -> str:
     with pytest.raises(UserError) as caught:
-        _ = read_file(name, encoding).rows
+        _ = read_file(name, encoding, **options).rows
     assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(("--encoding", name))
+    assert str(caught.value).startswith(("--", name))
     return str(caught.value)
 
 
@@ -88,7 +94,7 @@ def test_a_missing_file_names_its_neighbour(tmp_path: Path, name: str) -> None:
     assert "is a folder" in fault_of(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a", "a.csv.zip", "a.xlsx", "a.gz"])
+@pytest.mark.parametrize("name", ["a.md", "a", "a.csv.zip", "a.xlsx", "a.gz"])
 def test_unknown_endings_list_the_known_ones(tmp_path: Path, name: str) -> None:
     fault = fault_of(write(tmp_path / name, "text,label\na,1\n"))
     assert all(f".{kind}" in fault for kind in FORMATS)
@@ -174,6 +180,53 @@ def test_texts_of_several_lines_and_odd_rows_are_no_fault(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+QUOTED = 'text\tlabel\n"very good" film\t1\nbad\t0\n"so\t1\n'
+
+
+def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tsv", QUOTED)
+    told = fault_of(path)
+    assert "line 2 (row 1)" in told
+    assert "pass --quoting none; else close it at the end of the cell, or double it" in told
+    table = read_file(path, quoting="none")
+    assert list(table.rows["text"]) == ['"very good" film', "bad", '"so']
+    assert table.said == f"{path}: read with --quoting none: double quotes are part of the texts"
+    assert table.digest != read_file(path).digest
+    commas = write(tmp_path / "a.csv", 'text,label\n"a, b",1\n')
+    assert "line 2: 3 cells where the header has 2: pass --quoting csv" in fault_of(commas, quoting="none")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "columns", "said"),
+    [
+        ("a.csv", "text|label\na,b|1\n", {"delimiter": "|"}, {"text": ["a,b"], "label": ["1"]}, "with --delimiter |"),
+        ("a.txt", "text\tlabel\na\t1\n", {"delimiter": "tab"}, {"text": ["a"], "label": ["1"]}, "--delimiter tab"),
+        ("a.csv", "a,1\n\nb,0\n", {"column_names": "text, y"}, {"text": ["a", "b"], "y": ["1", "0"]}, "--column_names"),
+        ("a.txt", "a, 'b\n\n c\r\n", {}, {"text": ["a, 'b", "", " c"]}, "one text per line"),
+        ("a.json", '[["a", 1], ["b", 0]]', {}, {"text": ["a", "b"], "label": [1, 0]}, "rows [text, label], lists"),
+        ("a.json", '[["x", "a"], ["x", "b"]]', {}, {"label": ["x", "x"], "text": ["a", "b"]}, "rows [label, text]"),
+        ("a.jsonl", '["a", "b", 1]\n', {}, {"1": ["a"], "2": ["b"], "3": [1]}, "rows [1, 2, 3], lists"),
+        ("a.json", '[["a", 1]]', {"column_names": "q,y"}, {"q": ["a"], "y": [1]}, "rows [q, y]"),
+        ("a.csv", "text,label\na,1\n", {}, {"text": ["a"], "label": ["1"]}, ""),
+    ],
+)
+def test_files_as_they_come_are_read_and_it_is_said_how(
+    tmp_path: Path, name: str, content: str, options: dict[str, str], columns: dict[str, list[Any]], said: str
+) -> None:
+    table = read_file(path := write(tmp_path / name, content), **options)
+    assert table.rows.to_dict() == columns
+    assert said in table.said
+    assert table.said.startswith(path if said else "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"delimiter": "||"}, "--delimiter '||': give one character"), ({"column_names": "a"}, "line 1: 2 cells where")],
+)
+def test_ways_to_read_that_cannot_be_meant(tmp_path: Path, options: dict[str, str], said: str) -> None:
+    assert said in fault_of(write(tmp_path / "a.csv", "text,label\na,1\n"), **options)
+
+
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])
 def test_a_file_that_unpacks_to_all_memory(
     tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault
@@ -232,6 +285,6 @@ def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
 def test_a_misspelt_column_names_the_nearest_all_and_the_setting(wanted: str, meant: str) -> None:
     table = Table(datasets.Dataset.from_dict({column: ["a"] for column in ("text", "评论内容", "b")}), "f.csv", "d")
     with pytest.raises(UserError) as caught:
-        find_column(table, wanted, (), "text_column")
+        find_columns(table, wanted, (), "text_column")
     for part in ("f.csv", repr(wanted), f"did you mean {meant}?", "text, 评论内容, b", "--text_column"):
         assert part in str(caught.value)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolkit.config import TitleSettings
+from toolkit.config import TextSettings, TitleSettings
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
@@ -56,7 +56,7 @@ def titled(split: Split | None) -> TitleSplit:
 def test_the_column_of_titles(
     write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, found: str
 ) -> None:
-    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
     assert find_titles(table, wanted, text, 9) == Titles(found, 9)
 
 
@@ -76,7 +76,7 @@ def test_the_column_of_titles(
 def test_a_column_of_titles_that_cannot_be_told(
     write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, parts: list[str]
 ) -> None:
-    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]))
+    table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
     with pytest.raises(UserError) as caught:
         find_titles(table, wanted, text, 9)
     assert "a.jsonl" in str(caught.value)
@@ -90,7 +90,11 @@ def test_rows_without_a_title_are_named(prepared: Callable[..., Prepared], empty
     rows[1]["title"] = rows[4]["title"] = empty
     with pytest.raises(UserError) as caught:
         prepared(news(3), validation_file=rows)
-    for part in ("validation_file.jsonl", "no title in column 'title'", "rows 2, 5:", "--drop_empty_text"):
+    for part in (
+        "validation_file.jsonl",
+        "the title in column 'title' is empty in 2 of 6 rows (rows 2, 5)",
+        "--drop_empty_text",
+    ):
         assert part in str(caught.value)
 
 
@@ -104,8 +108,7 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Pr
         assert titled(split).loss_denominators.tolist() == [2, 3, 5, 7]
     assert titled(data.validation).titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
     assert titled(data.validation).texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
-    (said,) = [note for note in data.notes if "train_file.jsonl" in note and "without a title" in note]
-    assert "1 rows without a title are left out" in said
+    assert [note for note in data.notes if "train_file.jsonl: 2 rows with an empty text or title are left out" in note]
 
 
 @pytest.mark.parametrize("empty", ["train", "validation"])
@@ -113,7 +116,7 @@ def test_a_column_of_empty_titles(prepared: Callable[..., Prepared], empty: str)
     files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
     with pytest.raises(UserError) as caught:
         prepared(files["train"], validation_file=files["validation"], drop_empty_text=True)
-    for part in (f"{empty}_file.jsonl", "no row", "title", "--title_column"):
+    for part in (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column"):
         assert part in str(caught.value)
 
 
@@ -145,7 +148,9 @@ def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[...
     assert data.test is None
     assert [note for note in data.notes if "test_file.jsonl" in note and "left out" in note]
     some = [*bare[:2], news(3)[2]]
-    with pytest.raises(UserError, match=r"test_file\.jsonl: no title in column 'title' of rows 1, 2:"):
+    with pytest.raises(
+        UserError, match=r"test_file\.jsonl: the title in column 'title' is empty in 2 of 3 rows \(rows 1, 2\)"
+    ):
         prepared(news(4), validation_file=news(2), test_file=some)
 
 

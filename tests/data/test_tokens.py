@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from toolkit.data import tokens
+from toolkit.data import progress, tokens
 from toolkit.data.tokens import choose_max_length, encode, fingerprint, load_split, save_split
 from toolkit.errors import UserError
 
@@ -91,6 +92,20 @@ def test_choose_max_length(wanted: int | None, limit: int, model: SimpleNamespac
     if wanted is None and chosen == 512:
         with pytest.raises(UserError, match=r"--max_length 513: the model has 512 positions"):
             choose_max_length(513, tokenizer, config() if model.max_position_embeddings != 514 else model)
+
+
+def test_what_takes_long_says_how_far_it_is(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokens, "_BATCH_TEXTS", 2)
+    encode(tokenizer, TEXTS, 20, "tokens of train")
+    assert capsys.readouterr().err == ""
+    for name, seconds in {"FIRST_SECONDS": 0.0, "LINE_SECONDS": 0.0}.items():
+        monkeypatch.setattr(progress, name, seconds)
+    encode(tokenizer, TEXTS, 20, "tokens of train")
+    *_, before, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"tokens of train: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
+    assert last.startswith("tokens of train: 5 of 5 texts")
 
 
 def test_encoding_leaves_the_tokenizer_as_it_was(tiny_model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from toolkit.config import TrainingSettings
+from toolkit.data import progress
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
@@ -71,6 +73,17 @@ def test_outputs_come_in_the_order_of_the_file(
     assert found is not None
     assert found[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
     assert found.dtype == np.float32
+
+
+def test_what_takes_long_says_how_far_it_is(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    predict(accelerator, Echo(), split_of(23, tmp_path), TOKENIZER, 4)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"test: 4 of 23 rows, \d+ rows/s, \d\d:\d\d left", first)
+    assert last.startswith("test: 23 of 23 rows")
 
 
 class Losing(Collator):

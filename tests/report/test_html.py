@@ -209,6 +209,16 @@ def test_regression(tmp_path: Path) -> None:
     assert page.loads() == []
 
 
+def test_several_numbers(tmp_path: Path) -> None:
+    labels = Labels("regression", ("taste", "price"), ("taste", "price"))
+    predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
+    last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
+    write_report(tmp_path / "run", last, [])
+    page = Page(tmp_path / "run" / "report.html")
+    assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
+    assert "2 numbers" in page.text
+
+
 def test_multi_label(tmp_path: Path) -> None:
     labels = Labels("multi_label_classification", ("a|b", "长", "c"), ("labels",))
     predictions = [

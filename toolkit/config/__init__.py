@@ -1,6 +1,6 @@
 """Settings: their sections, and how they are read."""
 
-from toolkit.config.parse import build, flat, parse, sections_of
+from toolkit.config.parse import build, flat, named_in, parse, sections_of
 from toolkit.config.sections import (
     DataSettings,
     GenerationSettings,
@@ -38,6 +38,7 @@ __all__ = [
     "TrainingSettings",
     "build",
     "flat",
+    "named_in",
     "parse",
     "section",
     "sections_of",

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.config.command_line import SWITCHES, command_line, joined
 from toolkit.errors import Faults, UserError, did_you_mean
+from toolkit.plain_yaml import read_yaml
 
 Settings = TypeVar("Settings")
 
@@ -32,6 +32,15 @@ _EXCLUSIVE = [
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
     ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
 ]
+
+
+_FILES: dict[str, Path] = {}
+"""Settings of this process that a YAML file gave, with its name."""
+
+
+def named_in(setting: str) -> str:
+    """` (FILE.yaml names it)`, for an error about a setting that nobody typed."""
+    return f" ({_FILES[setting]} names it)" if setting in _FILES else ""
 
 
 def parse(
@@ -56,11 +65,15 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
     given: dict[str, Any] = {}
+    _FILES.clear()
     if arguments and not arguments[0].startswith("-"):
-        given = _from_yaml(Path(arguments.pop(0)), sections, faults)
-    given = _over(
-        given, _from_command_line(parser, arguments, [name for own in fields.values() for name in own], faults)
-    )
+        file = Path(arguments.pop(0))
+        given = _from_yaml(file, sections, faults)
+        _FILES.update(dict.fromkeys(given, file))
+    typed = _from_command_line(parser, arguments, [name for own in fields.values() for name in own], faults)
+    for name in typed:
+        _FILES.pop(name, None)
+    given = _over(given, typed)
     if demo:
         given = _with_demo(given, demo, sections, faults)
     return build(settings_class, given, faults)
@@ -167,10 +180,7 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
         raise UserError(f"{path} is not a YAML file of settings: settings are given as --name value")
     if not path.is_file():
         raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
-    try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    loaded = read_yaml(path)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -180,23 +190,6 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
         if name not in fields:
             faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), fields)}")
     return {name: _meant(name, value, fields[name], faults) for name, value in loaded.items() if name in fields}
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML that refuses a name given twice, where the first would be lost silently, and aliases: a few of them make
-    a small file a large one, and settings need none."""
-
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not read")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"{twice} is given twice")
-        return super().construct_mapping(node, deep)
 
 
 def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:

@@ -73,7 +73,7 @@ class TextSettings:
     """Where the texts are."""
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz)."""
+    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz)."""
     validation_file: str | None = None
     """Evaluated during training; without it a part of the training rows is held back."""
     test_file: str | None = None
@@ -83,9 +83,15 @@ class TextSettings:
     dataset_config_name: str | None = None
     """The configuration of `dataset_name`."""
     text_column: str | None = None
-    """Found by its name or as the only text column when not given; `title,text` reads one below the other."""
+    """Found by its name or as the only text column when not given; `title,text` joins both with the separator token."""
     encoding: str = "utf-8"
     """Of CSV, TSV and JSON files; `gb18030` for GBK files."""
+    delimiter: str | None = None
+    """Between the cells of CSV and TSV files, one character or `tab`; as the file's ending says when not given."""
+    quoting: Literal["csv", "none"] = "csv"
+    """Of CSV and TSV files: csv: cells may stand in double quotes; none: a double quote is part of the text."""
+    column_names: str | None = None
+    """Of CSV and TSV files whose first line is no header: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held back when there is no validation file."""
     drop_empty_text: bool = False
@@ -107,7 +113,9 @@ class DataSettings(TextSettings):
     """Where the texts and labels are."""
 
     label_column: str | None = None
-    """Found by its name when not given. Several 0/1 columns, `a,b,c`, mean multi-label."""
+    """Found by its name when not given. Several, `a,b,c`: of 0/1 mean multi-label, of other numbers regression."""
+    label_names_file: str | None = None
+    """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or `{"0": "joy", ...}`."""
     text_pair: str | None = None
     """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
 

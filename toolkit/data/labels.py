@@ -6,23 +6,25 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from natsort import natsorted
 
 from toolkit.config import ProblemType
-from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.parse import read_json
+from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.data.rows import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MULTI: ProblemType = "multi_label_classification"
-MOST_CLASSES = 2000
+MOST_CLASSES, _FEW_CLASSES = 2000, 50
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _SEPARATORS = r"[|,;，；]"
@@ -34,11 +36,13 @@ class Labels(Targets):
 
     problem_type: ProblemType
     names: tuple[str, ...]
-    """Class names by id; one name, the column's, for regression."""
+    """Class names by id; of numbers, their columns, or `score_0, score_1` where one column holds lists."""
     columns: tuple[str, ...]
-    """Where they stand: one column, or one 0/1 column per class."""
+    """Where they stand: one column, or one for each output."""
     multi_hot: bool = False
-    """Each cell holds a 0 or 1 for every class instead of the names of its classes."""
+    """A 0 or 1 for every class (in a list, or in columns) instead of the names of its classes."""
+    values: tuple[str, ...] = ()
+    """What the cells hold for each class, where --label_names_file gives it another name."""
 
     @property
     def size(self) -> int:
@@ -47,33 +51,24 @@ class Labels(Targets):
 
     @cached_property
     def _ids(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.names)}
+        return {name: index for index, name in enumerate(self.values or self.names)}
 
     def encode(self, table: Table, kept: np.ndarray) -> np.ndarray:
-        """The rows `kept` of a table -> (n,) int64 class ids, (n, classes) float32, or (n,) float32.
+        """The rows `kept` of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32.
 
         Raises UserError naming the row with a label unseen in training, or with none at all.
         """
-        missing = [column for column in self.columns if column not in table.rows.column_names]
-        if missing:
-            known = listing(table.rows.column_names)
-            raise UserError(f"{table.name} has no label column {missing[0]!r}: it has {known}")
-        if len(self.columns) > 1:
-            return np.array([_flags(table, name, kept) for name in self.columns], np.float32).T.copy()
-        cells = [
-            (value, _at(table, row)) for row, value in zip(kept, _cells(table, self.columns[0], kept), strict=True)
-        ]
-        if self.problem_type == "regression":
-            return np.array([_number(value, where) for value, where in cells], np.float32)
-        if self.problem_type == "single_label_classification":
-            return np.array([self._id(value, where) for value, where in cells])
-        return np.array([self._flags_of(value, where) for value, where in cells], np.float32)
+        single = self.problem_type == "single_label_classification"
+        read = self._id if single else self._numbers if self.problem_type == "regression" else self._flags
+        cells = zip(kept, _cells(table, self.columns, kept), strict=True)
+        found = [read(value, f"{table.name}, row {row + 1}") for row, value in cells]
+        return np.array(found, np.int64 if single else np.float32)
 
     def all_missing(self, table: Table) -> bool:
         if any(column not in table.rows.column_names for column in self.columns):
             return False
         every = np.arange(len(table.rows))
-        return all(_is_missing(value) for column in self.columns for value in _cells(table, column, every))
+        return all(_is_missing(value) for column in self.columns for value in _cells(table, (column,), every))
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)
@@ -82,21 +77,37 @@ class Labels(Targets):
         if not name:
             raise UserError(f"{where}: no label: fill it or remove the row")
         raise UserError(
-            f"{where}: label {name!r} does not occur in training{did_you_mean(name, self.names)}: "
-            f"the classes are {listing(self.names)}"
+            f"{where}: label {name!r} does not occur in training{did_you_mean(name, self._ids)}: "
+            f"the classes are {listing(self._ids)}"
         )
 
-    def _flags_of(self, value: Any, where: str) -> list[float]:
-        """One cell of a multi-label column -> a 0 or 1 per class."""
+    def _flags(self, value: Any, where: str) -> list[float]:
+        """One row of a multi-label column, or of several -> a 0 or 1 per class."""
         if _is_missing(value):
             raise UserError(f"{where}: no label: fill it or remove the row")
-        names = _list_of(value, where)
-        if self.multi_hot:
-            if len(names) != self.size or any(item not in (0, 1) for item in names):
-                raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
-            return [float(item) for item in names]
-        ids = {self._id(name, where) for name in names}
-        return [float(place in ids) for place in range(self.size)]
+        items = _list_of(value, where)
+        if not self.multi_hot:
+            ids = {self._id(name, where) for name in items}
+            return [float(place in ids) for place in range(self.size)]
+        flags = [_FLAGS.get(str(item).strip().lower()) for item in items]
+        if len(self.columns) > 1 and None in flags:
+            odd = flags.index(None)
+            raise UserError(
+                f"{where}: column {self.columns[odd]!r} is {items[odd]!r}; several label columns must each hold 0 or "
+                "1, or numbers to predict: then pass --problem_type regression"
+            )
+        if len(flags) != self.size or None in flags:
+            raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
+        return cast(list[float], flags)
+
+    def _numbers(self, value: Any, where: str) -> float | list[float]:
+        """One row of numbers to predict: a number, or a list of them."""
+        items = _parsed_list(value)
+        if self.size == 1:
+            return _number(items[0] if items and len(items) == 1 else value, where)
+        if items is None or len(items) != self.size:
+            raise UserError(f"{where}: {value!r} must hold {self.size} numbers: {listing(self.names)}")
+        return [_number(item, f"{where}, {name}") for item, name in zip(items, self.names, strict=True)]
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         return encoded if self.problem_type == "single_label_classification" else None
@@ -105,7 +116,8 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def describe(self) -> str:
-        return f"{len(self.names)} outputs: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
+        kind = self.problem_type.replace("_", " ")
+        return f"{kind}, {len(self.names)} outputs: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
 
 
 def find_labels(
@@ -114,45 +126,94 @@ def find_labels(
     problem_type: ProblemType | None,
     text_column: str,
     kept: np.ndarray | None = None,
+    class_names: Mapping[str, str] | None = None,
 ) -> Labels:
     """Looks at the training table's label column and decides what it means.
 
-    Strings and whole numbers are classes, numbers with a fraction are regression, lists and several
-    0/1 columns are multi-label; `problem_type` overrides. Only the rows `kept` count (all by default).
-    Raises UserError when there is no label column, an empty label, or fewer than two classes.
+    Strings and whole numbers are classes, numbers with a fraction are regression; lists, or several columns, are
+    regression with several outputs where they hold numbers with fractions, and multi-label where they hold names or
+    0/1. `problem_type` overrides. Only the rows `kept` count (all by default). `class_names`: what stands in the
+    column -> the class's name. Raises UserError when there is no label column, an empty label, or fewer than two
+    classes, and where it cannot be told what is meant.
     """
     rows = np.arange(len(table.rows)) if kept is None else kept
-    columns = tuple(name.strip() for name in label_column.split(",")) if label_column else ()
-    if len(columns) > 1 and label_column not in table.rows.column_names:
-        if problem_type not in (None, MULTI):
-            raise UserError(f"several label columns mean multi-label classification, not --problem_type {problem_type}")
-        for name in columns:
-            find_column(table, name, (), "label_column")
-            _flags(table, name, rows)
-        return Labels(MULTI, columns, columns)
-    column = find_column(table, label_column, USUAL, "label_column")
-    if column is None:
+    columns = find_columns(table, label_column, USUAL, "label_column")
+    if not columns:
         others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
-        several = f" (or several that hold 0 or 1: --label_column {','.join(others[:3])})" if len(others) > 1 else ""
-        named = f"Name one of {listing(others)} with --label_column" if others else "There is no other than the text"
-        raise UserError(f"{table.name}: which column is the label? {named}{several}")
-    cells = _cells(table, column, rows)
-    problem = problem_type or _guess(cells)
+        several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
+        raise table.which("label", "label_column", others, several if len(others) > 1 else "")
+    cells = _cells(table, columns, rows)
+    no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
+    if len(columns) > 1:
+        if class_names:
+            raise no_classes
+        numbers = [[_to_float(item) for item in items] for items in cells]
+        problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
+        if problem == "single_label_classification":
+            raise UserError(f"several label columns mean several labels or numbers, not --problem_type {problem}")
+        labels = Labels(problem, columns, columns, multi_hot=problem == MULTI)
+        labels.encode(table, rows)
+        return labels
+    column = columns[0]
+    problem = problem_type or _guess(cells, f"{table.name}: column {column!r}")
     _refuse_empty(table, column, rows, cells, problem)
     if problem == "regression":
-        return Labels(problem, (column,), (column,))
+        if class_names:
+            raise no_classes
+        width = len(_parsed_list(cells[0]) or [0])
+        return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
     lists = [[value] for value in cells]
     if problem == MULTI:
-        lists = [_list_of(value, _at(table, row)) for row, value in zip(rows, cells, strict=True)]
+        lists = [_list_of(value, f"{table.name}, row {row + 1}") for row, value in zip(rows, cells, strict=True)]
     feature = _class_feature(table, column)
     multi_hot = problem == MULTI and feature is None and _are_multi_hot(lists)
+    found = {_name(name) for items in lists for name in items}
+    values: tuple[str, ...] = ()
     if feature is not None:
         names = tuple(feature.names)
+    elif class_names:
+        names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
+        strange = natural_order(found - set(class_names)) if values else ()
+        if strange or (multi_hot and len(names) != len(lists[0])):
+            held = listing(strange) or f"rows of {len(lists[0])} classes"
+            raise UserError(
+                f"{table.name}: column {column!r} holds {held}, and --label_names_file names {listing(class_names)}: "
+                "name all of them there, or leave it out"
+            )
     elif multi_hot:
         names = tuple(str(place) for place in range(len(lists[0])))
     else:
-        names = natural_order({_name(name) for found in lists for name in found})
-    return Labels(problem, _checked(names, table, column), (column,), multi_hot)
+        names = natural_order(found)
+        _refuse_too_many(names, len(cells), problem_type, table, column)
+    if len(names) < 2:
+        held = f"one class only ({names[0]})" if names else "no class at all"
+        raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
+    return Labels(problem, names, columns, multi_hot, values)
+
+
+def read_class_names(name: str) -> dict[str, str]:
+    """A file of class names -> {what stands in the label column: the class's name}, in the order of the numbers.
+
+    `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
+    `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
+    """
+    rows = read_json(Path(name))
+    if len(rows) == 1 and isinstance(rows[0], dict):
+        pairs = list(rows[0].items())
+    else:
+        rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
+        pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
+    named: dict[str, str] = {}
+    for place, pair in enumerate(pairs, 1):
+        numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
+        names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
+        if len(numbers) != 1 or len(names) != 1 or numbers[0] in named or names[0] in named.values():
+            raise UserError(
+                f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
+                'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
+            )
+        named[numbers[0]] = names[0]
+    return dict(sorted(named.items(), key=lambda item: int(item[0])))
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -168,33 +229,26 @@ def problem_of(value: str | None) -> ProblemType:
     return cast(ProblemType, value or "single_label_classification")
 
 
-def _checked(names: tuple[str, ...], table: Table, column: str) -> tuple[str, ...]:
-    if len(names) < 2:
-        held = f"one class only ({names[0]})" if names else "no class at all"
-        raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
-    if len(names) > MOST_CLASSES:
+def _refuse_too_many(names: Sequence[str], count: int, asked: ProblemType | None, table: Table, column: str) -> None:
+    """Almost as many classes as rows are no classes, but names, numbers or texts."""
+    if len(names) > MOST_CLASSES or (asked is None and len(names) > max(_FEW_CLASSES, count / 2)):
         raise UserError(
-            f"{table.name}: column {column!r} holds {len(names)} different values: is it the label? Name another "
-            "with --label_column, or pass --problem_type regression"
+            f"{table.name}: column {column!r} holds {len(names)} different values in {count} rows: is it the label? "
+            "Name another with --label_column, or say with --problem_type what it is (regression, "
+            "single_label_classification or multi_label_classification)"
         )
-    return names
 
 
 # --- cells ---
 
 
-def _at(table: Table, row: Any) -> str:
-    return f"{table.name}, row {row + 1}"
-
-
-def _cells(table: Table, column: str, rows: np.ndarray) -> list[Any]:
-    """The column's values at `rows`; a data set's own class numbers become their names."""
-    values = table.rows.with_format(None)[column][:]
-    chosen = [values[row] for row in rows.tolist()]
-    feature = _class_feature(table, column)
-    if feature is None:
-        return chosen
-    return [_translated(value, feature.int2str) for value in chosen]
+def _cells(table: Table, columns: Sequence[str], rows: np.ndarray) -> list[Any]:
+    """The values at `rows`, lists of them for several columns; a data set's own class numbers become their names."""
+    values = [table.column(column, "label") for column in columns]
+    if len(columns) > 1:
+        return [[column[row] for column in values] for row in rows.tolist()]
+    chosen, feature = [values[0][row] for row in rows.tolist()], _class_feature(table, columns[0])
+    return chosen if feature is None else [_translated(value, feature.int2str) for value in chosen]
 
 
 def _translated(value: Any, to_name: Callable[[int], str]) -> Any:
@@ -212,14 +266,46 @@ def _class_feature(table: Table, column: str) -> Any:
     return feature if isinstance(feature, ClassLabel) else None
 
 
-def _guess(cells: Sequence[Any]) -> ProblemType:
+def _guess(cells: Sequence[Any], where: str) -> ProblemType:
+    """What a column holds. Raises UserError where it can be meant in two ways."""
     given = [value for value in cells if not _is_missing(value) and value != ""]
-    if given and all(_parsed_list(value) is not None for value in given):
-        return MULTI
+    lists = [_parsed_list(value) for value in given]
+    if given and None not in lists:
+        return _guess_of_lists(cast(list[list[Any]], lists), where)
     numbers = [_to_float(value) for value in given]
-    if None not in numbers and any(number % 1 for number in numbers if number and math.isfinite(number)):
-        return "regression"
+    if None not in numbers:
+        fractions = any(number % 1 for number in numbers if number and math.isfinite(number))
+        return "regression" if fractions else "single_label_classification"
+    parts = ([_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in given)
+    if "." in str(given[0]) and all(len(items) > 1 and None not in items for items in parts):
+        raise UserError(
+            f"{where} holds {given[0]!r}: write [1.5, 2.5], or several columns (--label_column a,b), where these are "
+            "numbers to predict, or pass --problem_type single_label_classification where they are names"
+        )
     return "single_label_classification"
+
+
+def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
+    """Names, class numbers, a 0 or 1 for each class, or numbers to predict."""
+    items = [item for found in lists for item in found]
+    fractions = any(isinstance(item, float) and item % 1 for item in items)
+    numbers = all(isinstance(item, int | float) for item in items)
+    even = len(set(map(len, lists))) == 1
+    if even and numbers and _are_measures(lists):
+        return "regression"
+    if fractions or (even and numbers and len(lists[0]) > 1 and not _are_multi_hot(lists)):
+        raise UserError(
+            f"{where} holds {str(lists[0])[:40]}: pass --problem_type regression where these are numbers to predict, "
+            f"as many in each row, or --problem_type {MULTI} where they are classes"
+        )
+    return MULTI
+
+
+def _are_measures(lists: Sequence[Sequence[float | None]]) -> bool:
+    """Whether rows of numbers can be nothing else: some have a fraction, and each place has more than 0 and 1."""
+    items = [math.nan if item is None else item for found in lists for item in found]
+    measured = all(map(math.isfinite, items)) and any(item % 1 for item in items)
+    return measured and all(set(column) - {0, 1} for column in zip(*lists, strict=True))
 
 
 def _to_float(value: Any) -> float | None:
@@ -254,20 +340,6 @@ def _number(value: Any, where: str) -> float:
     if abs(number) > _LARGEST:
         raise UserError(f"{where}: the label {value!r} is more than a model's numbers hold (3.4e38): scale the labels")
     return number
-
-
-def _flags(table: Table, column: str, rows: np.ndarray) -> list[float]:
-    """A 0/1 column at `rows`. Raises UserError naming the first row that holds something else."""
-    values = table.rows.with_format(None)[column][:]
-    flags = []
-    for row in rows.tolist():
-        flag = _FLAGS.get(str(values[row]).strip().lower())
-        if flag is None:
-            raise UserError(
-                f"{_at(table, row)}: column {column!r} is {values[row]!r}; several label columns must each hold 0 or 1"
-            )
-        flags.append(flag)
-    return flags
 
 
 def _list_of(value: Any, where: str) -> list[Any]:

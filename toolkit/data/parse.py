@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.config import TextSettings
 from toolkit.errors import UserError, first_line, listing
 from toolkit.units import size_text
 
@@ -31,7 +32,8 @@ _UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100
 """A packed file may become so many bytes, or so many times its size if that is more; texts become 3 to 20 times it."""
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 
 
 def format_of(path: Path) -> str:
@@ -40,25 +42,36 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in _OPEN:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise UserError(f"{path}: cannot tell its format: name it {', '.join(FORMATS)} (or with .gz behind)")
+        raise UserError(f"{path}: cannot tell its format: name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 
-def parse_file(path: Path, encoding: str) -> pyarrow.Table:
-    """Reads a whole file. Raises UserError when it is broken, holds no rows or is encoded otherwise."""
-    kind = format_of(path)
+def parse_file(path: Path, settings: TextSettings) -> tuple[pyarrow.Table, str]:
+    """(the rows of a whole file, a line on how it was read where that is worth one). Raises UserError when it is
+    broken, holds no rows or is encoded otherwise."""
+    kind, said = format_of(path), ""
     content = _bytes_of(path)
     if kind == ".parquet":
         table = _parquet(path, content)
     else:
-        text = _decoded(path, content, encoding)
-        if kind in (".csv", ".tsv"):
-            table = _separated(path, text, "\t" if kind == ".tsv" else ",")
+        text = _decoded(path, content, settings.encoding)
+        if kind in _DELIMITERS or (kind == ".txt" and settings.delimiter):
+            table, said = _separated(path, text, settings, _separator(settings, kind))
+        elif kind == ".txt":
+            table, said = _lines(text), f"{path}: one text per line"
         else:
-            table = _records(path, _json_lines(path, text) if kind == ".jsonl" else _json(path, text))
+            table, said = _records(path, _json_lines(path, text) if kind == ".jsonl" else _json(path, text), settings)
     if table.num_rows == 0:
-        raise UserError(f"{path} has a header and no rows" if kind in (".csv", ".tsv") else f"{path} holds no rows")
-    return table
+        raise UserError(f"{path} has a header and no rows" if kind in _DELIMITERS else f"{path} holds no rows")
+    return table, said
+
+
+def read_json(path: Path) -> list[Any]:
+    """The entries of a JSON or JSONL file, or the lines of a text."""
+    kind, text = format_of(path), _decoded(path, _bytes_of(path), "utf-8")
+    if kind in (".json", ".jsonl"):
+        return _json_lines(path, text) if kind == ".jsonl" else _json(path, text)
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _most_bytes(path: Path) -> int:
@@ -158,44 +171,88 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         )
 
 
-# --- CSV and TSV
+# --- CSV, TSV and plain text
 
 
-def _separated(path: Path, text: str, separator: str) -> pyarrow.Table:
+def _separator(settings: TextSettings, kind: str) -> str:
+    asked = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
+    if asked is not None and (len(asked) != 1 or asked in '"\r\n'):
+        raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
+    return asked or _DELIMITERS[kind]
+
+
+def _named(settings: TextSettings) -> list[str]:
+    return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
+
+
+def _lines(text: str) -> pyarrow.Table:
+    import pyarrow
+
+    lines = text.removesuffix("\n").split("\n") if text else []
+    return pyarrow.table({"text": pyarrow.array([line.removesuffix("\r") for line in lines], "string")})
+
+
+def _separated(path: Path, text: str, settings: TextSettings, separator: str) -> tuple[pyarrow.Table, str]:
     """Raises UserError naming the line of a row that does not fit the header, or where a quote takes in rows."""
     import pyarrow
 
-    csv.field_size_limit(sys.maxsize)  # a long document is no fault
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
-    rows: list[list[str]] = []
-    long: dict[int, tuple[int, int]] = {}  # row -> its lines, from and to, of those that have several
-    start = 1
-    try:
-        for row in reader:
-            if row and not (len(row) == 1 and row[0].isspace()):
-                if rows and len(row) > len(rows[0]):
-                    raise UserError(
-                        f"{path}, line {start}: {len(row)} cells where the header has {len(rows[0])}: put texts that "
-                        f"contain {separator!r} in quotes, and double quotes within them"
-                    )
-                if reader.line_num > start:
-                    long[len(rows)] = (start, reader.line_num)
-                rows.append(row)
-            start = reader.line_num + 1
-    except csv.Error as error:
-        fault = "is never closed" if "end of data" in str(error) else f"closes amid text on line {reader.line_num}"
-        raise UserError(
-            f"{path}, line {start} (row {len(rows)}): a double quote that begins a cell {fault}: close it behind the "
-            'cell, double it ("") where it is part of the text, or remove it'
-        ) from error
+    rows, starts = _cells(path, text, settings, separator)
+    if given := _named(settings):
+        rows, starts = [given, *rows], [0, *starts]
     if not rows:
         raise UserError(f"{path} is empty: it holds no columns")
-    _refuse_swallowed(path, text, separator, rows, long)
     names = [name or f"Unnamed: {place}" for place, name in enumerate(rows[0])]
     _check_names(path, names)
-    cells = ([*row, *[""] * (len(names) - len(row))] for row in rows[1:])
-    columns = zip(*cells, strict=True) if len(rows) > 1 else [()] * len(names)
-    return pyarrow.table({name: pyarrow.array(column, "string") for name, column in zip(names, columns, strict=True)})
+    widths = set(map(len, rows))
+    if max(widths) > len(names):
+        row = next(row for row, cells in enumerate(rows) if len(cells) > len(names))
+        way = f"put texts that contain {separator!r} in quotes, and double quotes within them"
+        raise UserError(
+            f"{path}, line {starts[row]}: {len(rows[row])} cells where the header has {len(names)}: "
+            f"{way if settings.quoting == 'csv' else 'pass --quoting csv, or another --delimiter'}"
+        )
+    cells = rows[1:]
+    if len(widths) > 1:
+        cells = [[*row, *[""] * (len(names) - len(row))] for row in cells]
+    columns = zip(*cells, strict=True) if cells else [()] * len(names)
+    said = [f"--{name} {value}" for name in ("delimiter", "column_names") if (value := getattr(settings, name))]
+    said += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+    arrays = {name: pyarrow.array(column, "string") for name, column in zip(names, columns, strict=True)}
+    return pyarrow.table(arrays), f"{path}: read with {', '.join(said)}" if said else ""
+
+
+def _cells(path: Path, text: str, settings: TextSettings, separator: str) -> tuple[list[list[str]], list[int]]:
+    """(the rows that are not blank, the line that each starts on)."""
+    csv.field_size_limit(sys.maxsize)  # a long document is no fault
+    quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, quoting=quoting, strict=True)
+    rows: list[list[str]] = []
+    ends: list[int] = []
+    try:
+        for row in reader:  # nothing else in this loop: it is what large files wait for
+            rows.append(row)
+            ends.append(reader.line_num)
+    except csv.Error as error:
+        fault = "is never closed" if "end of data" in str(error) else f"closes amid text on line {reader.line_num}"
+        start, number = ends[-1] + 1 if ends else 1, sum(map(_is_filled, rows)) + bool(settings.column_names)
+        raise UserError(
+            f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: where double quotes are "
+            'part of the texts, pass --quoting none; else close it at the end of the cell, or double it ("")'
+        ) from error
+    starts = [1, *(end + 1 for end in ends)][: len(rows)]
+    one_line_each = not rows or ends[-1] == len(rows)
+    if min(map(len, rows), default=2) < 2:
+        filled = [place for place, row in enumerate(rows) if _is_filled(row)]
+        rows = [rows[place] for place in filled]
+        starts, ends = ([lines[place] for place in filled] for lines in (starts, ends))
+    if not one_line_each:
+        spans = enumerate(zip(starts, ends, strict=True))
+        _refuse_swallowed(path, text, separator, rows, {row: span for row, span in spans if span[1] > span[0]})
+    return rows, starts
+
+
+def _is_filled(row: list[str]) -> bool:
+    return len(row) > 1 or (len(row) == 1 and not row[0].isspace())
 
 
 def _refuse_swallowed(
@@ -203,7 +260,7 @@ def _refuse_swallowed(
 ) -> None:
     """A quote that is not closed can end at another row's by chance. Then each line of the cell is a row as it stands:
     it has the header's cells, and in some column a value that other rows have there."""
-    lines = list(io.StringIO(text, newline="")) if long else []
+    lines = list(io.StringIO(text, newline=""))
     for number, (start, end) in long.items():
         parts = [line.rstrip("\r\n").split(separator) for line in lines[start - 1 : end]]
         if {len(part) for part in parts} != {len(rows[0])}:
@@ -213,7 +270,7 @@ def _refuse_swallowed(
             if all(part[column].strip() and part[column] in known for part in parts):
                 raise UserError(
                     f"{path}, line {start} (row {number}): a double quote that begins a cell takes in the rows up to "
-                    f"line {end}: close it, double it where it is part of the text, or remove it"
+                    f"line {end}: where double quotes are part of the texts, pass --quoting none; else double it"
                 )
 
 
@@ -264,38 +321,52 @@ def _json(path: Path, text: str) -> list[Any]:
     return loaded if isinstance(loaded, list) else [loaded]
 
 
-def _records(path: Path, rows: list[Any]) -> pyarrow.Table:
+def _records(path: Path, rows: list[Any], settings: TextSettings) -> tuple[pyarrow.Table, str]:
+    """Rows that are objects, or lists of one length."""
     import pyarrow
 
-    odd = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
-    if odd is not None:
-        raise UserError(f"{path}, row {odd}: not an object with named fields but {str(rows[odd - 1])[:40]!r}")
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    if rows and all(isinstance(row, list) and len(row) == len(rows[0]) > 1 for row in rows):
+        columns: list[Any] = list(zip(*rows, strict=True))
+        names = _named(settings) or _names_of_lists(columns)
+        if len(names) != len(columns):
+            raise UserError(f"{path}: its rows have {len(columns)} items, and --column_names names {len(names)}")
+        said = f"{path}: rows [{', '.join(names)}], lists without names (--column_names gives them others)"
+    else:
+        odd = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
+        if odd is not None:
+            raise UserError(f"{path}, row {odd}: not an object with named fields but {str(rows[odd - 1])[:40]!r}")
+        names, said = list(dict.fromkeys(name for row in rows for name in row)), ""
+        columns = [[row.get(name) for row in rows] for name in names]
     _check_names(path, names)
-    return pyarrow.table({name: _column(path, name, [row.get(name) for row in rows]) for name in names})
+    arrays = {name: _column(path, name, list(column)) for name, column in zip(names, columns, strict=True)}
+    return pyarrow.table(arrays), said
+
+
+def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
+    """Of two: the text is what is a string, or what differs most from row to row."""
+    if len(columns) != 2:
+        return [str(place) for place in range(1, len(columns) + 1)]
+    first, second = ((all(isinstance(cell, str) for cell in column), len(set(map(str, column)))) for column in columns)
+    return ["text", "label"] if first >= second else ["label", "text"]
 
 
 def _column(path: Path, name: str, values: list[Any]) -> pyarrow.Array:
+    made = _array(values)
+    if not isinstance(made, Exception):
+        return made
+    # the first row, from 1, that cannot stand in one column with those before it
+    unfit = range(len(values) + 1)
+    row = bisect.bisect_left(unfit, True, key=lambda count: isinstance(_array(values[:count]), Exception))
+    said = f"{path}, row {row}: field {name!r} is {str(values[row - 1])[:40]!r}"
+    if isinstance(made, UnicodeError):
+        raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from made
+    raise UserError(f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)") from made
+
+
+def _array(values: list[Any]) -> pyarrow.Array | Exception:
     import pyarrow
 
     try:
         return pyarrow.array(values)
     except _UNFIT as error:
-        # the first row, from 1, that cannot stand in one column with those before it
-        row = bisect.bisect_left(range(len(values) + 1), True, key=lambda count: not _fits(values[:count]))
-        said = f"{path}, row {row}: field {name!r} is {str(values[row - 1])[:40]!r}"
-        if isinstance(error, UnicodeError):
-            raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from error
-        raise UserError(
-            f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)"
-        ) from error
-
-
-def _fits(values: list[Any]) -> bool:
-    import pyarrow
-
-    try:
-        pyarrow.array(values)
-    except _UNFIT:
-        return False
-    return True
+        return error

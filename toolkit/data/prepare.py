@@ -14,10 +14,10 @@ import numpy as np
 from toolkit import launch
 from toolkit.cache import made_once
 from toolkit.config import ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
+from toolkit.data import labels, titles, tokens
 from toolkit.data import rows as selection
-from toolkit.data import tokens
-from toolkit.data.labels import Labels, find_labels
-from toolkit.data.read import Table, read_tables
+from toolkit.data.labels import Labels, find_labels, read_class_names
+from toolkit.data.read import Table, columns_of, find_columns, read_tables
 from toolkit.data.rows import Rows, Targets, text_column, texts_of
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
@@ -74,7 +74,8 @@ def prepare_data(
     """
     if accelerator is not None:  # paths may differ between machines: what the files hold is compared below
         local = Path(str(settings.data.dataset_name)).is_dir()
-        paths = ("train_file", "validation_file", "test_file", "model_name_or_path", *["dataset_name"] * local)
+        paths = ["train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"]
+        paths += ["dataset_name"] * local
         values = {name: value for name, value in flat(settings).items() if name not in paths}
         launch.same_everywhere(accelerator, "the settings", values)
     job = _Job(settings, tokenizer, model_config)
@@ -99,17 +100,21 @@ def prepare_texts(
     accelerator: Accelerator | None = None,
     pair: str | None = None,
 ) -> Split:
-    """Tokens of every row of a table, without labels (all 0), made once per machine; `pair` is the second texts'
-    column."""
+    """Tokens of every row of a table, without labels (all 0); of a file made once per machine. `pair` is the second
+    texts' column."""
+    separator = tokens.separator_of(tokenizer)
 
-    def make(draft: Path) -> None:
-        texts, pairs = texts_of(table, column), texts_of(table, pair) if pair else None
-        arrays, _ = tokens.encode(tokenizer, texts, max_length, progress="tokens", pairs=pairs)
+    def arrays() -> dict[str, np.ndarray]:
+        texts, pairs = texts_of(table, column, separator), texts_of(table, pair, separator) if pair else None
         rows = np.arange(len(texts), dtype=np.int64)
-        tokens.save_split(draft / "texts", {**arrays, "rows": rows, "labels": np.zeros(len(texts), np.int64)})
+        return {**tokens.encode(tokenizer, texts, max_length, pairs=pairs)[0], "rows": rows, "labels": rows * 0}
 
+    if not table.digest:  # texts that were typed
+        return Split("texts", Path(), buckets=tokens.LengthBuckets.of_model(model_config), **arrays())
     asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length, *([pair] if pair else [])]
-    folder = made_once("tokens", _digest(asked), make, accelerator, f"{table.name} (to predict)")
+    asked += [separator] * ("," in column)
+    save, source = (lambda draft: tokens.save_split(draft / "texts", arrays())), f"{table.name} (to predict)"
+    folder = made_once("tokens", _digest(asked), save, accelerator, source)
     return tokens.load_split(folder, "texts", model_config)
 
 
@@ -130,6 +135,9 @@ class _Job:
         self.pair: str | None = getattr(settings.data, "text_pair", None)
         self.tokenizer, self.model_config = tokenizer, model_config
         self.max_length = tokens.choose_max_length(self.data.max_length, tokenizer, model_config, self.pair is not None)
+        self.separator = tokens.separator_of(tokenizer)
+        file = getattr(self.data, "label_names_file", None)
+        self.class_names = read_class_names(file) if file else None
         self.seed = settings.training.seed if self.data.data_seed is None else self.data.data_seed
         self.notes: list[str] = []
 
@@ -143,6 +151,10 @@ class _Job:
         asked |= {name: value for name in given if (value := getattr(self.data, name, None)) is not None}
         if not self.titled:
             asked["problem_type"] = self.problem_type
+        if self.class_names:
+            asked["class_names"] = self.class_names
+        if "," in (self.data.text_column or ""):
+            asked["separator"] = self.separator
         if not has_validation or self.data.max_train_samples or self.data.max_eval_samples:
             asked["seed"] = self.seed
         return {"layout": _LAYOUT, "max_length": self.max_length, **asked}
@@ -168,7 +180,13 @@ class _Job:
 
     def make(self, draft: Path, tables: dict[str, Table]) -> None:
         """Checks every split before any is tokenized, and writes them to `draft`."""
-        column = text_column(tables["train"], self.data.text_column)
+        train = tables["train"]
+        setting, usual = ("title_column", titles.USUAL) if self.titled else ("label_column", labels.USUAL)
+        taken = find_columns(train, getattr(self.data, setting), usual, setting)
+        column = text_column(train, self.data.text_column, [*taken, self.pair])
+        self.notes += [table.said for table in tables.values() if table.said]
+        if len(columns := columns_of(train, column)) > 1:
+            self.notes.append(f"columns {', '.join(columns)} are one text, with {self.separator} between them")
         targets, chosen = self._choose(tables, column)
         selection.note_overlap(chosen, self.notes)
         for split, rows in chosen.items():
@@ -185,25 +203,21 @@ class _Job:
         meta = {"labels": asdict(targets), "text_column": column, "notes": self.notes, "splits": list(chosen)}
         (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
-    def _targets(self, table: Table, column: str, kept: np.ndarray) -> Targets:
-        """The training table, its text column, the rows that are used -> what is learned."""
-        if self.titled:
-            return find_titles(table, self.data.title_column, column, self.data.max_target_length)
-        return find_labels(table, self.data.label_column, self.problem_type, column, kept)
-
     def _choose(self, tables: dict[str, Table], column: str) -> tuple[Targets, dict[str, Rows]]:
         """(what is learned, the rows of each split that take part)."""
-        data, notes = self.data, self.notes
-        train = self._usable(tables["train"], column)
-        targets = self._targets(tables["train"], column, train.numbers)
-        chosen: dict[str, Rows] = {}
+        data, notes, table = self.data, self.notes, tables["train"]
+        titled = find_titles(table, data.title_column, column, data.max_target_length) if self.titled else None
+        title = titled.column if titled else None
+        chosen = {"train": self._usable(table, column, title)}
+        kept = chosen["train"].numbers
+        targets: Targets = titled or find_labels(
+            table, data.label_column, self.problem_type, column, kept, self.class_names
+        )
         for split, table in tables.items():
             if split == "test" and targets.all_missing(table):
                 notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
                 continue
-            rows = train if split == "train" else self._usable(table, column)
-            if data.drop_empty_text:
-                rows = selection.with_targets(rows, targets, notes)
+            rows = chosen.get(split) or self._usable(table, column, title)
             chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
         if "validation" not in chosen:
             held = selection.hold_back(chosen.pop("train"), targets, data.validation_split, self.seed, notes)
@@ -212,10 +226,11 @@ class _Job:
         sampled = selection.sampled
         return targets, {split: sampled(rows, split, most[split], self.seed, notes) for split, rows in chosen.items()}
 
-    def _usable(self, table: Table, column: str) -> Rows:
+    def _usable(self, table: Table, column: str, title: str | None) -> Rows:
         """The rows that are neither empty nor too short."""
         pair = selection.pair_column(table, self.pair, column)
-        rows = selection.usable_rows(table, column, pair, self.data.drop_empty_text, self.notes)
+        columns = {"text_column": column, "text_pair": pair, "title_column": title}
+        rows = selection.usable_rows(table, columns, self.separator, self.data.drop_empty_text, self.notes)
         if self.data.min_length is None:
             return rows
         return selection.long_enough(rows, self.data.min_length, self.tokenizer, self.notes)

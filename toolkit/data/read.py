@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit import demo
 from toolkit.cache import cache_folder, digest_of_file, digest_of_files
-from toolkit.config import TextSettings
+from toolkit.config import TextSettings, named_in
 from toolkit.data.parse import format_of, parse_file
 from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.hub import reach
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
@@ -25,16 +26,36 @@ _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "t
 class Table:
     """Rows and where they are from; they are read when first asked for."""
 
-    source: datasets.Dataset | Callable[[], datasets.Dataset]
+    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, str]]
     name: str
     """The file, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
 
     @cached_property
+    def _read(self) -> tuple[datasets.Dataset, str]:
+        return self.source() if callable(self.source) else (self.source, "")
+
+    @property
     def rows(self) -> datasets.Dataset:
         """Raises UserError when they cannot be read."""
-        return self.source() if callable(self.source) else self.source
+        return self._read[0]
+
+    @property
+    def said(self) -> str:
+        """How the file was read, where that is worth a line."""
+        return self._read[1]
+
+    def column(self, name: str, what: str) -> list[Any]:
+        """Its values as they are. Raises UserError where there is none of this name; `what` it would hold."""
+        if name not in self.rows.column_names:
+            raise UserError(f"{self.name} has no {what} column {name!r}: it has {listing(self.rows.column_names)}")
+        return list(self.rows.with_format(None)[name][:])
+
+    def which(self, what: str, setting: str, others: Sequence[str], more: str = "") -> UserError:
+        """The error where a column cannot be told."""
+        named = f"Name one of {listing(others)} with --{setting}" if others else "There is no other than the text"
+        return UserError(f"{self.name}: which column is the {what}? {named}{more}")
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:
@@ -42,7 +63,13 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     name = settings.dataset_name
     if not name:
         files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
-        return {split: read_file(file, settings.encoding) for split, file in files.items() if file}
+        for file in filter(None, files.values()):
+            if Path(file).suffix == ".txt" and not settings.delimiter:
+                raise UserError(
+                    f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter where its lines "
+                    "have several columns (and --column_names where the first line does not name them)"
+                )
+        return {split: read_file(file, settings) for split, file in files.items() if file}
     found = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
     tables = {
         split: next(found[alias] for alias in aliases if alias in found)
@@ -54,7 +81,7 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
     return tables
 
 
-def read_file(name: str, encoding: str = "utf-8") -> Table:
+def read_file(name: str, settings: TextSettings) -> Table:
     """One file -> its rows. Raises UserError when it is missing or empty, and when its rows are asked
     for and cannot be parsed."""
     path = Path(name)
@@ -69,15 +96,17 @@ def read_file(name: str, encoding: str = "utf-8") -> Table:
         digest = digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return Table(partial(_load, path, encoding), str(path), f"{digest}-{encoding}")
+    given = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
+    ways = [f"{name} {value}" for name, value in given.items() if value not in (None, "csv")]
+    return Table(partial(_load, path, settings), str(path), "-".join([digest, settings.encoding, *ways]))
 
 
-def _load(path: Path, encoding: str) -> datasets.Dataset:
+def _load(path: Path, settings: TextSettings) -> tuple[datasets.Dataset, str]:
     import datasets
 
-    table = parse_file(path, encoding)
+    table, said = parse_file(path, settings)
     try:
-        return datasets.Dataset(table)
+        return datasets.Dataset(table), said
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
 
@@ -98,12 +127,12 @@ def read_demo(name: str) -> dict[str, Table]:
     }
 
 
-def _load_demo(read: Callable[[], list[demo.Row]]) -> datasets.Dataset:
+def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, str]:
     import datasets
 
     rows = read()
     names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
-    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), ""
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
@@ -117,6 +146,8 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     if folder.is_dir():
         content = digest_of_files(folder, folder.rglob("*"))
         kept = str(cache_folder() / "datasets" / content)
+    else:
+        reach(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
@@ -128,22 +159,24 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     return {split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}") for split, rows in splits.items()}
 
 
-def find_column(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> str | None:
-    """The named column, or one with a usual name. Raises UserError when a named one is missing."""
-    columns = table.rows.column_names
-    if wanted is not None:
-        if wanted not in columns:
-            raise UserError(
-                f"{table.name} has no column {wanted!r}{did_you_mean(wanted, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}"
-            )
-        return wanted
-    lowered = {column.lower().strip(): column for column in reversed(columns)}
-    return next((lowered[name] for name in usual if name in lowered), None)
-
-
 def columns_of(table: Table, column: str) -> list[str]:
     """`title,text` -> both, unless a column has that very name."""
     if column in table.rows.column_names:
         return [column]
     return [part for name in column.split(",") if (part := name.strip())]
+
+
+def find_columns(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    """The columns that were named, several as `a,b`, or one with a usual name, or none. Raises UserError when a named
+    one is missing."""
+    columns = table.rows.column_names
+    if wanted is None:
+        lowered = {column.lower().strip(): column for column in reversed(columns)}
+        return tuple(lowered[name] for name in usual if name in lowered)[:1]
+    for name in (found := columns_of(table, wanted)):
+        if name not in columns:
+            raise UserError(
+                f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
+                f"{listing(columns)}; name one with --{setting}{named_in(setting)}"
+            )
+    return tuple(found)

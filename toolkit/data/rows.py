@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from toolkit.data import tokens
-from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,6 @@ class Targets:
     def all_missing(self, table: Table) -> bool:
         """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
         raise NotImplementedError
-
-    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """Those of the rows that --drop_empty_text leaves out for want of a target."""
-        return rows[:0]
 
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """The class of each sample, where there is one, so that a part held back has some of each."""
@@ -80,83 +78,74 @@ class Rows:
         )
 
 
-def text_column(table: Table, wanted: str | None) -> str:
-    """The column to read, or several, `title,text`. Raises UserError when it cannot be told."""
-    if wanted and len(parts := columns_of(table, wanted)) > 1:
-        for part in parts:
-            find_column(table, part, (), "text_column")
-        return ",".join(parts)
-    column = find_column(table, wanted, USUAL_TEXT, "text_column")
-    if column is not None:
-        return column
-    features = table.rows.features.items()
-    strings = [name for name, feature in features if getattr(feature, "dtype", None) in ("string", "large_string")]
-    if len(strings) == 1:
-        return strings[0]
-    raise UserError(
-        f"{table.name}: which column is the text? Name one of {listing(table.rows.column_names)} with --text_column"
-    )
+def text_column(table: Table, wanted: str | None, taken: Iterable[str | None] = ()) -> str:
+    """The column to read, or several, `title,text`: the named, one with a usual name, or the only one with texts beside
+    those that are `taken`. Raises UserError when it cannot be told."""
+    columns = find_columns(table, wanted, USUAL_TEXT, "text_column")
+    if not columns:
+        others = [name for name in table.rows.column_names if name not in taken]
+        columns = tuple(name for name in others if _holds_texts(table, name))
+        if len(columns) != 1:
+            header = " (or all with --column_names, where the first line is no header)"
+            raise table.which("text", "text_column", columns or others, header)
+    return ",".join(columns)
+
+
+def _holds_texts(table: Table, column: str) -> bool:
+    """Neither numbers nor lists; CSV has its numbers as text."""
+    if getattr(table.rows.features[column], "dtype", None) not in ("string", "large_string"):
+        return False
+    return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
 
 
 def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
     """The column of second texts that was named. Raises UserError when it is missing or the first text's."""
     if wanted is not None and wanted in columns_of(table, column):
         raise UserError(f"--text_pair {wanted} is the first text's column too: name another, or leave it out")
-    return find_column(table, wanted, (), "text_pair")
+    return ",".join(find_columns(table, wanted, (), "text_pair")) or None
 
 
-def texts_of(table: Table, column: str) -> list[str]:
-    """The text of every row; several columns stand below each other. Raises UserError for one that is missing."""
-    columns = columns_of(table, column)
-    for name in columns:
-        if name not in table.rows.column_names:
-            raise UserError(f"{table.name} has no text column {name!r}: it has {listing(table.rows.column_names)}")
-    cells = zip(*(table.rows[name] for name in columns), strict=True)
-    if len(columns) == 1:
-        return ["" if text is None else str(text) for (text,) in cells]
-    return ["\n".join(str(text) for text in row if text is not None and str(text).strip()) for row in cells]
+def texts_of(table: Table, column: str, separator: str, what: str = "text") -> list[str]:
+    """The text of every row; of several columns, with the separator between them. Raises UserError for one that is
+    missing."""
+    cells = [["" if text is None else str(text) for text in table.column(name, what)]
+             for name in columns_of(table, column)]  # fmt: skip
+    return cells[0] if len(cells) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*cells, strict=True)]
 
 
-def usable_rows(table: Table, column: str, pair: str | None, drop_empty: bool, notes: list[str]) -> Rows:
-    """The rows whose text, or neither of whose texts, is empty. Raises UserError naming the others."""
-    texts = texts_of(table, column)
-    pairs = None if pair is None else texts_of(table, pair)
-    full = _full(table, column, texts, "text_column", drop_empty)
-    if pair is not None and pairs is not None:
-        full &= _full(table, pair, pairs, "text_pair", drop_empty)
-    if not full.all():
-        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty text are left out")
-    return Rows(table, texts, np.arange(len(texts)), np.zeros(0), pairs).take(np.flatnonzero(full))
-
-
-def _full(table: Table, column: str, texts: Sequence[str], setting: str, drop_empty: bool) -> np.ndarray:
-    """(rows,) bool. Raises UserError where no text may be empty and some are, or all are."""
-    full = np.array([bool(text.strip()) for text in texts])
+def usable_rows(
+    table: Table, columns: dict[str, str | None], separator: str, drop_empty: bool, notes: list[str]
+) -> Rows:
+    """The rows whose text is not empty, nor what else they must have: `columns` by the settings that name them, the
+    text's first. Raises UserError naming the others."""
+    cells, full = {}, np.ones(len(table.rows), bool)
+    for setting, column in columns.items():
+        if column is None:
+            continue
+        what = "title" if setting == "title_column" else "text"
+        texts = cells[setting] = texts_of(table, column, separator, what)
+        empty = np.array([not text.strip() for text in texts])
+        if empty.all():
+            raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
+        if empty.any() and not drop_empty:
+            raise UserError(
+                f"{table.name}: the {what} in column {column!r} is empty in {empty.sum()} of {len(texts)} rows (rows "
+                f"{listing(np.flatnonzero(empty) + 1)}): fill them, or pass --drop_empty_text"
+            )
+        full &= ~empty
     if not full.any():
-        raise UserError(f"{table.name}: every text in column {column!r} is empty: name another with --{setting}")
-    empty = np.flatnonzero(~full)
-    if len(empty) and not drop_empty:
-        raise UserError(
-            f"{table.name}: the text in column {column!r} is empty in {len(empty)} of {len(texts)} rows (rows "
-            f"{listing(empty + 1)}): fill them, or pass --drop_empty_text"
-        )
-    return full
-
-
-def with_targets(rows: Rows, targets: Targets, notes: list[str]) -> Rows:
-    """Those rows that have a target. Raises UserError when there are none."""
-    present = ~np.isin(rows.numbers, targets.missing(rows.table, rows.numbers))
-    if not present.any():
-        raise UserError(f"{rows.table.name}: no row has a title: name another column with --title_column")
-    if not present.all():
-        notes.append(f"{rows.table.name}: {int((~present).sum())} rows without a title are left out")
-    return rows.take(np.flatnonzero(present))
+        raise UserError(f"{table.name}: in every row one of {listing(filter(None, columns.values()))} is empty")
+    if not full.all():
+        kind = "text or title" if columns.get("title_column") else "text"
+        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty {kind} are left out")
+    rows = Rows(table, cells["text_column"], np.arange(len(full)), np.zeros(0), cells.get("text_pair"))
+    return rows.take(np.flatnonzero(full))
 
 
 def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
     """Those with at least `min_length` tokens. Raises UserError when there are none."""
     name = rows.table.name
-    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, progress=f"lengths of {name}", pairs=rows.pairs)
+    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, what=f"lengths of {name}", pairs=rows.pairs)
     places = np.flatnonzero(np.diff(arrays["offsets"]) >= min_length)
     if not len(places):
         raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")
@@ -207,10 +196,12 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
 
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
-    """Texts (or pairs of them) of another split that also stand in training."""
+    """Texts (or pairs of them) of another split that are also in the training data."""
     read = {split: list(zip(rows.texts, rows.pairs or rows.texts, strict=True)) for split, rows in chosen.items()}
     train = set(read["train"])
     for split in ("validation", "test"):
         seen = sum(text in train for text in read.get(split, ()))
         if seen:
-            notes.append(f"{split}: {seen} of {len(read[split])} texts also stand in training: their scores flatter")
+            notes.append(
+                f"{split}: {seen} of {len(read[split])} texts are also in the training data: its scores are too high"
+            )

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.read import Table, columns_of, find_column
+from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.data.rows import Targets
 from toolkit.data.tokens import encode
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
 
@@ -24,18 +24,9 @@ class Titles(Targets):
     """Tokens that are predicted, the end counted."""
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples,) str objects. Raises UserError naming the rows without a title."""
-        found, empty = self._cells(table), self.missing(table, rows)
-        if len(empty):
-            raise UserError(
-                f"{table.name}: no title in column {self.column!r} of rows {listing((empty + 1).tolist())}: fill them, "
-                "or pass --drop_empty_text"
-            )
-        return np.array([found[row] for row in rows.tolist()], object)
-
-    def missing(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """(samples,) str objects."""
         found = self._cells(table)
-        return np.array([row for row in rows.tolist() if not found[row]], np.int64)
+        return np.array([found[row] for row in rows.tolist()], object)
 
     def all_missing(self, table: Table) -> bool:
         return self.column in table.rows.column_names and not any(self._cells(table))
@@ -62,24 +53,16 @@ class Titles(Targets):
         return list(encoded.tolist())
 
     def _cells(self, table: Table) -> list[str]:
-        if self.column not in table.rows.column_names:
-            raise UserError(
-                f"{table.name} has no title column {self.column!r}: it has {listing(table.rows.column_names)}"
-            )
-        cells = table.rows.with_format(None)[self.column][:]
-        return ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
+        return ["" if cell is None else " ".join(str(cell).split()) for cell in table.column(self.column, "title")]
 
 
 def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
     """The column of titles. Raises UserError when it cannot be told."""
-    column = find_column(table, title_column, USUAL, "title_column")
-    texts = columns_of(table, text_column)
-    if column is None:
-        others = [name for name in table.rows.column_names if name not in texts]
-        named = f"Name one of {listing(others)} with --title_column" if others else "There is no other than the text"
-        raise UserError(f"{table.name}: which column is the title? {named}")
-    if column in texts:
+    texts, columns = columns_of(table, text_column), find_columns(table, title_column, USUAL, "title_column")
+    if len(columns) != 1:
+        raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
+    if columns[0] in texts:
         raise UserError(
-            f"{table.name}: column {column!r} cannot be both text and title: name --text_column and --title_column"
+            f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and --title_column"
         )
-    return Titles(column, max_length)
+    return Titles(columns[0], max_length)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
+from toolkit.data.progress import Progress
 from toolkit.demo import model_path
 from toolkit.errors import UserError
 from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
@@ -168,13 +168,13 @@ def encode(
     tokenizer: Any,
     texts: Sequence[str],
     max_length: int,
-    progress: str | None = None,
+    what: str = "tokens",
     pairs: Sequence[str] | None = None,
 ) -> tuple[dict[str, np.ndarray], int]:
     """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens).
 
     With `pairs` each text is read with its second one, the longer of the two is cut first, and `token_types` are
-    returned too where the tokenizer has them.
+    returned too where the tokenizer has them. `what` it is called where it takes long.
     """
     # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
     tokenizer = copy.deepcopy(tokenizer)
@@ -182,25 +182,30 @@ def encode(
     pieces: list[np.ndarray] = [np.zeros(0, np.int32)]
     types: list[np.ndarray] = [np.zeros(0, np.int8)]
     cut = 0
-    # a bar only where it takes long enough to wonder
-    with tqdm(total=len(texts), desc=progress, unit=" texts", disable=progress is None, delay=2.0) as bar:
-        for start in range(0, len(texts), _BATCH_TEXTS):
-            batch = slice(start, start + _BATCH_TEXTS)
-            encoded = tokenizer(
-                texts[batch],
-                text_pair=None if pairs is None else pairs[batch],
-                truncation="longest_first",
-                max_length=max_length,
-                return_attention_mask=False,
-                return_token_type_ids=typed,
-            )
-            pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
-            types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
-            if encoded.encodings is not None:  # None for tokenizers written in Python
-                cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-            bar.update(len(texts[batch]))
+    bar = Progress(what, len(texts), "texts")
+    for start in range(0, len(texts), _BATCH_TEXTS):
+        batch = slice(start, start + _BATCH_TEXTS)
+        encoded = tokenizer(
+            texts[batch],
+            text_pair=None if pairs is None else pairs[batch],
+            truncation="longest_first",
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=typed,
+        )
+        pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
+        types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
+        if encoded.encodings is not None:  # None for tokenizers written in Python
+            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+        bar.update(start + len(encoded["input_ids"]))
+    bar.close()
     arrays = {"input_ids": np.concatenate(pieces), "offsets": np.cumsum([len(ids) for ids in pieces], dtype=np.int64)}
     return arrays | ({"token_types": np.concatenate(types)} if typed else {}), cut
+
+
+def separator_of(tokenizer: Any) -> str:
+    """What stands between the texts of several columns: a token of its own, which no tokenizer drops as white space."""
+    return str(tokenizer.sep_token or tokenizer.eos_token or "\n")
 
 
 def fingerprint(tokenizer: Any) -> str:

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toolkit import config
 from toolkit.doctor.finding import plain
 from toolkit.errors import UserError, did_you_mean
 from toolkit.launch import relaunch
 from toolkit.launch.network import check_port, is_loopback, is_own, own_addresses
 from toolkit.launch.nodes import Nodes, find_nodes, whole
+from toolkit.plain_yaml import read_yaml
 
 DEFAULT_TIMEOUT = 30.0
 _LONGEST_TIMEOUT = 600.0
-_FILES = ("train_file", "validation_file", "test_file")
+_FILES = ("train_file", "validation_file", "test_file", "label_names_file")
 _FOLDERS = ("dataset_name", "model_name_or_path")
 # may differ between machines, or says nothing about the run
 _NOT_COMPARED = ("output_dir", "machine_rank", "main_process_ip", "machines", "local_rank", "config_file",
@@ -157,10 +156,7 @@ def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
 
 
 def _from_yaml(path: Path | None) -> dict[str, str]:
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) if path else {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid YAML: {plain(' '.join(str(error).split()))}") from error
+    loaded = read_yaml(path) if path else {}
     known = loaded if isinstance(loaded, dict) else {}
     return {str(name): json.dumps(value, default=str) if isinstance(value, list | dict) else str(value)
             for name, value in known.items()}  # fmt: skip

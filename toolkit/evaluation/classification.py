@@ -32,12 +32,12 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     """(N, C) logits and (N,) or (N, C) labels -> the numbers of eval.jsonl, computed once, from every sample.
 
     For classes: accuracy, F1 (macro, micro, weighted), each class's own numbers and the confusion matrix; for
-    regression: mean squared and absolute error, and Pearson's correlation.
+    regression: mean squared and absolute error and Pearson's correlation, of several outputs their means.
     """
     from sklearn import metrics as sk  # a second's import, and only the main process computes
 
     if labels.problem_type == "regression":
-        return _of_numbers(logits[:, 0], truth)
+        return _of_outputs(logits, truth.reshape(logits.shape), labels)
     classes = list(range(labels.size))
     single = labels.problem_type == "single_label_classification"
     guess = logits.argmax(axis=1) if single else (logits > 0).astype(int)
@@ -55,6 +55,13 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     if single and labels.size <= MOST_CONFUSABLE:
         numbers["confusion_matrix"] = sk.confusion_matrix(truth, guess, labels=classes).tolist()
     return numbers
+
+
+def _of_outputs(guess: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
+    """(N, C) numbers -> what they have on average, and each output's own where there are several."""
+    own = {name: _of_numbers(guess[:, place], truth[:, place]) for place, name in enumerate(labels.names)}
+    means = {name: float(np.mean([numbers[name] for numbers in own.values()])) for name in ("mse", "mae", "pearson")}
+    return means | ({"per_output": own} if len(own) > 1 else {})
 
 
 def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -91,16 +98,16 @@ def decide(chances: np.ndarray, labels: Labels) -> dict[str, Any]:
     """(C,) probabilities -> prediction and probabilities as they are written."""
     rounded = [round(float(chance), 6) for chance in chances]
     if labels.problem_type == "regression":
-        return {"prediction": rounded[0]}
+        return {"prediction": rounded[0] if labels.size == 1 else rounded}
     if labels.problem_type == "single_label_classification":
         return {"prediction": labels.names[int(chances.argmax())], "probabilities": rounded}
     return {"prediction": readable(chances > 0.5, labels), "probabilities": rounded}
 
 
 def readable(label: Any, labels: Labels) -> Any:
-    """A label as its name, its names (multi-label) or its number."""
+    """A label as its name, its names (multi-label), its number or its numbers."""
     if labels.problem_type == "single_label_classification":
         return labels.names[int(label)]
     if labels.problem_type == "multi_label_classification":
         return [name for name, present in zip(labels.names, label, strict=True) if present]
-    return float(label)
+    return float(label) if labels.size == 1 else [float(number) for number in label]

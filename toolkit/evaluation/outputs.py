@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list
 from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, collator_of, micro_batches
+from toolkit.data.progress import Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import raise_if_requested
@@ -92,11 +93,19 @@ def batches_of(
     """
     collate = collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
-    for indices in micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens):
+    own = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
+    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in own], axis=0)  # samples, tokens
+    bar = Progress(split.name, len(split)) if accelerator.is_main_process else None
+    for place, indices in enumerate(own):
         raise_if_requested(accelerator)
         batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
+        if bar:
+            samples, tokens = ends[place].tolist()
+            bar.update(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))
+    if bar:
+        bar.close()
     launch.explain_failures()
 
 

@@ -1,4 +1,4 @@
-"""`toolkit predict MODEL FILE`: the path of evaluation, for rows without labels."""
+"""`toolkit predict MODEL FILE`, or `--text`: the path of evaluation, for rows without labels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from toolkit import launch
-from toolkit.config import ModelSettings
-from toolkit.data.labels import Labels, problem_of
+from toolkit.config import ModelSettings, TextSettings
+from toolkit.data.labels import USUAL, Labels, problem_of
 from toolkit.data.parse import format_of
 from toolkit.data.prepare import prepare_texts
-from toolkit.data.read import Table, read_file
-from toolkit.data.rows import columns_of, pair_column, text_column, texts_of
+from toolkit.data.read import Table, columns_of, find_columns, read_file
+from toolkit.data.rows import pair_column, text_column, texts_of
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.classification import decide, probabilities_of
@@ -33,41 +33,47 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 def predict_file(options: Any) -> None:
-    """Writes the rows of `options.file` with what the model says of each; all processes call it.
+    """Writes the rows of `options.file` with what the model says of each, or prints what it says of `options.text`; all
+    processes call it.
 
     A classifier adds a prediction and its probabilities, an encoder-decoder a title. `options` holds the arguments
     of `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a
     column of the file that would be overwritten.
     """
+    if bool(options.file) == bool(options.text):
+        raise UserError("toolkit predict needs a FILE or --text, one of them")
     accelerator = launch.make_accelerator(options.mixed_precision)
-    output = _output_of(options)
+    output = _output_of(options) if options.file else None
     named = ModelSettings(model_name_or_path=options.model)
     tokenizer, config = load_tokenizer(named), load_config(named)
-    titles = config.model_type == title_model.KIND
-    model = title_model.load_saved_title_model(named) if titles else load_saved_classifier(named)
-    labels = None if titles else labels_of(model.config)
-    table = read_file(options.file, options.encoding)
-    flat = format_of(output) in _SEPARATORS
+    writes_titles = config.model_type == title_model.KIND
+    model = title_model.load_saved_title_model(named) if writes_titles else load_saved_classifier(named)
+    labels = None if writes_titles else labels_of(model.config)
+    flat = output is not None and format_of(output) in _SEPARATORS
     added = class_columns(np.zeros((0, labels.size), np.float32), labels, flat) if labels else ["prediction"]
+    table = read_file(options.file, _reading(options)) if options.file else _table_of(options.text)
     _refuse_columns(table, added)
-    column = text_column(table, options.text_column or _learned_from(Path(options.model), table, "text_column"))
-    pair = pair_column(table, options.text_pair or _learned_from(Path(options.model), table, "text_pair"), column)
+    column, pair = _columns_read(options, table)
     max_length = choose_max_length(options.max_length, tokenizer, model.config, pair is not None)
-    named_columns = f"columns {column} and {pair}" if pair else f"column {column}"
-    launch.say(accelerator, f"reading {named_columns}, at most {max_length} tokens of each text")
+    if options.file:
+        named_columns = f"columns {column} and {pair}" if pair else f"column {column}"
+        for line in filter(None, [table.said, f"reading {named_columns}, at most {max_length} tokens of each text"]):
+            launch.say(accelerator, line)
     split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator, pair)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
     sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
-    if labels is None:
-        found: Any = generate_titles(accelerator, model, split, tokenizer, *sizes)
-    else:
-        found = predict(accelerator, model, split, tokenizer, *sizes)
+    predicts: Any = predict if labels else generate_titles
+    found = predicts(accelerator, model, split, tokenizer, *sizes)
     if found is None:  # not the main process
+        return
+    if output is None:
+        for text, answer in zip(options.text, _answers(found, labels), strict=True):
+            print(f"{answer}  {text}")
         return
     columns = {"prediction": found} if labels is None else class_columns(found, labels, flat)
     write(table, columns, output, options.encoding)
-    empty = sum(not text.strip() for text in texts_of(table, column))
+    empty = sum(not text.strip() for text in texts_of(table, column, "\n"))
     if empty:
         print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
     seconds = max(time.monotonic() - started, 1e-9)
@@ -75,13 +81,52 @@ def predict_file(options: Any) -> None:
     print(f"{len(split)} rows in {seconds:.1f} s ({speed}): {output}", file=sys.stderr)
 
 
-def _learned_from(model: Path, table: Table, setting: str) -> str | None:
-    """The text columns that a run's model learned from, where the file has them too."""
+def _reading(options: Any) -> TextSettings:
+    names = ("encoding", "delimiter", "quoting", "column_names")
+    return TextSettings(**{name: getattr(options, name) for name in names})
+
+
+def _table_of(texts: list[str]) -> Table:
+    import datasets
+
+    return Table(datasets.Dataset.from_dict({"text": texts}), "--text", "")
+
+
+def _columns_read(options: Any, table: Table) -> tuple[str, str | None]:
+    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
     try:
-        named = json.loads((model.parent / "config.json").read_text(encoding="utf-8"))["data"][setting]
+        run = json.loads((Path(options.model).parent / "config.json").read_text(encoding="utf-8"))["data"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # not in a run's folder
-    return named if all(part in table.rows.column_names for part in columns_of(table, named)) else None
+        run = {}  # not in a run's folder
+    if options.text:
+        if run.get("text_pair"):
+            raise UserError(f"this model reads pairs: give a FILE with {run['text_column']} and {run['text_pair']}")
+        return "text", None
+    there = {
+        setting: name
+        for setting in ("text_column", "text_pair")
+        if (name := run.get(setting)) and set(columns_of(table, name)) <= set(table.rows.column_names)
+    }
+    pair = options.text_pair or there.get("text_pair")
+    usual = find_columns(table, None, USUAL, "label_column")
+    column = text_column(table, options.text_column or there.get("text_column"), [*usual, pair])
+    return column, pair_column(table, pair, column)
+
+
+def _answers(found: Any, labels: Labels | None) -> list[str]:
+    """What is printed of each text: a title, numbers, or classes with their probabilities."""
+    if labels is None:
+        return list(found)
+    answers = []
+    for line in (decide(row, labels) for row in probabilities_of(found, labels.problem_type)):
+        if labels.problem_type == "regression":
+            numbers = np.atleast_1d(line["prediction"])
+            answers.append(" ".join(f"{name} {number:.4g}" for name, number in zip(labels.names, numbers, strict=True)))
+        else:
+            chances = dict(zip(labels.names, line["probabilities"], strict=True))
+            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
+            answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
+    return answers
 
 
 def labels_of(config: Any) -> Labels:
@@ -113,7 +158,10 @@ def class_columns(logits: np.ndarray, labels: Labels, flat: bool) -> dict[str, l
     decided = [decide(row, labels) for row in probabilities_of(logits, labels.problem_type)]
     columns = {"prediction": [line["prediction"] for line in decided]}
     if labels.problem_type == "regression":
-        return columns
+        if labels.size == 1 or not flat:
+            return columns
+        numbers = np.array(columns["prediction"]).reshape(-1, labels.size)
+        return {f"prediction_{name}": numbers[:, place].tolist() for place, name in enumerate(labels.names)}
     if not flat:
         return columns | {"probabilities": [line["probabilities"] for line in decided]}
     if labels.problem_type == "multi_label_classification":
@@ -134,8 +182,10 @@ def _output_of(options: Any) -> Path:
     source = Path(options.file)
     kind = format_of(source)
     stem = source.name[: source.name.lower().rindex(kind)]
-    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{kind}")
-    format_of(output)
+    written = ".csv" if kind == ".txt" else kind
+    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{written}")
+    if format_of(output) == ".txt":
+        raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
     if output.exists() and not options.overwrite:
         raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
     if not output.parent.is_dir():

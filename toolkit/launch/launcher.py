@@ -27,6 +27,7 @@ from toolkit.compat import require
 from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
+from toolkit.plain_yaml import read_yaml
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = 600
@@ -68,7 +69,7 @@ def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
 
 def _without_ours(path: Path, folder: Path) -> Path:
     """The config file without the list of machines, which accelerate does not know."""
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    config = read_yaml(path)
     if "machines" not in config:
         return path
     copy = folder / path.name

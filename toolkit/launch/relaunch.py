@@ -20,14 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from toolkit.errors import UserError, did_you_mean
 from toolkit.init import templates
 from toolkit.launch.environment import MARKER, TIMEOUTS, place_of, whole
 from toolkit.launch.network import check_port
 from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.launch.restarts import stop_with_parent
+from toolkit.plain_yaml import read_yaml
 
 DEFAULT_PORT = 29500
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
@@ -173,10 +172,7 @@ def _devices() -> int:
 
 def read_config(path: Path) -> dict[str, Any]:
     """An accelerate config file as a dict, its names checked. Raises UserError."""
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    loaded = read_yaml(path)
     if not isinstance(loaded, dict) or "distributed_type" not in loaded:
         raise UserError(
             f"{path} is not an accelerate config (it has no distributed_type): see accelerate_configs/ "

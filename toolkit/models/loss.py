@@ -14,14 +14,16 @@ def sample_losses(
     """(B, C) logits and labels -> (B,) float32 losses.
 
     Cross entropy for (B,) class ids; the mean over classes of binary cross entropy for (B, C) 0/1
-    rows; the squared error for (B,) numbers: as in transformers, before its mean over the batch.
+    rows; the squared error for (B,) numbers, its mean over the outputs for (B, C): as in transformers, before its mean
+    over the batch.
     """
     logits = logits.float()
     if problem_type == "single_label_classification":
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     if problem_type == "multi_label_classification":
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=-1)
-    return (logits.squeeze(-1) - labels).square()
+    squares = (logits - labels.reshape(logits.shape)).square()
+    return squares.mean(dim=-1)
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

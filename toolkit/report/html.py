@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from toolkit.cache import cache_folder
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
@@ -159,7 +161,7 @@ def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> di
     # a NaN has no order, and is as wrong as can be
     worst = heapq.nlargest(MOST_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
     return {
-        "scatter": curves.scatter([(own.label, own.prediction) for own in samples]) if regression else None,
+        "scatter": _scatter(samples) if regression else None,
         "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
         "worst": [(sample, _shortened(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
@@ -167,11 +169,17 @@ def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> di
     }
 
 
+def _scatter(samples: Sequence[Sample]) -> curves.Chart | None:
+    """Of several numbers, each is a dot."""
+    true, predicted = (np.ravel([getattr(own, name) for own in samples]) for name in ("label", "prediction"))
+    return curves.scatter(list(zip(true.tolist(), predicted.tolist(), strict=True)))
+
+
 def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     label, prediction = line["label"], line["prediction"]
     sample = Sample(place, line["id"] + 1, label, prediction, label != prediction)
     if labels.problem_type == "regression":
-        sample.badness = abs(prediction - label)
+        sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
         known = [math.nan if chance is None else chance for chance in line["probabilities"]]  # null in the file
         chances = dict(zip(labels.names, known, strict=True))

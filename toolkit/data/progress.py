@@ -1,0 +1,37 @@
+"""How far a job is that takes longer than five seconds, on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
+
+
+class Progress:
+    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`: a line that renews itself in a terminal, and one now and
+    then where stderr is a file."""
+
+    def __init__(self, what: str, total: int, unit: str = "rows") -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self.started = time.monotonic()
+        self.due = self.started + FIRST_SECONDS
+        self.renews, self.shown = sys.stderr.isatty(), False
+
+    def update(self, done: int, part: float | None = None) -> None:
+        """`part` of the work is done, where that is not the part of the rows."""
+        now, part = time.monotonic(), done / max(1, self.total) if part is None else part
+        if now < self.due or not part:
+            return
+        self.due, self.shown = now + (SCREEN_SECONDS if self.renews else LINE_SECONDS), True
+        seconds = now - self.started
+        left = tqdm.format_interval(seconds * (1 - part) / part)
+        line = f"{self.what}: {done} of {self.total} {self.unit}, {done / seconds:.0f} {self.unit}/s, {left} left"
+        print(f"\r{line}\x1b[K" if self.renews else line, end="" if self.renews else "\n", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Removes the line that renews itself."""
+        if self.shown and self.renews:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

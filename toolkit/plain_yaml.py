@@ -1,0 +1,37 @@
+"""YAML of settings and launch configs, read without its traps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import UserError
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML that refuses a name given twice, where the first would be lost silently, and aliases: a few of them make
+    a small file a large one, and settings need none."""
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"aliases (*{self.peek_event().anchor}) are not read")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"{twice} is given twice")
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises UserError for a file that cannot be read, or is no such YAML."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _PlainLoader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
