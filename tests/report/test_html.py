@@ -136,6 +136,15 @@ def test_summary(three: Run) -> None:
         assert shown in text
 
 
+def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
+    path = three[0] / "config.json"
+    stopped = {"signal": "SIGTERM", "step": 23, "command": "python recipes/cls.py --text_column 'a<b'"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stopped": stopped}))
+    text = written(three).text
+    said = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
+    assert f"on train<1>.csv {said} {stopped['command']} The saved model" in text
+
+
 def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     path = three[0] / "config.json"

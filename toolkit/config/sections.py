@@ -200,6 +200,10 @@ class TrainingSettings:
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+    run_name: str | None = None
+    """The run's name in trackers; that of its folder when not given."""
+    project: str | None = None
+    """The project of trackers (mlflow's experiment); the recipe's name when not given."""
 
 
 @section

@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit import __version__, demo
+from toolkit.checkpoint.model_folder import step_of
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Best, Evaluation
 from toolkit.report.files import read_lines, write_whole
@@ -49,9 +50,11 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
     """
     record = Record.load(run_folder, last)
     settings, architecture = record.settings, _architecture(model_folder)
+    step = step_of(model_folder) or record.last_step or 0
     context = {
         "record": record,
         "last": last,
+        "step": step,
         "architecture": architecture or record.config.get("model_class", "model"),
         "of_transformers": bool(architecture),
         "front_matter": _front_matter(record, bool(architecture)).to_yaml(),
@@ -66,7 +69,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
             "base model": demo.about(settings["model_name_or_path"]).note,
             "data": demo.about(settings.get("dataset_name")).note,
         },
-        **_limits(record, run_folder),
+        **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
     }
     write_whole(model_folder / "README.md", [render("card.md", context, cell=cell)])
 
@@ -160,7 +163,7 @@ def _lora(adapter: Path) -> str:
     return f"{numbers}, on {layers}; merged into the weights here"
 
 
-def _limits(record: Record, run_folder: Path) -> dict[str, Any]:
+def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
     """What the section "Limits" is made of: only what follows from the run itself.
 
     `margin` is half the 95 % range of the mean ROUGE-L or of the accuracy (in percentage points), by the normal
@@ -170,7 +173,7 @@ def _limits(record: Record, run_folder: Path) -> dict[str, Any]:
     count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
     few, margin, empty = count < _FEW_SAMPLES, None, 0
     if record.problem_type == "title_generation":
-        lines = list(read_lines(run_folder / "predictions.jsonl"))
+        lines = list(read_lines(predictions)) if predictions else []  # of another evaluation, in a stopped run
         if len(lines) == count:
             empty = sum(not line["title"].strip() for line in lines)
         if len(lines) == count and not few:

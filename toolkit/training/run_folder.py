@@ -71,6 +71,8 @@ def _open_folder(
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
     held = [mark for mark in _MARKS if (path / mark).exists()]
+    if held == ["config.json"] and "identity" in _config_of(path):
+        held = []  # of a run that failed before its first step: nothing of it is lost
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
