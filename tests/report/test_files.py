@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import datasets
 import pytest
 
+from tests.faults import Fault
+from tests.report.made import make_run
+from tests.resume_server import largest_file
+from toolkit.data.labels import Labels
+from toolkit.data.read import Table
 from toolkit.errors import UserError
-from toolkit.report.files import by_step, dumps, read_lines, write_whole
+from toolkit.evaluation import Evaluation
+from toolkit.evaluation.predict_file import write
+from toolkit.report.card import write_card
+from toolkit.report.files import RunFiles, by_step, dumps, read_lines, write_whole
+from toolkit.report.html import write_report_of_folder
+from toolkit.report.record import last_evaluation
+
+MAIN: Any = SimpleNamespace(is_main_process=True)
+LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -25,6 +41,35 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*predictions.jsonl: disk full; nothing was left behind"):
         write_whole(path, broken())
     assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
+
+
+EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}]))
+TABLE = Table(datasets.Dataset.from_dict({"text": ["x" * 90] * 99}), "new.csv", "digest")
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
+    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append_metrics({"step": "x" * 5000}),
+    "eval.jsonl": lambda run: RunFiles(MAIN, run).append_evaluation(EVALUATION, 50),
+    "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
+    "report.html": write_report_of_folder,
+    "README.md": lambda run: write_card(run, run, last_evaluation(run)),
+    **{f"out{kind}": lambda run, kind=kind: write(TABLE, {"prediction": range(99)}, run / f"out{kind}", "utf-8")
+       for kind in (".csv", ".jsonl", ".json", ".parquet", ".csv.gz")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
+    name: str, tmp_path: Path, fault: Fault
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    largest = len(before[name]) + 100 if name.endswith(".jsonl") and name in before else 100
+    with largest_file(largest), pytest.raises(UserError) as caught:
+        WRITERS[name](run)
+    assert str(caught.value) == f"cannot write {run / name}: File too large; nothing was left behind"
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    fault(f"a full disk while writing {name}", f"error: {caught.value}")
 
 
 def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
