@@ -93,11 +93,7 @@ def _prepare(arguments: list[str]) -> None:
     """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
     from toolkit import config
 
-    tasks: dict[str, type] = {
-        "cls": config.TaskSettings,
-        "bigbird": config.LongTaskSettings,
-        "title": config.TitleSettings,
-    }
+    tasks = config.TASKS
     word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
     if word and arguments[0] not in tasks:
         raise UserError(f"toolkit prepare {arguments[0]}{did_you_mean(arguments[0], tasks)}: {', '.join(tasks)}")

@@ -2,6 +2,7 @@
 
 from toolkit.config.parse import build, flat, parse, sections_of
 from toolkit.config.sections import (
+    TASKS,
     DataSettings,
     GenerationSettings,
     LongTaskSettings,
@@ -21,6 +22,7 @@ from toolkit.config.sections import (
 )
 
 __all__ = [
+    "TASKS",
     "DataSettings",
     "GenerationSettings",
     "LongTaskSettings",

@@ -239,3 +239,7 @@ class TitleSettings:
     data: TitleDataSettings
     generation: GenerationSettings
     training: LongTrainingSettings
+
+
+TASKS: dict[str, type] = {"cls": TaskSettings, "bigbird": LongTaskSettings, "title": TitleSettings}
+"""Of each recipe that we bring."""
