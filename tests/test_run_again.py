@@ -46,11 +46,11 @@ def digest(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, in which what changed since would have "
+        (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, and what changed since would have "
          "no effect (learning_rate was 5e-05 and is 0.003)"),
-        (["--max_steps", "3"], "has taken 4 steps, and the settings ask for 3 in all"),
-        (["--max_steps", "4", "--global_batch_size", "6"], "is of another job: global_batch_size was 12 and is 6"),
-        (["--max_steps", "4", "--max_length", "64"], "is of another job: max_length was "),
+        (["--max_steps", "3"], "has taken 4 steps, but the settings ask for 3 in total"),
+        (["--max_steps", "4", "--global_batch_size", "6"], "belongs to another job: global_batch_size was 12 and is 6"),
+        (["--max_steps", "4", "--max_length", "64"], "belongs to another job: max_length was "),
         (["--max_steps", "8", "--resume", "no"], "already holds a run"),
     ],
 )  # fmt: skip
@@ -115,7 +115,7 @@ def test_the_summary_is_about_this_run(settings: list[str], server: Server, tmp_
     summary = said[said.index("done in ") :].splitlines()
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
     assert [line for line in summary if "checkpoints/" in line] == [
-        f"  '{run}'/checkpoints/      best and last, {size_text(size)}: resume under any launch"
+        f"  '{run}'/checkpoints/      best and last ({size_text(size)}): any launch can resume from them"
     ]
     assert [line.split()[:2] for line in summary if line.startswith("  F1 ")] == [["F1", ANY]] * 2
     predict, again = summary[summary.index("next:") + 1 :]

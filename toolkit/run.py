@@ -110,7 +110,7 @@ class Run:
         one."""
         for step in self._steps:
             if self.best.gives_up:
-                self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
+                self.say(f"{self.best.metric} has not improved in {self.best.waited} evaluations: stopping early")
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
             self._evaluation_left = False
@@ -215,14 +215,9 @@ class Run:
     def _command(self, **settings: Any) -> str:
         """What was typed, with these settings over it."""
         words = shlex.split(launch.how_launched()["command"])
-        given = {name: value for name, value in settings.items() if value is not None}
-        return shlex.join(
-            [
-                typed(words[0]),
-                *words[1:],
-                *(str(word) for name, value in given.items() for word in (f"--{name}", value)),
-            ]
-        )
+        for name, value in settings.items():
+            words += [f"--{name}", str(value)] if value is not None else []
+        return shlex.join([typed(words[0]), *words[1:]])
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
@@ -256,7 +251,7 @@ class Run:
             + f"; {data.targets.describe()}",
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
-            f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",
+            f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.about(settings.model.model_name_or_path).note,
             demo.about(settings.data.dataset_name).note,
         ]
@@ -278,7 +273,7 @@ class Run:
         saved = [file for file in (path / "checkpoints").rglob("*") if file.is_file()]
         if saved:
             size = size_text(sum(file.stat().st_size for file in saved))
-            checkpoints = [f"  {folder}/checkpoints/      best and last, {size}: resume under any launch"]
+            checkpoints = [f"  {folder}/checkpoints/      best and last ({size}): any launch can resume from them"]
         return [
             "",
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
@@ -297,12 +292,11 @@ class Run:
     def _next(self, predict: str) -> list[str]:
         """What to type now: of this run's model, and with its script, data and strategy."""
         training, data = self.settings.training, self.settings.data
-        if str(data.dataset_name).startswith(demo.PREFIX):
-            command, launched = shlex.split(self._command()), launch.how_launched()
-            own = [*command[: command.index(sys.argv[0]) + 1], "--train_file", "YOUR_FILE.csv"]
-            own += ["--model_name_or_path", "bert-base-chinese"]
-            again = shlex.join(own + (["--config_file", launched["config_file"]] if launched["config_file"] else []))
-        else:
+        if str(data.dataset_name).startswith(demo.PREFIX):  # as it was started, with own data
+            words, file = shlex.split(self._command()), launch.how_launched()["config_file"]
+            words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
+            again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
+        else:  # once more, with another learning rate
             folder = f"{training.output_dir}-2" if training.output_dir else None
             again = self._command(learning_rate=f"{training.learning_rate / 2:g}", output_dir=folder)
         return [*([f"  {predict} YOUR_FILE.csv"] if predict else []), f"  {again}"]

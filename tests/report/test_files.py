@@ -83,7 +83,7 @@ def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(b'{"a": 1}\n{"a"\n3\n\xff\n\0\0\0{"a": 3}\n\0\0\0')
     assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
     assert list(read_lines(path, 2)) == [{"a": 1}]
-    named = [f"{path}, line {place} is broken: left out" for place in (2, 3, 4, 6, 2)]
+    named = [f"{path}, line {place} is broken and is skipped" for place in (2, 3, 4, 6, 2)]
     assert capsys.readouterr().err.splitlines() == named
 
 

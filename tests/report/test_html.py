@@ -357,7 +357,7 @@ def test_of_folder(three: Run) -> None:
     (folder / "report.html").unlink()
     assert write_report_of_folder(str(folder)) == folder / "report.html"
     assert (folder / "report.html").read_text() == before
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report_of_folder(folder / "nothing")
 
 

@@ -75,5 +75,5 @@ def test_a_store_of_ones_own_is_left_alone(started: Any, monkeypatch: pytest.Mon
 
 
 def test_one_that_cannot_start_is_an_error_in_a_line(started: Any) -> None:
-    with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): mend that"):
+    with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
         started(project="refused")

@@ -170,7 +170,7 @@ def _typed() -> list[str]:
             if sys.argv[0] in line[1:]:
                 found = line
     interpreter, script = Path(found[0]), Path(found[1])
-    if script.parent == interpreter.parent:  # `accelerate`, say
+    if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
         return [script.name, *found[2:]]
     return [interpreter.name, *found[1:]]
 

@@ -135,7 +135,7 @@ def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
                 yield dict(json.loads(line.strip("\0 \n")))
             except (ValueError, TypeError, RecursionError):
                 if line.endswith("\n") or "\0" in line:
-                    _say(f"{path}, line {place} is broken: left out")
+                    _say(f"{path}, line {place} is broken and is skipped")
 
 
 def _say(line: str) -> None:

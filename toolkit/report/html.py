@@ -94,11 +94,11 @@ def write_report_of_folder(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no run folder: it has no config.json")
+        raise UserError(f"{folder} is not a run folder: it has no config.json")
     data = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data")
     if data is None:
         near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
-        raise UserError(f"{folder} is no run folder, its config.json is a model's{near}")
+        raise UserError(f"{folder} is not a run folder, its config.json is a model's{near}")
     last = last_evaluation(folder)
     prepared = cache_folder() / "tokens" / data["digest"]
     there = last.numbers and (prepared / last.split).is_dir()

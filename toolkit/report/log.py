@@ -143,7 +143,7 @@ def start_trackers(
                 tracker.store_init_configuration(shown)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"--report_to {name} cannot start ({why}): mend that, or pass --report_to none") from error
+            raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
         accelerator.trackers.append(tracker)
 
 
