@@ -86,5 +86,7 @@ def test_predict_evaluate_and_convert(
     wanted = lines_of(run / "eval.jsonl")[-1]
     assert numbers == {name: wanted[name] for name in numbers}
     assert {"accuracy", "f1_macro", "per_class"} <= set(numbers)
-    with pytest.raises(UserError, match="the model has no class good: it has neg, pos"):
+    with pytest.raises(
+        UserError, match="texts, row 1: label 'good' does not occur in training: the classes are neg, pos"
+    ):
         toolkit.evaluate(run / "model", texts[:1], ["good"])

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table
 from toolkit.data.tokens import choose_max_length, load_tokenizer
-from toolkit.errors import UserError
 from toolkit.evaluation import classification_metrics, outputs
 from toolkit.evaluation.classification import decide, probabilities_of
 from toolkit.evaluation.predict_file import labels_of
@@ -44,52 +45,41 @@ def predict(model: str | Path, texts: Sequence[str], **sizes: int) -> list[dict[
     `sizes`: `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. In several processes all call it, and
     all but the main one get an empty list. Raises UserError for a model that cannot be loaded.
     """
-    labels, found = _outputs(model, texts, **sizes)
-    if found is None:
-        return []
-    if labels is None:
-        return [{"prediction": title} for title in found]
+    labels, found = _outputs(model, _table(text=texts), **sizes)
+    if labels is None or found is None:
+        return [{"prediction": title} for title in found or ()]
     return [decide(row, labels) for row in probabilities_of(found, labels.problem_type)]
 
 
 def evaluate(model: str | Path, texts: Sequence[str], truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
     """The numbers of eval.jsonl, but for the loss, of a saved model on texts and what is true of them: class names,
     lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`."""
-    labels, found = _outputs(model, texts, **sizes)
-    if found is None:
-        return {}
-    if labels is None:
-        return title_metrics(found, truth)
-    return classification_metrics(found, _encoded(truth, labels), labels)
+    table = _table(text=texts, label=truth)
+    labels, found = _outputs(model, table, **sizes)
+    if labels is None or found is None:
+        return title_metrics(found, truth) if found else {}
+    encoded = replace(labels, columns=("label",)).encode(table, np.arange(len(texts)))
+    return classification_metrics(found, encoded, labels)
+
+
+def _table(**columns: Sequence[Any]) -> Table:
+    digest = sha256(json.dumps(columns["text"]).encode()).hexdigest()
+    return Table(datasets.Dataset.from_dict({name: list(cells) for name, cells in columns.items()}), "texts", digest)
 
 
 def _outputs(
-    model: str | Path, texts: Sequence[str], per_device_batch_size: int = 64, max_tokens: int | None = 16384
+    model: str | Path, table: Table, per_device_batch_size: int = 64, max_tokens: int | None = 16384
 ) -> tuple[Labels | None, Any]:
     """(the model's labels, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
     accelerator, named = launch.make_accelerator(), ModelSettings(model_name_or_path=str(model))
     tokenizer, writes = load_tokenizer(named), load_config(named).model_type == title_model.KIND
     loaded = title_model.load_saved_title_model(named) if writes else load_saved_classifier(named)
-    table = Table(
-        datasets.Dataset.from_dict({"text": list(texts)}), "texts", sha256("\0".join(texts).encode()).hexdigest()
-    )
     length = choose_max_length(None, tokenizer, loaded.config)
     split = prepare_texts(table, "text", tokenizer, loaded.config, length, accelerator)
     prepared = accelerator.prepare_model(loaded, evaluation_mode=True)
     predicts: Any = generate_titles if writes else outputs.predict
     found = predicts(accelerator, prepared, split, tokenizer, per_device_batch_size, max_tokens)
     return None if writes else labels_of(loaded.config), found
-
-
-def _encoded(truth: Sequence[Any], labels: Labels) -> np.ndarray:
-    """(N,) class ids, (N, C) a 0 or 1 for each class, or (N,) numbers."""
-    if labels.problem_type == "regression":
-        return np.array(truth, np.float32)
-    lists = truth if labels.problem_type == "multi_label_classification" else [[name] for name in truth]
-    if strange := {str(name) for names in lists for name in names} - set(labels.names):
-        raise UserError(f"the model has no class {', '.join(sorted(strange))}: it has {', '.join(labels.names)}")
-    flags = np.array([[float(name in map(str, names)) for name in labels.names] for names in lists], np.float32)
-    return flags if labels.problem_type == "multi_label_classification" else flags.argmax(axis=1)
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:

@@ -60,9 +60,7 @@ def _open_folder(
         )
     started = restarts.started()
     if restarts.most_restarts() and not settings.output_dir and not started:
-        raise UserError(
-            "torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there"
-        )
+        raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
     if not settings.output_dir and not restarts.attempt():
