@@ -158,10 +158,13 @@ class Run:
         self.stopped = True
         launch.stopped_by(self._steps.stop_signal)
         name, done, given = signal.Signals(self._steps.stop_signal).name, self._steps.done, self.settings.training
-        command = self._command(
-            output_dir=None if given.output_dir else self.folder.path,
-            overwrite_output_dir="false" if given.overwrite_output_dir else None,
-            resume=None if given.resume == "auto" else "auto",
+        command = (
+            self._command(
+                output_dir=None if given.output_dir else self.folder.path,
+                overwrite_output_dir="false" if given.overwrite_output_dir else None,
+                resume=None if given.resume == "auto" else "auto",
+            )
+            or f"the same call, with output_dir={str(self.folder.path)!r}"
         )
         self.say(
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
@@ -213,7 +216,10 @@ class Run:
         write_report_of_folder(self.folder.path)
 
     def _command(self, **settings: Any) -> str:
-        """What was typed, with these settings over it."""
+        """What was typed, with these settings over it; nothing in a notebook or a script that has its own."""
+        from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
+        if "ipykernel" in sys.modules or not (from_demo or sys.argv[1:]):
+            return ""
         words = shlex.split(launch.how_launched()["command"])
         for name, value in settings.items():
             words += [f"--{name}", str(value)] if value is not None else []
@@ -285,21 +291,21 @@ class Run:
             f"  {folder}/predictions.jsonl every {last.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *checkpoints,
-            "next:",
             *self._next(f"{typed('toolkit')} predict {folder}/model" if named else ""),
         ]
 
     def _next(self, predict: str) -> list[str]:
         """What to type now: of this run's model, and with its script, data and strategy."""
-        training, data = self.settings.training, self.settings.data
-        if str(data.dataset_name).startswith(demo.PREFIX):  # as it was started, with own data
-            words, file = shlex.split(self._command()), launch.how_launched()["config_file"]
+        training, again = self.settings.training, self._command()
+        if again and str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # as it was started, with own data
+            words, file = shlex.split(again), launch.how_launched()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
-        else:  # once more, with another learning rate
+        elif again:  # once more, with another learning rate
             folder = f"{training.output_dir}-2" if training.output_dir else None
             again = self._command(learning_rate=f"{training.learning_rate / 2:g}", output_dir=folder)
-        return [*([f"  {predict} YOUR_FILE.csv"] if predict else []), f"  {again}"]
+        lines = [f"  {line}" for line in (predict and f"{predict} YOUR_FILE.csv", again) if line]
+        return ["next:", *lines] if lines else []
 
 
 def _optimizer_name(optimizer: Any) -> str:

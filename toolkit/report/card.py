@@ -17,21 +17,8 @@ from toolkit.checkpoint.model_folder import step_of
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Best, Evaluation
 from toolkit.report.files import read_lines, write_whole
-from toolkit.report.record import Record, is_local, render
+from toolkit.report.record import METRICS, Record, is_local, render
 
-# our name -> the hub's name of the metric, its arguments there
-_HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
-    "accuracy": ("accuracy", None),
-    "f1_macro": ("f1", {"average": "macro"}),
-    "f1_micro": ("f1", {"average": "micro"}),
-    "f1_weighted": ("f1", {"average": "weighted"}),
-    "mse": ("mse", None),
-    "mae": ("mae", None),
-    "pearson": ("pearsonr", None),
-    "rouge1": ("rouge", None),
-    "rouge2": ("rouge", None),
-    "rougeL": ("rouge", None),
-}
 _FEW_SAMPLES = 30
 # what the table of settings shows, in this order, where it is set
 _HYPERPARAMETERS = (
@@ -92,7 +79,6 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
     task = "summarization" if record.problem_type == "title_generation" else "text-classification"
-    segmenter = record.last.numbers.get("rouge_segmenter", "word")
     evaluated = [
         EvalResult(
             task_type=task,
@@ -100,14 +86,13 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
             dataset_type=hub_data or "custom",
             dataset_name=record.data_name,
             dataset_split=record.last.split,
-            metric_type=kind,
-            metric_name=name if kind == "rouge" else record.metric_title(name),
-            metric_args={"tokenizer": segmenter} if kind == "rouge" and segmenter != "word" else arguments,
+            metric_name=name if name.startswith("rouge") else record.metric_title(name),
             metric_value=round(value, 6),
+            **_hub_metric(name, record.last.numbers.get("rouge_segmenter")),
         )
-        for name, (kind, arguments) in _HUB_METRICS.items()
+        for name in METRICS
         # YAML readers disagree on what a NaN is
-        if isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
+        if name != "loss" and isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
     ]
     return ModelCardData(
         base_model=None if is_local(base) else demo.about(base).origin or base,
@@ -119,6 +104,17 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         model_name=_title(record),
         eval_results=evaluated or None,
     )
+
+
+def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
+    """The hub's name of a metric, and its arguments there."""
+    if name.startswith("rouge"):
+        return {"metric_type": "rouge", "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None}
+    kind, _, average = name.partition("_")
+    return {
+        "metric_type": kind.replace("pearson", "pearsonr"),
+        "metric_args": {"average": average} if average else None,
+    }
 
 
 def cell(value: object) -> str:
