@@ -134,6 +134,7 @@ def test_summary(three: Run) -> None:
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
+    assert "F1 (micro)" not in text  # the accuracy once more
 
 
 def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
