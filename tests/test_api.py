@@ -14,6 +14,7 @@ import pytest
 import toolkit
 from tests.runs import ROOT, lines_of, losses_of, start
 from toolkit.errors import UserError
+from toolkit.launch.network import free_port
 
 PAGES = [ROOT / "docs" / "api.md", ROOT / "docs" / "api.zh.md"]
 MORE = 'dropout=0.0, report_to="none", global_batch_size=12, per_device_batch_size=6, checkpoint_every=3, max_steps=6'
@@ -46,6 +47,7 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
     for name, call in (("plain", plain), ("notebook", notebook)):
         call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
+        call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
         (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indented(call))
         done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)})
         assert done.code == 0, done.err[-3000:]
