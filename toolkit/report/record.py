@@ -79,6 +79,11 @@ class Record:
     def last_step(self) -> int | None:
         return self.evaluations[-1]["step"] if self.evaluations else None
 
+    @property
+    def shown(self) -> list[str]:
+        """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
+        return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
+
     @cached_property
     def saved_step(self) -> int | None:
         """The best step so far; in a run that was killed it need not be that of the last evaluation."""
