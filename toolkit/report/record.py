@@ -55,9 +55,7 @@ class Record:
         evaluations: list[dict[str, Any]] = []
         comparisons: list[dict[str, Any]] = []
         for line in read_lines(folder / "eval.jsonl"):  # the confusion matrix of many classes is large: left out
-            numbers = {
-                name: value for name, value in without_repetition(line).items() if isinstance(value, int | float | None)
-            }
+            numbers = {name: value for name, value in line.items() if isinstance(value, int | float | None)}
             kind = comparisons if "max_length" in line else evaluations
             kind.append({"step": line["step"], "split": line["split"], **numbers})
         steps = by_step(read_lines(folder / "metrics.jsonl"))
