@@ -37,13 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_parser(commands)
     cache.add_parser(commands)
     _add_predict(commands)
-    commands.add_parser("prepare", help="make the tokens of a job ahead of time")
+    commands.add_parser("prepare", help="tokenize a job's data ahead of time")
     commands.add_parser("estimate", help="the memory that a job takes on each process, by strategy")
-    commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
+    commands.add_parser("doctor", help="find what would keep a run from starting, here or between machines")
     convert.add_parser(commands)
     clean.add_parser(commands)
     to_bigbird_command.add_parser(commands)
-    report = commands.add_parser("report", help="write a run's report.html again")
+    report = commands.add_parser("report", help="write a run's report.html anew")
     report.add_argument("run", help="a run's folder")
     return parser
 
@@ -108,21 +108,16 @@ def _run() -> None:
 def _task_settings(task: str, arguments: list[str], command: str, about: str) -> Any:
     from toolkit import config
 
-    tasks: dict[str, type] = {
-        "cls": config.TaskSettings,
-        "bigbird": config.LongTaskSettings,
-        "title": config.TitleSettings,
-    }
-    if task not in tasks:
-        raise UserError(f"toolkit {command} {task}{did_you_mean(task, tasks)}: {', '.join(tasks)}")
-    return config.parse(tasks[task], arguments, None, about, f"toolkit {command} [cls|bigbird|title]")
+    if task not in config.TASKS:
+        raise UserError(f"toolkit {command} {task}{did_you_mean(task, config.TASKS)}: {', '.join(config.TASKS)}")
+    return config.parse(config.TASKS[task], arguments, None, about, f"toolkit {command} [cls|bigbird|title]")
 
 
 def _prepare(arguments: list[str]) -> None:
     """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
     word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
     task = arguments.pop(0) if word else "cls"
-    about = "Takes the settings of a recipe and makes its tokens, as the first run of it would."
+    about = "Takes a recipe's settings and tokenizes its data, as its first run would."
     settings = _task_settings(task, arguments, "prepare", about)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
