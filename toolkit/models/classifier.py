@@ -53,11 +53,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
-    text_config = config.get_text_config()
-    if getattr(text_config, "pad_token_id", 0) is None:
-        # a decoder's head (Qwen3) reads the last token that is not padding
-        text_config.pad_token_id = load_plain_tokenizer(name).pad_token_id
-    text_config.use_cache = False  # of keys and values: only a decoder that writes needs it
+    read_as_decoder(config, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
@@ -86,6 +82,15 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
             model = add_lora(model, settings, fresh)
         freeze_unused(model)
     return model
+
+
+def read_as_decoder(config: Any, name: str) -> None:
+    """What a decoder (Qwen3) needs to classify: a padding token, since its head reads the last other one, and no cache
+    of keys and values, which only writing needs. An encoder's config has the one, and does not use the other."""
+    config = config.get_text_config()
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = load_plain_tokenizer(name).pad_token_id
+    config.use_cache = False
 
 
 def choose_attention(model: Any, asked: str | None) -> None:
@@ -148,6 +153,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
             "its predictions would be noise; fine-tune it first, or name a run's model folder"
         )
+    read_as_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
     return model
 
