@@ -67,19 +67,20 @@ def model_of(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path], rows: Path) -> Runs:
-    """`runs_of("ddp x2", names)` -> the folder with NAME/plain and NAME/resumed for each architecture, and NAME/bf16
-    where all are asked for; the processes of a way are started once."""
-    made: dict[tuple[str, Sequence[str]], Path] = {}
+    """`runs_of("ddp x2", names)` -> the folder with NAME/plain for each architecture, NAME/resumed and, where
+    all are asked for, NAME/bf16; the processes of a way are started once."""
+    made: dict[tuple[str, tuple[str, ...]], Path] = {}
 
-    def run(way: str, names: Sequence[str]) -> Path:
+    def run(way: str, names: tuple[str, ...]) -> Path:
         if (way, names) not in made:
             folder, jobs = tmp_path_factory.mktemp(way.replace(" ", "-")), []
             resumed = folder if way == "single" else run(SHARDED[way] if names == EVERY else "single", names)
+            kinds = {FEW: (PLAIN,) if way == "single" else (PLAIN, RESUMED), EVERY: (PLAIN, RESUMED, BF16)}[names]
             for name in names:
                 settings = ["--model_name_or_path", model_of(name), "--train_file", rows, *COMMON]
-                for kind, more in _kinds(name, names, resumed / name).items():
-                    out = ["--output_dir", folder / name / kind, *ARCHITECTURES[name].settings, *more]
-                    jobs.append(["recipes.cls", *settings, *out])
+                for kind in kinds:
+                    out = ["--output_dir", folder / name / kind, *ARCHITECTURES[name].settings]
+                    jobs.append(["recipes.cls", *settings, *out, *_more(kind, name, resumed / name)])
             run_jobs(folder, WAYS[way], jobs, seconds=1200)
             made[way, names] = folder
         return made[way, names]
@@ -87,11 +88,12 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], 
     return run
 
 
-def _kinds(name: str, names: Sequence[str], resumed: Path) -> dict[str, list[Any]]:
-    exact = ["--mixed_precision", "no"]
+def _more(kind: str, name: str, resumed: Path) -> list[Any]:
+    precision = ["--mixed_precision", "bf16" if kind == BF16 else "no"]
+    if kind != RESUMED:
+        return precision
     recomputes = [] if name in NO_RECOMPUTATION else ["--gradient_checkpointing"]
-    again = [*exact, *recomputes, "--resume", resumed / PLAIN / "checkpoints" / "step-00000002"]
-    return {PLAIN: exact, RESUMED: again} | ({BF16: ["--mixed_precision", "bf16"]} if names == EVERY else {})
+    return [*precision, *recomputes, "--resume", resumed / PLAIN / "checkpoints" / "step-00000002"]
 
 
 def assert_same(run: Path, expected: Path, rel: float = 1e-5) -> None:
