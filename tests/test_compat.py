@@ -34,7 +34,7 @@ NAMES = {
     "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY", "_can_record_outputs"),
-    "transformers.models.big_bird.modeling_big_bird": ("BigBirdModel", "BigBirdAttention"),
+    "transformers.models.big_bird.modeling_big_bird": ("BigBirdModel", "BigBirdAttention", "BigBirdBlockSparseAttention"),
     "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),

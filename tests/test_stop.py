@@ -114,17 +114,18 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
 
 STOPPED_IN_EVALUATION = """
 import os, signal, sys
-from toolkit.evaluation import outputs
+from toolkit.evaluation.outputs import Outputs
 from recipes import cls
 from toolkit import launch
-ask, asked = outputs.raise_if_requested, 0
-def raise_if_requested(accelerator):
-    global asked
-    asked += 1
-    if asked == 3:  # within the first evaluation, between two batches
+add, added = Outputs.add, 0
+def add_and_stop(self, gathered):
+    global added
+    added += 1
+    if added == 2:  # within the first evaluation, between two batches
         os.kill(os.getpid(), signal.SIGTERM)
-    ask(accelerator)
-outputs.raise_if_requested = raise_if_requested
+    assert added < 4
+    add(self, gathered)
+Outputs.add = add_and_stop
 launch.run(cls.main)
 """
 

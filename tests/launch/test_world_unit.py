@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch import same_everywhere, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _requested_by, how_launched, requested_processes, verify_world
+from toolkit.launch.world import _check_devices, _launch_of, how_launched, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -46,8 +46,7 @@ def test_what_a_launchers_command_line_asks_for(
     line: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))  # the user's own
-    found = _requested_by(line.split())
-    assert (found[0] if found else None) == asked
+    assert (_launch_of(line.split()) or {}).get("num_processes") == asked
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,8 @@ def test_the_users_own_file_counts_where_nothing_is_named(
     line: str, asked: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_args, "default_config_file", DDP)
-    assert _requested_by(line.split()) == asked
+    found = _launch_of(line.split()) or {}
+    assert (found["num_processes"], found["source"]) == asked
 
 
 def test_without_a_launcher_one_process_is_requested_processes(no_launcher: None) -> None:

@@ -71,16 +71,39 @@ def test_batches_of_any_shape_are_few_shapes_to_the_kernel(monkeypatch: pytest.M
     assert len({few_widths(blocks) for blocks in range(12, 65)}) == 6  # 768 to 4096 tokens
 
 
-def test_a_shape_too_many_is_an_error_and_never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ways, "_MOST_SHAPES", 2)
+def test_more_than_8_shapes_are_compiled_each_once_and_one_too_many_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Never dense scores, as torch would compute by default from the ninth shape on."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, backend="eager", **given))
-    kernel = ways._compiled.__wrapped__()
+    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, backend=backend, **given))
+    monkeypatch.setattr(ways, "_MOST_SHAPES", 12)
+    kernel, given = ways._compiled.__wrapped__(), []
+
+    def noted(*tensors: torch.Tensor, **options: Any) -> Any:
+        given.append(tensors[0].shape)
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr(ways, "_kernel", lambda device: noted)
     torch._dynamo.reset()
-    for width in (16, 32):
-        kernel(*torch.ones(3, 1, 1, width, 16))
+    reference = make(block_size=16, max_position_embeddings=1024, num_hidden_layers=1, training=False)
+    model = fast(reference.requires_grad_(False), "flex")
+    for _ in range(2):  # a shape that comes again is not compiled again
+        for samples, length in [(1, 190), (2, 250), (3, 380), (4, 500), (5, 760), (6, 1000), (8, 200)]:
+            inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
+            torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    shapes = len(set(given))
+    assert 8 < shapes == len(graphs) < len(given)
+    assert all("flex_attention" in graph.code for graph in graphs)
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        kernel(*torch.ones(3, 1, 1, 48, 16))
+        for width in range(16, 16 * 14, 16):
+            kernel(*torch.ones(3, 1, 1, width, 16))
     torch._dynamo.reset()
 
 

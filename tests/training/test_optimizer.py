@@ -82,7 +82,8 @@ def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: i
     """What align_strategy sees of an accelerator."""
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin)
-    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False)
+    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False,
+                           ddp_handler=None)  # fmt: skip
 
 
 AUTO = {

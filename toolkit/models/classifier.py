@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -123,19 +122,24 @@ def recompute_activations(name: str, model: Any) -> None:
 
 
 def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
-    """Freezes the parameters that no output depends on (an unused pooler), and returns their names.
+    """Freezes the trained parameters that no output depends on (an unused pooler), and returns their names.
 
-    Data parallel training would stop at them, and divided optimizers would decay them where one process
-    leaves them alone. Found by one short sample on a copy: some models change at their first short batch.
-    `more` is what the model needs beside `input_ids` (1, 8).
+    Data parallel training would stop at them, and sharded optimizers would decay them where one process leaves them
+    alone. Found in the graph of one short sample's logits, which costs a forward pass. `more` is what the model needs
+    beside `input_ids` (1, 8).
     """
-    probe = copy.deepcopy(model).train()
-    for parameter in probe.parameters():
-        parameter.requires_grad_(True)
+    training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
     with torch.random.fork_rng(devices=[]):
-        ones = torch.ones(1, 8, dtype=torch.long)
-        probe(input_ids=ones, attention_mask=ones, **more).logits.sum().backward()
-    unused = [name for name, parameter in probe.named_parameters() if parameter.grad is None]
+        logits = model.train()(input_ids=ones, attention_mask=ones, **more).logits
+    model.train(training)
+    seen, left = set(), [logits.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [behind for behind, _ in node.next_functions]
+    used = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in used]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     return unused

@@ -147,10 +147,11 @@ class BigBirdModel(theirs.BigBirdModel):
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros."""
+    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A GPU, which
+    would be waited for, is not asked: a batch without padding comes without a mask (`Collator`)."""
     if attention_mask is None:
         return None
     visible = attention_mask != 0
-    if not torch.compiler.is_compiling() and visible.device.type in ("cpu", "cuda") and bool(visible.all()):
+    if not torch.compiler.is_compiling() and visible.device.type == "cpu" and bool(visible.all()):
         return None
     return visible
