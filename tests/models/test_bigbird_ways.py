@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -101,9 +102,9 @@ def test_more_than_8_shapes_are_compiled_each_once_and_one_too_many_is_an_error(
     shapes = len(set(given))
     assert 8 < shapes == len(graphs) < len(given)
     assert all("flex_attention" in graph.code for graph in graphs)
+    left = [torch.ones(3, 1, 1, width, 16) for width in range(16, 16 * 14, 16)]
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        for width in range(16, 16 * 14, 16):
-            kernel(*torch.ones(3, 1, 1, width, 16))
+        list(itertools.starmap(kernel, left))
     torch._dynamo.reset()
 
 

@@ -7,17 +7,21 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from tests.splits import of_lengths
 from toolkit.config import ModelSettings
+from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
 from toolkit.pretrained import load_config
@@ -140,6 +144,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_dropout": 0.3,
     },
 }
+
+
+@pytest.mark.parametrize(("family", "positions"), [("bert", 13), ("roberta", 15), ("electra", 13)])
+def test_a_gpus_batches_of_rounded_widths_fit_the_positions(
+    family: str, positions: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoBERTa counts its positions from 2: with 15 of them it reads 13 tokens, which are not rounded up to 16."""
+    config = AutoConfig.for_model(family, **SIZES, max_position_embeddings=positions, pad_token_id=1)
+    tokenizer = SimpleNamespace(pad_token_id=1, padding_side="right", model_max_length=10**30,
+                                num_special_tokens_to_add=tokenizer.num_special_tokens_to_add)  # fmt: skip
+    longest = choose_max_length(None, tokenizer, config)
+    assert longest == 13
+    model = AutoModelForSequenceClassification.from_config(config)
+    collate = Collator(of_lengths(np.array([3, 12, longest])), tokenizer, torch.device("cuda"))
+    monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    for indices, width in (([0], 8), ([0, 1], 13), ([0, 1, 2], 13)):
+        batch = collate(np.array(indices))
+        assert batch.inputs["input_ids"].shape[1] == width
+        assert model(**batch.inputs).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

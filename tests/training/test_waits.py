@@ -18,7 +18,8 @@ from toolkit.config import TrainingSettings
 from toolkit.training.steps import Steps
 
 SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--mixed_precision", "no", "--report_to", "none",
-            "--dropout", "0", "--global_batch_size", "12", "--per_device_batch_size", "3", "--learning_rate", "1e-3"]  # fmt: skip
+            "--dropout", "0", "--global_batch_size", "12", "--per_device_batch_size", "3",
+            "--learning_rate", "1e-3"]  # fmt: skip
 
 
 @pytest.mark.multiprocess

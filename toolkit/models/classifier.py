@@ -100,17 +100,12 @@ def choose_attention(model: Any, asked: str | None) -> None:
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
-    if asked == "eager":
-        if config.attention_type == "block_sparse":
-            _keep_sparse(model)
+    sparse = config.attention_type == "block_sparse"
+    if asked != "eager":
+        bigbird.install(model, asked or ("auto" if sparse else "full"))
         return
-    bigbird.install(model, asked or ("auto" if config.attention_type == "block_sparse" else "full"))
-
-
-def _keep_sparse(model: Any) -> None:
-    """transformers' own attention, at its first short batch, becomes full attention for good: not ours to pass on."""
-    for part in model.modules():
-        if isinstance(part, BigBirdModel) and not part.config.is_decoder:
+    for part in model.modules():  # transformers' own becomes full attention for good at its first short batch
+        if sparse and isinstance(part, BigBirdModel) and not part.config.is_decoder:
             part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
 
 

@@ -147,8 +147,8 @@ class BigBirdModel(theirs.BigBirdModel):
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A GPU, which
-    would be waited for, is not asked: a batch without padding comes without a mask (`Collator`)."""
+    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A GPU is
+    not asked, since it would be waited for: a batch without padding comes without a mask (`Collator`)."""
     if attention_mask is None:
         return None
     visible = attention_mask != 0

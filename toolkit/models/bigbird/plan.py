@@ -22,7 +22,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from toolkit.compat import require
 
 # Lengths whose random blocks transformers draws from the first _EARLY tokens, by the paper's own rule
-_PAPER_LENGTHS = (1024, 3072, 4096)
+PAPER_LENGTHS = (1024, 3072, 4096)
 _EARLY = 1024
 
 
@@ -51,7 +51,7 @@ def random_blocks(pattern: Pattern) -> np.ndarray:
     before = np.random.get_state()
     np.random.seed(seed)
     try:
-        if length in _PAPER_LENGTHS:  # by the paper's own rule, for the longest text whatever the batch's length
+        if length in PAPER_LENGTHS:  # by the paper's own rule, for the longest text whatever the batch's length
             paper = require(theirs, "_bigbird_block_rand_mask", "transformers")
             draws = [paper(longest, longest, block, block, random, _EARLY)[: length // block - 2] for _ in range(heads)]
         else:
