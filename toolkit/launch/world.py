@@ -40,11 +40,12 @@ DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _GROUP_GRACE_SECONDS = 60
 
 
-def make_accelerator(mixed_precision: str = AUTO, **options: Any) -> Accelerator:
+def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before anything is read.
 
-    `mixed_precision` is no, bf16, fp16 or auto: see `toolkit.launch.precision`. `options` go to `Accelerator`. Raises
-    UserError when the world found is not the world asked for.
+    `mixed_precision` is no, bf16, fp16 or auto (see `toolkit.launch.precision`), or None: accelerate's own, which is no
+    where nothing says otherwise. `options` go to `Accelerator`. Raises UserError when the world found is not the world
+    asked for.
     """
     end_with_launcher()
     span_nodes(os.environ)
