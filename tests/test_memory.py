@@ -210,7 +210,8 @@ def run_out(files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: 
     train, validation = ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
     return recipe("--train_file", files[train], "--validation_file", files[validation], "--model_name_or_path",
                   tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2",
-                  "--mixed_precision", "no", *arguments, script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
+                  "--mixed_precision", "no", *arguments,
+                  script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
 
 
 def assert_one_line(finished: Finished, says: list[str]) -> None:

@@ -126,24 +126,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "electra": SIZES | {"embedding_size": 12},
     "albert": SIZES | {"embedding_size": 12, "classifier_dropout_prob": 0.3},
     "deberta-v2": SIZES | {"pooler_dropout": 0.3},
-    "distilbert": {
-        "dim": 24,
-        "n_heads": 2,
-        "n_layers": 1,
-        "hidden_dim": 20,
-        "vocab_size": 30,
-        "seq_classif_dropout": 0.3,
-    },
-    "modernbert": SIZES
-    | {
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
-        "mlp_dropout": 0.3,
-    },
-}
+    "distilbert": {"dim": 24, "n_heads": 2, "n_layers": 1, "hidden_dim": 20, "vocab_size": 30,
+                   "seq_classif_dropout": 0.3},
+    "modernbert": SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+                           "sep_token_id": 2, "mlp_dropout": 0.3},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "positions"), [("bert", 13), ("roberta", 15), ("electra", 13)])
