@@ -99,13 +99,15 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
 
 
 def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:
-    """As if it had not been stopped, with dropout, and without a word about resuming."""
+    """As if it had not been stopped, with dropout, and without a word about resuming. The signal is seen when losses
+    are gathered."""
     folder = tmp_path / "run"
-    command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--output_dir", str(folder)]
-    returned, error, _ = interrupt(command, folder, signal.SIGTERM, False)
+    command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--logging_steps", "7"]
+    returned, error, _ = interrupt([*command, "--output_dir", str(folder)], folder, signal.SIGTERM, False)
     assert returned == 143, error[-3000:]
     done = len(losses_of(folder))
     assert 0 < done < 200
+    assert done % 7 == 0
     assert f"step {done} of 200" in server.run(*settings, "--max_steps", "200", "--output_dir", folder)
     server.run(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 201))

@@ -102,6 +102,16 @@ def align(accelerator: Any, settings: TrainingSettings = SETTINGS, optimizer: An
     align_strategy(accelerator, model, optimizer, settings, schedule)
 
 
+@pytest.mark.parametrize(("norm", "broadcast"), [(torch.nn.BatchNorm1d, True), (torch.nn.LayerNorm, False)])
+def test_buffers_are_broadcast_where_they_are_learned(norm: Any, broadcast: bool) -> None:
+    """Not a BERT's positions, which are the same in every process, at each step."""
+    accelerator, model = accelerator_with(None), tiny("bert")
+    model.extra = norm(3)
+    accelerator.ddp_handler = SimpleNamespace()
+    align_strategy(accelerator, model, None, SETTINGS, make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2))
+    assert accelerator.ddp_handler.broadcast_buffers == broadcast
+
+
 def test_without_a_config_only_the_accumulation_is_told() -> None:
     accelerator = accelerator_with(None)
     align(accelerator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from accelerate import Accelerator
 
 from tests.runs import WAYS, lines_of, losses_of, recipe
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
+from toolkit.data.ahead import Ahead
 from toolkit.training.steps import Steps
 
 SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--mixed_precision", "no", "--report_to", "none",
@@ -57,6 +60,25 @@ def test_what_was_not_gathered_yet_is_written_before_an_error(tiny_model: Path, 
     assert [each["step"] for each in lines] == list(range(1, len(lines) + 1))
     assert f"error: step {len(lines)}: the loss of rows" in line
     assert [each["loss"] is None for each in lines] == [False] * (len(lines) - 1) + [True]
+
+
+def test_the_next_batch_is_made_while_this_one_is_computed() -> None:
+    made: list[int] = []
+    second_is_made = threading.Event()
+
+    def collate(indices: np.ndarray) -> Any:
+        made.append(int(indices[0]))
+        if len(made) == 2:
+            second_is_made.set()
+        return SimpleNamespace(of=indices)
+
+    collate.device = torch.device("cpu")  # type: ignore[attr-defined]
+    ahead, batches = Ahead(collate), [np.array([place]) for place in range(3)]  # type: ignore[arg-type]
+    assert ahead.batch(batches[0], batches[1]).of is batches[0]
+    assert second_is_made.wait(30)  # nobody has asked for it yet
+    assert ahead.batch(batches[1], None).of is batches[1]
+    assert ahead.batch(batches[2], None).of is batches[2]
+    assert made == [0, 1, 2]
 
 
 def test_a_step_does_not_look_at_the_whole_data_set(no_launcher: None) -> None:
