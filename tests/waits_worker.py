@@ -6,6 +6,7 @@ python tests/waits_worker.py NOTES.json ARGUMENTS_OF_THE_RECIPE
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from toolkit import launch
 from toolkit.training.steps import Steps
 
 STEPS: list[dict[str, list[str]]] = []
-NOTES = Path(sys.argv.pop(1))
 finish, begin = Steps.finish, Steps.__iter__
 
 
@@ -42,7 +42,7 @@ def noting_begin(steps: Steps) -> Iterator[Any]:
             yield step
 
     if steps.accelerator.is_main_process:
-        NOTES.write_text(json.dumps(STEPS))
+        Path(os.environ["NOTES"]).write_text(json.dumps(STEPS))
 
 
 def noting_finish(steps: Steps, step: Any, grad_norm: Any) -> Iterator[Any]:
