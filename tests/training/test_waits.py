@@ -34,7 +34,9 @@ def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, review
     assert finished.code == 0, finished.err[-3000:]
     steps = json.loads((tmp_path / "notes.json").read_text())
     assert len(steps) == 10
-    assert {name for step in steps for name in step["computing"]} == {"c10d::allreduce_"}  # of gradients, by DDP
+    computing = [sorted(set(step["computing"])) for step in steps]
+    del computing[1]  # where DDP arranges its gradients, once
+    assert computing == [["c10d::allreduce_"]] * 9
     gathered = {number for number, step in enumerate(steps, 1) if step["logging"]}
     assert gathered == {3, 6, 8, 10}  # 8 is evaluated
     for number in gathered:
