@@ -36,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def made_once(
-    kind: str, digest: str, make: Callable[[Path], None], accelerator: Accelerator | None, source: str = ""
+    kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
 ) -> Path:
     """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
     renamed. One that is damaged, or lacks a file, is made again. `source` says what it is of in `toolkit cache`.

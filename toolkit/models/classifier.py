@@ -44,9 +44,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     strategy, because nothing is sharded before `accelerator.prepare`.
     Raises UserError when the model cannot be loaded or an option does not fit it.
     """
-    name = str(settings.model_name_or_path)
-    path = model_path(name)
-    config = load_config(settings)
+    name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
     config.problem_type = labels.problem_type
@@ -60,7 +58,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     with explained(name, attention), whole_weights(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path,
+            model_path(name),
             config=config,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,

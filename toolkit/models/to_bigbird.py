@@ -116,12 +116,9 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     wanted = max(usual.max_length, max_length or 0, config.max_position_embeddings)
     sizes = usual._replace(max_length=-(-wanted // usual.block_size) * usual.block_size)
 
-    def make(draft: Path) -> None:
-        _write(name, draft, sizes)
-
     with explained(name):
         folder_name = _folder_name(name, sizes)
-    path = made_once("models", folder_name, make, accelerator, source=name)
+    path = made_once("models", folder_name, lambda draft: _write(name, draft, sizes), accelerator, source=name)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 

@@ -105,7 +105,6 @@ class Step:
     following: Step | None = None
     started: float = 0.0
     seconds: float = math.nan
-    """Of this process, which on a GPU is far ahead of what is computed."""
     grad_norm: Any = None
     metrics: StepMetrics = field(init=False)
     """Once they are gathered."""
