@@ -61,7 +61,7 @@ def made_once(
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None], source: str) -> None:
+def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         damage = damage_of(folder)
