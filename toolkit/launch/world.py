@@ -299,3 +299,5 @@ def _quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning)
+    # accelerate 1.15 knows no other name for it
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*", category=FutureWarning)
