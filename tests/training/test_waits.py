@@ -32,6 +32,7 @@ def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, review
     finished = recipe(*files, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
                       script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
     assert finished.code == 0, finished.err[-3000:]
+    assert "Warning" not in finished.err
     steps = json.loads((tmp_path / "notes.json").read_text())
     assert len(steps) == 10
     computing = [sorted(set(step["computing"])) for step in steps]
