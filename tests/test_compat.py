@@ -37,6 +37,7 @@ NAMES = {
     "transformers.models.big_bird.modeling_big_bird": (
         "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
         "_get_rand_attn_plan"),
+    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa",),
     "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),

@@ -15,9 +15,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from recipes import cls
 from toolkit import launch
+from toolkit.models import classifier
 from toolkit.training.steps import Steps
 
 STEPS: list[dict[str, list[str]]] = []
@@ -58,6 +60,9 @@ def _modes() -> list[Any]:
     return _get_current_dispatch_mode_stack()
 
 
+# as on a GPU, where a mask is not looked at
+classifier.trust_masks = lambda: None
+masking_utils._ignore_bidirectional_mask_sdpa = lambda *given: False
 Steps.__iter__, Steps.finish = noting_begin, noting_finish  # type: ignore[method-assign]
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, masking_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.splits import of_lengths
@@ -178,6 +178,15 @@ def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_change
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.training
+
+
+def test_a_mask_on_a_device_is_not_looked_at(tiny_model: Path) -> None:
+    """A meta tensor has nothing to be looked at. On a CPU a mask of ones costs no time."""
+    load(tiny_model)
+    load(tiny_model)
+    ignored = masking_utils._ignore_bidirectional_mask_sdpa
+    assert not ignored(torch.ones(2, 3, device="meta"), 3, None)
+    assert [ignored(mask, 3, None) for mask in (None, torch.ones(2, 3), torch.tensor([[1, 0]]))] == [True, True, False]
 
 
 def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, review
     assert len(steps) == 10
     computing = [sorted(set(step["computing"])) for step in steps]
     del computing[1]  # where DDP arranges its gradients, once
-    assert computing == [["c10d::allreduce_"]] * 9
+    assert [names for names in computing if names != ["c10d::allreduce_"]] == []
     gathered = {number for number, step in enumerate(steps, 1) if step["logging"]}
     assert gathered == {3, 6, 8, 10}  # 8 is evaluated
     for number in gathered:

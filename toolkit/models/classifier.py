@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, masking_utils
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
+from toolkit.compat import require
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
@@ -90,11 +91,26 @@ def read_as_decoder(config: Any, name: str) -> None:
     config.use_cache = False
 
 
+def trust_masks() -> None:
+    """transformers looks whether a mask hides anything, and waits for the GPU to know it, in each forward pass. Ours
+    always does: a batch without padding comes without one."""
+    if masking_utils._ignore_bidirectional_mask_sdpa.__module__ == __name__:
+        return
+    looks = require(masking_utils, "_ignore_bidirectional_mask_sdpa", "transformers")
+
+    def ignores(padding_mask: torch.Tensor | None, *sizes: Any) -> bool:
+        on_device = padding_mask is not None and padding_mask.device.type != "cpu"
+        return not on_device and bool(looks(padding_mask, *sizes))
+
+    masking_utils._ignore_bidirectional_mask_sdpa = ignores
+
+
 def choose_attention(model: Any, asked: str | None) -> None:
     """Gives a BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
 
     `eager` is transformers' own. Other models have it already. Raises UserError for a name that BigBird does not have.
     """
+    trust_masks()
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
