@@ -101,9 +101,8 @@ class BigBirdModel(theirs.BigBirdModel):
             raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("BigBird takes either input_ids or inputs_embeds")
-        if (
-            attention_mask is None and input_ids is not None and input_ids.device.type == "cpu"
-        ):  # a GPU has to be waited for
+        # a GPU would have to be waited for
+        if attention_mask is None and input_ids is not None and input_ids.device.type == "cpu":
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
                     "inputs_embeds": inputs_embeds}  # fmt: skip
