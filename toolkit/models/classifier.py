@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -91,18 +92,14 @@ def read_as_decoder(config: Any, name: str) -> None:
     config.use_cache = False
 
 
+@functools.cache
 def trust_masks() -> None:
     """transformers looks whether a mask hides anything, and waits for the GPU to know it, in each forward pass. Ours
     always does: a batch without padding comes without one."""
-    if masking_utils._ignore_bidirectional_mask_sdpa.__module__ == __name__:
-        return
     looks = require(masking_utils, "_ignore_bidirectional_mask_sdpa", "transformers")
-
-    def ignores(padding_mask: torch.Tensor | None, *sizes: Any) -> bool:
-        on_device = padding_mask is not None and padding_mask.device.type != "cpu"
-        return not on_device and bool(looks(padding_mask, *sizes))
-
-    masking_utils._ignore_bidirectional_mask_sdpa = ignores
+    masking_utils._ignore_bidirectional_mask_sdpa = lambda mask, *sizes: (
+        (mask is None or mask.device.type == "cpu") and looks(mask, *sizes)
+    )
 
 
 def choose_attention(model: Any, asked: str | None) -> None:
