@@ -186,7 +186,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
     run = Run(accelerator, job.settings, data, job.tokenizer, steps, lambda *_: {"f1_macro": 0.0}, recipe="benchmark")
     run.resume(model, optimizer, scheduler)
-    losses = []
+    done = []
     warm_up(model, bf16=True)
     clock.start()
     for step in run.steps():
@@ -198,9 +198,10 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(run.log(step, grad_norm).loss)
+        run.log(step, grad_norm)
+        done.append(step)
     clock.stop()
-    return {"loss": statistics.fmean(losses), "steps": len(losses)}
+    return {"loss": statistics.fmean(step.metrics.loss for step in done), "steps": len(done)}
 
 
 def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
 
 # What runs when neither data nor a model is named.
@@ -47,7 +48,7 @@ DEMO = Path(__file__).with_name("bigbird_demo.yaml")
 def main() -> None:
     settings = config.parse(config.LongTaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
-    accelerator = launch.make_accelerator(training.mixed_precision)
+    accelerator = launch.make_accelerator(precision_of(training))
 
     # A model with as many positions as the texts need, then the data, each made once per machine
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)

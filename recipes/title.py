@@ -32,6 +32,7 @@ from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
 
 # What runs when neither data nor a model is named.
@@ -41,7 +42,7 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 def main() -> None:
     settings = config.parse(config.TitleSettings, demo=DEMO, description=__doc__)
     training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
-    accelerator = launch.make_accelerator(training.mixed_precision)
+    accelerator = launch.make_accelerator(precision_of(training))
 
     # An encoder with as many positions as the texts need, then texts and titles, each made once per machine
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)

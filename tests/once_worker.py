@@ -75,7 +75,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                step.gather_metrics(grad_norm)
+                list(steps.finish(step, grad_norm))
             everyone = sorted(gather_object(seen))
             assert everyone == split.rows.tolist(), (size, bucketed, everyone)
     if accelerator.is_main_process:

@@ -34,7 +34,10 @@ NAMES = {
     "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY", "_can_record_outputs"),
-    "transformers.models.big_bird.modeling_big_bird": ("BigBirdModel", "BigBirdAttention"),
+    "transformers.models.big_bird.modeling_big_bird": (
+        "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
+        "_get_rand_attn_plan"),
+    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa",),
     "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),

@@ -170,7 +170,7 @@ def test_at_random(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2"])
+@pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_at_random_often(
     way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -185,6 +185,7 @@ def test_at_random_often(
         pytest.param("ddp x3", "zero2 x2", marks=pytest.mark.slow),
         pytest.param("zero2 x2", "ddp x2", marks=pytest.mark.slow),
         pytest.param("single", "zero1 x2", marks=pytest.mark.slow),
+        pytest.param("fsdp2 x2", "ddp x2", marks=pytest.mark.slow),
     ],
 )
 def test_killed_under_one_strategy_and_resumed_under_another(

@@ -161,7 +161,7 @@ def test_divided_parameters_agree(variant: str, zero3: dict[str, Path], single: 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", *MORE_WAYS])
+@pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", "fsdp2 x2", *MORE_WAYS])
 def test_more_strategies_agree(way: str, single: dict[str, Path], settings: list[str], tmp_path: Path) -> None:
     words = {**WAYS, **MORE_WAYS}[way]
     run_jobs(tmp_path, words, [["recipes.bigbird", *settings, *SPARSE, "--output_dir", tmp_path / "run"]])

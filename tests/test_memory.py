@@ -209,7 +209,8 @@ def run_out(files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: 
     """recipes/cls.py, whose processes may take 16 MiB more once they train."""
     train, validation = ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
     return recipe("--train_file", files[train], "--validation_file", files[validation], "--model_name_or_path",
-                  tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2", *arguments,
+                  tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2",
+                  "--mixed_precision", "no", *arguments,
                   script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
 
 

@@ -114,6 +114,21 @@ def test_it_goes_on_exactly(step: int, server: Server, settings: list[Any], whol
     assert digest(run / "checkpoints").keys() >= digest(whole / "checkpoints").keys()
 
 
+def test_its_precision_stays_unless_another_is_asked_for(
+    whole: Path, settings: list[Any], server: Server, tmp_path: Path
+) -> None:
+    """Whatever `auto` would choose on this machine."""
+    place = settings.index("--mixed_precision")
+    auto = [*settings[:place], *settings[place + 2 :]]
+    run = rewound(whole, tmp_path / "run", 18)
+    said = server.run(*auto, "--output_dir", run)
+    assert "one process, cpu, mixed precision no" in said
+    assert "changed since" not in said
+    assert_same_run(run, whole)
+    said = server.run(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
+    assert "settings that changed since: mixed_precision was no and is bf16" in said
+
+
 def test_a_torn_last_line_is_replaced(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
@@ -77,15 +78,22 @@ def _count(shape: tuple[int, ...]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_bf16(way: str, settings: list[Any], tmp_path: Path) -> None:
-    """Exactly under the same strategy; sensibly from autocast's fp32 weights to DeepSpeed's bf16 ones."""
+    """Exactly under the same strategy; sensibly from autocast's fp32 weights to sharded bf16 ones. What is saved is
+    fp32 everywhere; a run that goes on under auto keeps its precision."""
     common = [*settings, "--mixed_precision", "bf16"]
     run([[*common, "--output_dir", tmp_path / "ddp"]], "ddp x2", tmp_path)
     jobs = [[*common, "--output_dir", tmp_path / "zero"],
-            [*common, "--output_dir", tmp_path / "same", "--resume", saved(tmp_path / "zero")],
+            [*settings, "--output_dir", tmp_path / "same", "--resume", saved(tmp_path / "zero")],
             [*common, "--output_dir", tmp_path / "across", "--resume", saved(tmp_path / "ddp")]]  # fmt: skip
     run(jobs, way, tmp_path)
+    for name in ("ddp", "zero", "same"):
+        assert folders.read_manifest(saved(tmp_path / name, STEPS))["mixed_precision"] == "bf16"
+    models = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ddp", "zero")]
+    for name, expected in models[0].items():
+        assert models[1][name].dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(models[1][name], expected, rtol=0, atol=6 * 1e-3)  # a step moves a weight by 1e-3
     assert_goes_on(tmp_path / "same", tmp_path / "zero", 1e-6)
     assert_goes_on(tmp_path / "across", tmp_path / "ddp", 2e-2)
     model, masters = load_file(tmp_path / "zero/model/model.safetensors"), open_checkpoint(tmp_path / "zero").weights

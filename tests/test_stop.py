@@ -101,13 +101,15 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
 
 
 def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:
-    """As if it had not been stopped, with dropout, and without a word about resuming."""
+    """As if it had not been stopped, with dropout, and without a word about resuming. The signal is seen when losses
+    are gathered."""
     folder = tmp_path / "run"
-    command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--output_dir", str(folder)]
-    returned, error, _ = interrupt(command, folder, signal.SIGTERM, False)
+    command = [sys.executable, SCRIPT, *settings, "--max_steps", "200", "--logging_steps", "7"]
+    returned, error, _ = interrupt([*command, "--output_dir", str(folder)], folder, signal.SIGTERM, False)
     assert returned == 143, error[-3000:]
     done = len(losses_of(folder))
     assert 0 < done < 200
+    assert done % 7 == 0
     (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
     again = told.split("to continue: ")[1]
     assert shlex.split(again)[1:] == command[1:]
@@ -123,17 +125,18 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
 
 STOPPED_IN_EVALUATION = """
 import os, signal, sys
-from toolkit.evaluation import outputs
+from toolkit.evaluation.outputs import Outputs
 from recipes import cls
 from toolkit import launch
-ask, asked = outputs.raise_if_requested, 0
-def raise_if_requested(accelerator):
-    global asked
-    asked += 1
-    if asked == 3:  # within the first evaluation, between two batches
+add, added = Outputs.add, 0
+def add_and_stop(self, gathered):
+    global added
+    added += 1
+    if added == 2:  # within the first evaluation, between two batches
         os.kill(os.getpid(), signal.SIGTERM)
-    ask(accelerator)
-outputs.raise_if_requested = raise_if_requested
+    assert added < 4
+    add(self, gathered)
+Outputs.add = add_and_stop
 launch.run(cls.main)
 """
 

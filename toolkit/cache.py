@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def made_once(
-    kind: str, digest: str, make: Callable[[Path], None], accelerator: Accelerator | None, source: str = ""
+    kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
 ) -> Path:
     """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
     renamed. One that is damaged, or lacks a file, is made again. `source` says what it is of in `toolkit cache`.
@@ -60,7 +60,7 @@ def made_once(
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None], source: str) -> None:
+def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
     from filelock import FileLock  # which takes 3 MB that `toolkit convert` has no use for
 
     folder.parent.mkdir(parents=True, exist_ok=True)

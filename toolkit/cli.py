@@ -80,7 +80,9 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument(
         "--max_tokens_per_batch", type=int, default=16384, metavar="TOKENS", help="padding counted [16384]"
     )
-    predict.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="[the accelerate config's, or no]")
+    predict.add_argument(
+        "--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]"
+    )
 
 
 def main() -> None:

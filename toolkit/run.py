@@ -121,11 +121,17 @@ class Run:
                 self._stop()
                 return
 
-    def log(self, step: Step, grad_norm: Any) -> StepMetrics:
-        """Logs a finished step: the loss is gathered here. Raises UserError where it is not finite."""
-        metrics = step.gather_metrics(grad_norm)
-        self._log.log_step(metrics)
-        return metrics
+    def log(self, step: Step, grad_norm: Any) -> None:
+        """Logs a finished step; losses are gathered here, of `--logging_steps` steps at once. Raises UserError where
+        one is not finite, after those before it are logged."""
+        self._gathered: StepMetrics | None = None
+        try:
+            for metrics in self._steps.finish(step, grad_norm):
+                self._log.log_step(metrics)
+                self._gathered = metrics
+        except UserError:
+            self._log.write_line()
+            raise
 
     def evaluate_if_due(self, step: Step, evaluate: Evaluate) -> None:
         """Evaluates the validation rows where that is due (`--eval_every`), and saves the model where it is the best so
@@ -135,7 +141,8 @@ class Run:
 
     def checkpoint_if_due(self, step: Step) -> None:
         """Saves a checkpoint where one is due (`--checkpoint_every`), or a stop signal came."""
-        self._log.write_line(self.checkpoints.save_if_due(step.metrics, self._evaluation_left))
+        if self._gathered is not None:  # as it is before each checkpoint
+            self._log.write_line(self.checkpoints.save_if_due(self._gathered, self._evaluation_left))
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """False where a stop signal came before its end."""

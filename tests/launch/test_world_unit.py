@@ -16,7 +16,7 @@ from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
 from toolkit.launch import same_everywhere, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
-from toolkit.launch.world import _check_devices, _requested_by, how_launched, requested_processes, verify_world
+from toolkit.launch.world import _check_devices, _launch_of, how_launched, requested_processes, verify_world
 
 DDP = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
 SINGLE = str(REPOSITORY / "accelerate_configs" / "single.yaml")
@@ -41,13 +41,24 @@ ALONE = Place("python", 0, 1, 0, 1)
 def test_what_a_launchers_command_line_asks_for(
     line: str, asked: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By accelerate's own reading; where it names nothing the user's own file counts."""
-    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
-    found = _requested_by(line.split())
-    assert (found[0] if found else None) == asked
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))  # the user's own
+    assert (_launch_of(line.split()) or {}).get("num_processes") == asked
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("python /bin/accelerate launch cls.py", (2, DDP)),
+        (f"python /bin/accelerate launch --config_file {SINGLE} cls.py", (1, SINGLE)),
+        ("python /bin/accelerate launch --num_processes 5 cls.py", (5, "accelerate launch --num_processes")),
+    ],
+)
+def test_the_users_own_file_counts_where_nothing_is_named(
+    line: str, asked: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(config_args, "default_config_file", DDP)
-    if "cls.py --num" in line:
-        assert _requested_by(line.split()) == (2, DDP)
+    found = _launch_of(line.split()) or {}
+    assert (found["num_processes"], found["source"]) == asked
 
 
 def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,13 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("length", "padding"), [(1024, "none"), (1100, "none"), (705, "both"), (1024, "both"), (1100, "both")]
-)
-def test_same_numbers_in_float64(length: int, padding: str, training: bool) -> None:
-    reference = make(training=training).double()
+    ("length", "padding", "changed"),
+    [(1024, "none", {}), (1100, "none", {}), (705, "both", {}), (1024, "both", {}), (1100, "both", {}),
+     (1152, "both", {"block_size": 32, "num_random_blocks": 1, "max_position_embeddings": 1152}),
+     (1024, "both", {"block_size": 16, "num_attention_heads": 4})],
+)  # fmt: skip
+def test_same_numbers_in_float64(length: int, padding: str, changed: dict[str, int], training: bool) -> None:
+    reference = make(training=training, **changed).double()
     compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
 
 

@@ -7,17 +7,21 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, masking_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
+from tests.splits import of_lengths
 from toolkit.config import ModelSettings
+from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
-from toolkit.data.tokens import load_tokenizer
+from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
 from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
 from toolkit.pretrained import load_config
@@ -122,24 +126,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "electra": SIZES | {"embedding_size": 12},
     "albert": SIZES | {"embedding_size": 12, "classifier_dropout_prob": 0.3},
     "deberta-v2": SIZES | {"pooler_dropout": 0.3},
-    "distilbert": {
-        "dim": 24,
-        "n_heads": 2,
-        "n_layers": 1,
-        "hidden_dim": 20,
-        "vocab_size": 30,
-        "seq_classif_dropout": 0.3,
-    },
-    "modernbert": SIZES
-    | {
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "cls_token_id": 1,
-        "sep_token_id": 2,
-        "mlp_dropout": 0.3,
-    },
-}
+    "distilbert": {"dim": 24, "n_heads": 2, "n_layers": 1, "hidden_dim": 20, "vocab_size": 30,
+                   "seq_classif_dropout": 0.3},
+    "modernbert": SIZES | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+                           "sep_token_id": 2, "mlp_dropout": 0.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "positions"), [("bert", 13), ("roberta", 15), ("electra", 13)])
+def test_a_gpus_batches_of_rounded_widths_fit_the_positions(
+    family: str, positions: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RoBERTa counts its positions from 2: with 15 of them it reads 13 tokens, which are not rounded up to 16."""
+    config = AutoConfig.for_model(family, **SIZES, max_position_embeddings=positions, pad_token_id=1)
+    tokenizer = SimpleNamespace(pad_token_id=1, padding_side="right", model_max_length=10**30,
+                                num_special_tokens_to_add=tokenizer.num_special_tokens_to_add)  # fmt: skip
+    longest = choose_max_length(None, tokenizer, config)
+    assert longest == 13
+    model = AutoModelForSequenceClassification.from_config(config)
+    collate = Collator(of_lengths(np.array([3, 12, longest])), tokenizer, torch.device("cuda"))
+    monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    for indices, width in (([0], 8), ([0, 1], 13), ([0, 1, 2], 13)):
+        batch = collate(np.array(indices))
+        assert batch.inputs["input_ids"].shape[1] == width
+        assert model(**batch.inputs).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,6 +178,15 @@ def test_parameters_that_no_output_depends_on_are_frozen_and_nothing_else_change
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.training
+
+
+def test_a_mask_on_a_device_is_not_looked_at(tiny_model: Path) -> None:
+    """A meta tensor has nothing to be looked at. On a CPU a mask of ones costs no time."""
+    load(tiny_model)
+    load(tiny_model)
+    ignored = masking_utils._ignore_bidirectional_mask_sdpa
+    assert not ignored(torch.ones(2, 3, device="meta"), 3, None)
+    assert [ignored(mask, 3, None) for mask in (None, torch.ones(2, 3), torch.tensor([[1, 0]]))] == [True, True, False]
 
 
 def test_an_unused_pooler_is_frozen_when_loaded(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForSequenceClassification, EncoderDecoderModel
+from transformers import AutoModelForSequenceClassification
 
 from toolkit.config import ProblemType
 from toolkit.models.loss import sample_losses, token_losses
@@ -77,17 +77,3 @@ def test_token_losses_are_sums_of_torchs_cross_entropy(smoothing: float) -> None
     assert torch.allclose(found, torch.stack(alone), rtol=1e-6)
     together = F.cross_entropy(logits.reshape(-1, 11), TITLES.reshape(-1), label_smoothing=smoothing)
     assert found.sum() / (TITLES >= 0).sum() == pytest.approx(together.item(), rel=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:Version v4.12.0:FutureWarning")
-def test_the_mean_over_tokens_is_transformers_own_loss(tiny_model: Path) -> None:
-    torch.manual_seed(0)
-    model = EncoderDecoderModel.from_encoder_decoder_pretrained(tiny_model, tiny_model).eval()
-    given = torch.tensor([[2, 5, 6, 0], [2, 0, 0, 0], [2, 9, 9, 9]])
-    output = model(input_ids=torch.full((3, 5), 8), decoder_input_ids=given, labels=TITLES)
-    mean = token_losses(output.logits, TITLES).sum() / 8
-    assert mean.item() == pytest.approx(output.loss.item(), rel=1e-6)
-    weight = model.decoder.cls.predictions.transform.dense.weight
-    ours, theirs = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (mean, output.loss))
-    assert ours.abs().max() > 0
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7)

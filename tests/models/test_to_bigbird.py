@@ -280,21 +280,6 @@ def test_a_disk_that_is_full_is_one_line(bert: Bert, out: Path) -> None:
     assert not out.exists()
 
 
-@pytest.mark.parametrize("fault", [RuntimeError, KeyboardInterrupt, UserError])
-def test_an_error_half_way_leaves_nothing(
-    bert: Bert, out: Path, monkeypatch: pytest.MonkeyPatch, fault: type[BaseException]
-) -> None:
-    def fail(name: str, folder: Path) -> None:
-        assert (folder / "model.safetensors").is_file()
-        raise fault
-
-    monkeypatch.setattr(module, "_finish", fail)
-    source = bert()
-    with pytest.raises(fault):
-        convert(source, out)
-    assert sorted(path.name for path in out.parent.iterdir() if path.name != "cache") == ["bert"]
-
-
 def test_the_command(bert: Bert, out: Path) -> None:
     source = bert("BertForSequenceClassification")
     pattern = ("--max_length", "128", "--block_size", "8", "--num_random_blocks", "1")

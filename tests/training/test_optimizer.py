@@ -82,7 +82,8 @@ def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: i
     """What align_strategy sees of an accelerator."""
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin)
-    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False)
+    return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False,
+                           ddp_handler=None)  # fmt: skip
 
 
 AUTO = {
@@ -99,6 +100,16 @@ def align(accelerator: Any, settings: TrainingSettings = SETTINGS, optimizer: An
     schedule = make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
     model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
     align_strategy(accelerator, model, optimizer, settings, schedule)
+
+
+@pytest.mark.parametrize(("norm", "broadcast"), [(torch.nn.BatchNorm1d, True), (torch.nn.LayerNorm, False)])
+def test_buffers_are_broadcast_where_they_are_learned(norm: Any, broadcast: bool) -> None:
+    """Not a BERT's positions, which are the same in every process, at each step."""
+    accelerator, model = accelerator_with(None), tiny("bert")
+    model.extra = norm(3)
+    accelerator.ddp_handler = SimpleNamespace()
+    align_strategy(accelerator, model, None, SETTINGS, make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2))
+    assert accelerator.ddp_handler.broadcast_buffers == broadcast
 
 
 def test_without_a_config_only_the_accumulation_is_told() -> None:

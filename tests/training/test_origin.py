@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from toolkit.checkpoint import folder as folders
+from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.training.resume import Origin, choose_origin
+from toolkit.training.resume import Origin, choose_origin, precision_of
 
 IDENTITY = {"recipe": "cls", "model": "bert", "labels": ["neg", "pos"], "data": "0a1b", "max_length": 128,
             "global_batch_size": 32, "group_by_length": True, "seed": 42, "lora_r": None}  # fmt: skip
@@ -33,6 +34,29 @@ def run(tmp_path: Path) -> Path:
     folders.point(folder.parent, "last", folder)
     folders.point(folder.parent, "best", folders.step_folder(folder.parent, 4))
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "auto"),  # a folder of its own
+        ({"output_dir": "new"}, "auto"),
+        ({"output_dir": "run"}, "fp16"),
+        ({"output_dir": "run", "mixed_precision": "no"}, "no"),
+        ({"output_dir": "run", "resume": "no"}, "auto"),
+        ({"output_dir": "run", "overwrite_output_dir": True}, "auto"),
+        ({"output_dir": "new", "resume": "run"}, "fp16"),
+        ({"output_dir": "run", "resume": "step-00000008"}, "fp16"),
+        ({"output_dir": "run", "resume": "step-00000002"}, "auto"),  # of a version that did not note it
+        ({"output_dir": "run", "resume": "nothing"}, "auto"),
+    ],
+)
+def test_the_precision_of_the_run_that_goes_on(
+    given: dict[str, Any], found: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(run, 8, {**FACTS, "mixed_precision": "fp16"})
+    monkeypatch.chdir(run.parent)
+    assert precision_of(TrainingSettings(**given)) == found
 
 
 def steps(origin: Origin) -> list[int | None]:

@@ -137,7 +137,7 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        metrics = step.gather_metrics(grad_norm)
+        (metrics,) = steps.finish(step, grad_norm)
         numbers += [metrics.loss, metrics.grad_norm]
         assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
         assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)

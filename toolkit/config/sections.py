@@ -190,8 +190,10 @@ class TrainingSettings:
     """For single-label classification, and for titles."""
     seed: int = Field(default=42, ge=0)
     """Seeds the split, the order of samples, the new head and dropout."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    """What the accelerate config says, or `no`, when not given."""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """auto: what the accelerate config says, or else bf16, fp16 or no, whichever this hardware is fast in."""
+    logging_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps whose losses are gathered at once; when not given one on a CPU, and a second's worth on GPUs."""
     save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the weights in the saved model, whatever the training computes in."""
     eval_every: int | None = Field(default=None, ge=1)

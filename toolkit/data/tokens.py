@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ class Split:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> np.ndarray:
         """(samples,) int64, in tokens."""
         return np.diff(self.offsets)
@@ -83,10 +84,10 @@ class Split:
         """(length,) int32."""
         return self.input_ids[self.span(index)]
 
-    @property
+    @functools.cached_property
     def loss_denominators(self) -> np.ndarray:
         """(samples,) int64: what each sample adds to the loss denominator: 1."""
-        return np.ones(len(self), np.int64)
+        return np.broadcast_to(np.int64(1), len(self))
 
     def texts(self) -> list[str]:
         """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
@@ -109,7 +110,7 @@ class TitleSplit(Split):
     target_offsets: np.ndarray
     """(samples + 1,) int64."""
 
-    @property
+    @functools.cached_property
     def loss_denominators(self) -> np.ndarray:
         """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is given."""
         return np.diff(self.target_offsets) - 1

@@ -18,11 +18,12 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch, memory
 from toolkit.config import TrainingSettings
+from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, collator_of, micro_batches
 from toolkit.data.progress import Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.launch.signals import raise_if_requested
+from toolkit.launch.signals import StopRequested, stop_requested
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """(outputs, what is true) of all samples -> names and numbers, as transformers' Trainer calls it: logits (N, C) and
@@ -66,17 +67,17 @@ class EvaluationBatch(Batch):
     """A batch whose outputs are to be gathered."""
 
     gathered_size: int
-    """Samples that each process gathers: the same in all of them."""
+    """Samples that each process gathers, one at least of padding: the same in all of them."""
 
     def padded(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(B, ...) outputs -> (ids, *outputs), each padded to `gathered_size` samples for `gather_for_metrics`,
         which wants the same shape from every process."""
-        filling = [-1, *[0] * len(outputs)]
+        filling = [-1 - stop_requested(), *[0] * len(outputs)]  # so that all processes learn of a stop signal here
         return tuple(map(self._pad, (self.ids, *outputs), filling))
 
     def _pad(self, tensor: torch.Tensor, value: float) -> torch.Tensor:
         missing = self.gathered_size - tensor.shape[0]
-        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)]) if missing > 0 else tensor
+        return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
 
 
 def evaluation_batches(
@@ -93,16 +94,15 @@ def batches_of(
     """Yields this process's batches of a whole split, the longest texts first.
 
     Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
-    holds padding samples alone. Raises StopRequested, in all of them, when a training is to stop.
+    holds padding samples alone.
     """
-    collate = collator_of(split, tokenizer, accelerator.device)
+    ahead = Ahead(collator_of(split, tokenizer, accelerator.device))
     rank, world = accelerator.process_index, accelerator.num_processes
-    own = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
-    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in own], axis=0)  # samples, tokens
+    mine = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
+    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in mine], axis=0)  # samples, tokens
     bar = Progress(split.name, len(split)) if accelerator.is_main_process else None
-    for place, indices in enumerate(own):
-        raise_if_requested(accelerator)
-        batch = EvaluationBatch(**vars(collate(indices)), gathered_size=per_device)
+    for place, (indices, following) in enumerate(zip(mine, [*mine[1:], None], strict=True)):
+        batch = EvaluationBatch(**vars(ahead.batch(indices, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
         if bar:
@@ -121,10 +121,13 @@ class Outputs:
         self._kept: list[list[np.ndarray]] = []
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Keeps `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out."""
+        """Keeps `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out. Raises StopRequested, in all
+        processes, where one of them has got a stop signal."""
+        ids = gathered[0].cpu().numpy()
+        if number := -1 - int(ids.min()):
+            raise StopRequested(number)
         if self.accelerator.is_main_process:
-            real = gathered[0].cpu().numpy() >= 0
-            self._kept.append([part.cpu().numpy()[real] for part in gathered])
+            self._kept.append([part.cpu().numpy()[ids >= 0] for part in gathered])
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the source; nothing but on the main process. All call this.

@@ -34,17 +34,9 @@ class StopRequested(Exception):  # noqa: N818
         self.number = number
 
 
-def raise_if_requested(accelerator: Any) -> None:
-    """Raises StopRequested, in all processes, where one of them has got a stop signal that is kept; all call this."""
-    if _kept_by is None:
-        return
-    number = _kept_by.requested
-    if accelerator.num_processes > 1:
-        import torch
-
-        number = int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max().item())
-    if number:
-        raise StopRequested(number)
+def stop_requested() -> int:
+    """The number of a stop signal that this process has got and keeps; 0 where there is none."""
+    return _kept_by.requested if _kept_by else 0
 
 
 class StopSignals:

@@ -26,6 +26,7 @@ from toolkit.launch.environment import Place, accelerate_arguments, seconds_of, 
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
+from toolkit.launch.precision import AUTO, auto_precision, refuse_different
 from toolkit.launch.rank_rendezvous import find_ranks
 from toolkit.launch.relaunch import MARKER, find_file, read_config
 from toolkit.launch.restarts import end_with_launcher
@@ -42,7 +43,9 @@ _GROUP_GRACE_SECONDS = 60
 def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before anything is read.
 
-    `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
+    `mixed_precision` is no, bf16, fp16 or auto (see `toolkit.launch.precision`), or None: accelerate's own, which is no
+    where nothing says otherwise. `options` go to `Accelerator`. Raises UserError when the world found is not the world
+    asked for.
     """
     end_with_launcher()
     span_nodes(os.environ)
@@ -72,6 +75,10 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if plugin is not None:
         options["deepspeed_plugin"] = plugin
     _quiet_libraries()
+    asked, why = mixed_precision, ""
+    if asked == AUTO:
+        device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
+        mixed_precision, why = auto_precision(launch_config(), device)
     # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
     # or each process would think itself alone
     try:
@@ -87,6 +94,9 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
         raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
+    refuse_different(accelerator)
+    if asked == AUTO:
+        say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
     return accelerator
 
 
@@ -123,30 +133,40 @@ def requested_processes(place: Place) -> tuple[int, str]:
     if marker := os.environ.get(MARKER):
         requested = json.loads(marker)
         return int(requested["num_processes"]), str(requested["config_file"])
-    if place.world_size == 1:
-        with contextlib.suppress(psutil.Error):
-            for parent in psutil.Process().parents()[:3]:
-                if found := _requested_by(parent.cmdline()):
-                    return found
+    # `accelerate launch` can start one process for a file that says many (MULTI_CPU), and says nothing
+    config = launch_config() if place.world_size == 1 else None
+    if config and "num_processes" in config:
+        return int(config["num_processes"]), config["source"]
     return place.world_size, place.launcher
 
 
-def _requested_by(line: list[str]) -> tuple[int, str] | None:
-    """What a command line that is an `accelerate launch` was given, by its own reading: it can start one process for a
-    file that says many (MULTI_CPU), and says nothing."""
+def launch_config() -> dict[str, Any] | None:
+    """What the `accelerate launch` was given that started this process; None where none did."""
+    if marker := os.environ.get(MARKER):
+        return read_config(Path(json.loads(marker)["config_file"]))
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents()[:3]:
+            if (found := _launch_of(parent.cmdline())) is not None:
+                return found
+    return None
+
+
+def _launch_of(line: list[str]) -> dict[str, Any] | None:
+    """What a command line that is an `accelerate launch` was given, by its own reading: the file, what stands in place
+    of the file's, and the `source` of the number of processes."""
     if (words := accelerate_arguments(line)) is None:
         return None
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
-    with contextlib.suppress(SystemExit, ValueError, OSError, KeyError):
+    with contextlib.suppress(SystemExit, ValueError, OSError):
         given = launch_command_parser().parse_args(words)
-        if given.num_processes is not None:
-            return given.num_processes, "accelerate launch --num_processes"
         # without a file `accelerate launch` takes the user's own, silently
-        file = given.config_file or config_args.default_config_file
-        if Path(file).is_file():
-            return int(read_config(Path(file))["num_processes"]), str(file)
+        file = Path(given.config_file or config_args.default_config_file)
+        config = {**read_config(file), "source": str(file)} if file.is_file() else {}
+        if given.num_processes is not None:
+            config |= {"num_processes": given.num_processes, "source": "accelerate launch --num_processes"}
+        return config | ({"mixed_precision": given.mixed_precision} if given.mixed_precision else {})
     return None
 
 
@@ -290,3 +310,5 @@ def _quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*OMP_NUM_THREADS.*")
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated.*", category=FutureWarning)
+    # accelerate 1.15 knows no other name for it
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*", category=FutureWarning)

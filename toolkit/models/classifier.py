@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, masking_utils
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
+from toolkit.compat import require
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
@@ -45,19 +46,13 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     strategy, because nothing is sharded before `accelerator.prepare`.
     Raises UserError when the model cannot be loaded or an option does not fit it.
     """
-    name = str(settings.model_name_or_path)
-    path = model_path(name)
-    config = load_config(settings)
+    name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
-    text_config = config.get_text_config()
-    if getattr(text_config, "pad_token_id", 0) is None:
-        # a decoder's head (Qwen3) reads the last token that is not padding
-        text_config.pad_token_id = load_plain_tokenizer(name).pad_token_id
-    text_config.use_cache = False  # of keys and values: only a decoder that writes needs it
+    read_as_decoder(config, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
@@ -65,7 +60,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     with explained(name, attention), whole_weights(), quiet_transformers():
         # a classification head of another size is replaced: that is what fine-tuning on new labels is
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path,
+            model_path(name),
             config=config,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
@@ -88,25 +83,40 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     return model
 
 
+def read_as_decoder(config: Any, name: str) -> None:
+    """What a decoder (Qwen3) needs to classify: a padding token, since its head reads the last other one, and no cache
+    of keys and values, which only writing needs. An encoder's config has the one, and does not use the other."""
+    config = config.get_text_config()
+    if getattr(config, "pad_token_id", 0) is None:
+        config.pad_token_id = load_plain_tokenizer(name).pad_token_id
+    config.use_cache = False
+
+
+@functools.cache
+def trust_masks() -> None:
+    """transformers looks whether a mask hides anything, and waits for the GPU to know it, in each forward pass. Ours
+    always does: a batch without padding comes without one."""
+    looks = require(masking_utils, "_ignore_bidirectional_mask_sdpa", "transformers")
+    masking_utils._ignore_bidirectional_mask_sdpa = lambda mask, *sizes: (
+        (mask is None or mask.device.type == "cpu") and looks(mask, *sizes)
+    )
+
+
 def choose_attention(model: Any, asked: str | None) -> None:
     """Gives a BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
 
     `eager` is transformers' own. Other models have it already. Raises UserError for a name that BigBird does not have.
     """
+    trust_masks()
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
-    if asked == "eager":
-        if config.attention_type == "block_sparse":
-            _keep_sparse(model)
+    sparse = config.attention_type == "block_sparse"
+    if asked != "eager":
+        bigbird.install(model, asked or ("auto" if sparse else "full"))
         return
-    bigbird.install(model, asked or ("auto" if config.attention_type == "block_sparse" else "full"))
-
-
-def _keep_sparse(model: Any) -> None:
-    """transformers' own attention, at its first short batch, becomes full attention for good: not ours to pass on."""
-    for part in model.modules():
-        if isinstance(part, BigBirdModel) and not part.config.is_decoder:
+    for part in model.modules():  # transformers' own becomes full attention for good at its first short batch
+        if sparse and isinstance(part, BigBirdModel) and not part.config.is_decoder:
             part.register_forward_pre_hook(lambda encoder, _: encoder.set_attention_type("block_sparse"))
 
 
@@ -118,19 +128,24 @@ def recompute_activations(name: str, model: Any) -> None:
 
 
 def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
-    """Freezes the parameters that no output depends on (an unused pooler), and returns their names.
+    """Freezes the trained parameters that no output depends on (an unused pooler), and returns their names.
 
-    Data parallel training would stop at them, and divided optimizers would decay them where one process
-    leaves them alone. Found by one short sample on a copy: some models change at their first short batch.
-    `more` is what the model needs beside `input_ids` (1, 8).
+    Data parallel training would stop at them, and sharded optimizers would decay them where one process leaves them
+    alone. Found in the graph of one short sample's logits, which costs a forward pass. `more` is what the model needs
+    beside `input_ids` (1, 8).
     """
-    probe = copy.deepcopy(model).train()
-    for parameter in probe.parameters():
-        parameter.requires_grad_(True)
+    training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
     with torch.random.fork_rng(devices=[]):
-        ones = torch.ones(1, 8, dtype=torch.long)
-        probe(input_ids=ones, attention_mask=ones, **more).logits.sum().backward()
-    unused = [name for name, parameter in probe.named_parameters() if parameter.grad is None]
+        logits = model.train()(input_ids=ones, attention_mask=ones, **more).logits
+    model.train(training)
+    seen, left = set(), [logits.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [behind for behind, _ in node.next_functions]
+    used = {id(node.variable) for node in seen if hasattr(node, "variable")}
+    unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in used]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     return unused
@@ -148,6 +163,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
             f"{name} has no trained classification head ({listing(sorted(loading['missing_keys']), 2)} missing): "
             "its predictions would be noise; fine-tune it first, or name a run's model folder"
         )
+    read_as_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
     return model
 

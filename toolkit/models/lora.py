@@ -63,13 +63,7 @@ def target_modules(model: Any, asked: str | None, whole: Sequence[str]) -> list[
     names = [name for part in asked.split(",") if (name := part.strip())]
     if names == [ALL_LINEAR]:
         return every
-    _refuse_others(names, model, linear, every)
-    return names
-
-
-def _refuse_others(names: list[str], model: Any, linear: set[str], every: list[str]) -> None:
-    faults = Faults()
-    known = f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
+    faults, known = Faults(), f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
     if not names:
         faults.add(f"--lora_target_modules names nothing: {known}")
     for name in names:
@@ -80,6 +74,7 @@ def _refuse_others(names: list[str], model: Any, linear: set[str], every: list[s
         elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in found):
             faults.add(f"--lora_target_modules {name} is also the name of what is no linear layer; {known}")
     faults.raise_if_any()
+    return names
 
 
 def _ends(path: str, names: Iterable[str]) -> bool:

@@ -49,7 +49,12 @@ def load_title_model(
             model = _saved(settings)
         else:
             model = EncoderDecoderModel(encoder=_encoder(long), decoder=_decoder(settings))
-    _refuse_short_decoder(name, model.config.decoder, max_target_length)
+    positions = getattr(model.config.decoder, "max_position_embeddings", None)
+    if positions and max_target_length >= positions:
+        raise UserError(
+            f"--max_target_length {max_target_length}: the decoder of {name} has {positions} positions; pass at most "
+            f"{positions - 1}"
+        )
     _describe(model, tokenizer, generation, max_target_length)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
@@ -90,21 +95,18 @@ def _decoder(settings: PretrainedSettings) -> Any:
     config = load_config(settings)
     sparse = config.model_type == "big_bird"
     if sparse:
-        _refuse_without_twin(str(settings.model_name_or_path), config)
+        if not config.use_bias or config.rescale_embeddings:
+            raise UserError(
+                f"--model_name_or_path {settings.model_name_or_path}: a BigBird with use_bias {config.use_bias} and "
+                f"rescale_embeddings {config.rescale_embeddings} cannot write titles: its decoder would have to be a "
+                "BERT, which has neither"
+            )
         config.attention_type = "original_full"
     config.is_decoder = config.add_cross_attention = True
     set_dropout(config, settings.dropout)
     path = model_path(str(settings.model_name_or_path))
     decoder = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, trust_remote_code=False)
     return _as_bert(decoder) if sparse else decoder
-
-
-def _refuse_without_twin(name: str, config: Any) -> None:
-    if not config.use_bias or config.rescale_embeddings:
-        raise UserError(
-            f"--model_name_or_path {name}: a BigBird with use_bias {config.use_bias} and rescale_embeddings "
-            f"{config.rescale_embeddings} cannot write titles: its decoder would have to be a BERT, which has neither"
-        )
 
 
 def _as_bert(decoder: Any) -> BertLMHeadModel:
@@ -115,15 +117,6 @@ def _as_bert(decoder: Any) -> BertLMHeadModel:
     weights = {name: weight for name, weight in decoder.state_dict().items() if "pooler" not in name}  # read by none
     bert.load_state_dict(weights)
     return bert
-
-
-def _refuse_short_decoder(name: str, config: Any, max_target_length: int) -> None:
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and max_target_length >= positions:
-        raise UserError(
-            f"--max_target_length {max_target_length}: the decoder of {name} has {positions} positions; pass at most "
-            f"{positions - 1}"
-        )
 
 
 def _describe(model: Any, tokenizer: Any, generation: GenerationSettings, max_target_length: int) -> None:

@@ -116,28 +116,22 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
     wanted = max(usual.max_length, max_length or 0, config.max_position_embeddings)
     sizes = usual._replace(max_length=-(-wanted // usual.block_size) * usual.block_size)
 
-    def make(draft: Path) -> None:
-        _write(name, draft, sizes)
-
     with explained(name):
         folder_name = _folder_name(name, sizes)
-    path = made_once("models", folder_name, make, accelerator, source=name)
+    path = made_once("models", folder_name, lambda draft: _write(name, draft, sizes), accelerator, source=name)
     return dataclasses.replace(settings, model_name_or_path=str(path))
 
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:
     """Of the content, and told apart by a reader: a model card calls its base model by this."""
-    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    content = hashlib.sha256(f"{_LAYOUT} {sizes} {_digest(name)}".encode()).hexdigest()[:16]
-    return f"{base}-bigbird-{sizes.max_length}-{content}"
-
-
-def _digest(name: str) -> str:
-    """Of what `name` holds now: the content of a folder's files, or the commit of a hub's model."""
     folder = Path(model_path(name))
-    if not folder.is_dir():  # the config has just been loaded from snapshots/COMMIT/config.json
-        return f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
-    return digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
+    if folder.is_dir():
+        content = digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
+    else:  # a hub's: its config has just been loaded from snapshots/COMMIT/config.json
+        content = f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
+    base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
+    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {content}".encode()).hexdigest()[:16]
+    return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 
 def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
@@ -294,23 +288,20 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
     given = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
         raise UserError(f"{given}: both are at least 1; 64 and 3 are usual")
+    fault = ""
     if length < positions:
-        raise UserError(
-            f"--max_length {length} is less than the {positions} positions {name} has: ask for more, or cut texts "
-            "when they are tokenized"
+        fault = f"less than the {positions} positions {name} has: ask for more, or cut texts when they are tokenized"
+    elif length % block:
+        fault = f"no multiple of --block_size {block}: take {-(-length // block) * block}"
+    elif length <= sizes.sparse_above:
+        fault = (
+            f"too short for the sparse pattern: with {given} texts of up to {sizes.sparse_above} tokens get full "
+            f"attention; take {sizes.sparse_above + block} or more, or smaller blocks"
         )
-    if length % block:
-        raise UserError(
-            f"--max_length {length} is no multiple of --block_size {block}: take {-(-length // block) * block}"
-        )
-    if length <= sizes.sparse_above:
-        raise UserError(
-            f"--max_length {length} is too short for the sparse pattern: with {given} texts of up to "
-            f"{sizes.sparse_above} tokens get full attention; take {sizes.sparse_above + block} or more, or "
-            "smaller blocks"
-        )
+    if fault:
+        raise UserError(f"--max_length {length} is {fault}")
     try:  # otherwise training would end at the first batch of a length with a rule of its own
-        for width in (1024, 3072, 4096):
+        for width in plan.PAPER_LENGTHS:
             if sizes.sparse_above < width <= length and width % block == 0:
                 plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
     except ValueError as error:
@@ -321,8 +312,6 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
 
 def _check_place(output: Path, overwrite: bool) -> None:
     """Raises UserError when something is there that must not be replaced."""
-    if not output.name or output.name == "..":
-        raise UserError(f"the output {str(output)!r} is no name of a folder to make")
     if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
         raise UserError(f"{output} is there and is not a folder: name another output")
     present = sorted(output.iterdir()) if output.exists() else []

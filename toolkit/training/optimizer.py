@@ -13,6 +13,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
+from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults
 from toolkit.training.steps import Schedule
@@ -66,6 +67,9 @@ def align_strategy(
     would turn into another one.
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
+    if accelerator.ddp_handler is not None:  # running means are rank 0's; constants need no broadcast at each step
+        running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
+        accelerator.ddp_handler.broadcast_buffers = any(running)
     if accelerator.is_fsdp2:
         _choose_units(accelerator.state.fsdp_plugin, model)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size

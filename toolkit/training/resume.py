@@ -24,8 +24,9 @@ from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
-from toolkit.config import DataSettings
+from toolkit.config import DataSettings, TrainingSettings
 from toolkit.errors import UserError
+from toolkit.launch import restarts
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_scaler, set_schedule
 
@@ -46,6 +47,21 @@ class Origin:
             for path in self.candidates
         ]
         return Origin(moved, self.skipped)
+
+
+def precision_of(settings: TrainingSettings) -> str:
+    """`--mixed_precision`; where that is auto and the run goes on from a checkpoint, what this was trained in."""
+    goes_on = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
+    if settings.mixed_precision != "auto" or not goes_on:
+        return settings.mixed_precision
+    if settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt():
+        return "auto"
+    own = Path(settings.output_dir or ".") / "checkpoints"
+    with contextlib.suppress(UserError, OSError):  # told of by `choose_origin`
+        place = own if settings.resume == "auto" else _place_of(settings.resume, own)
+        found = [place] if (place / folders.MANIFEST).is_file() else folders.complete(place)
+        return str(folders.read_manifest(found[0]).get("mixed_precision", "auto")) if found else "auto"
+    return "auto"
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
@@ -165,6 +181,7 @@ class Resume:
         step, world = int(manifest["step"]), manifest["world"]
         changed = folders.differences(manifest["settings"], self.checkpoints.facts["settings"])
         changed = [line for line in changed if not line.startswith(_NOT_TOLD)]
+        changed += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
         _refuse_without_effect(folder, step, total, changed)
         self.best.restore(manifest["best"])
         lines += self._make_best_model_again(folder)
@@ -224,7 +241,8 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[st
         )
 
 
-# Settings that say where and how often, not what is trained: of files and models the content is compared.
+# Settings that say where and how often, not what is trained: of files and models the content is compared, of the
+# precision which one ran.
 _NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
              "keep_checkpoints ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ",
-             "label_names_file ")  # fmt: skip
+             "label_names_file ", "logging_steps ", "mixed_precision ")  # fmt: skip

@@ -9,6 +9,7 @@ tokens where the loss is theirs. Which samples those are is decided in `toolkit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import resource
 import sys
@@ -22,13 +23,18 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
+from torch.distributed.tensor import DTensor
 
 from toolkit import launch, memory
 from toolkit.config import TrainingSettings
+from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, collator_of, global_batches, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopSignals
+
+# How often a GPU is waited for, where --logging_steps does not say: what a stop signal may wait for, too.
+_GATHER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,12 @@ class Step:
     """What the sum of the global batch's losses is divided by: its samples, or the tokens of its titles."""
     learning_rate: float = math.nan
     """Of this step's update."""
+    following: Step | None = None
+    started: float = 0.0
+    seconds: float = math.nan
+    grad_norm: Any = None
     metrics: StepMetrics = field(init=False)
     """Once they are gathered."""
-    started: float = field(default_factory=time.perf_counter)
     _batch: Batch | None = None
     _computed_tokens: int = 0
     """Of this process, padding counted."""
@@ -113,14 +122,21 @@ class Step:
         schedule = self.steps.schedule
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
+    @functools.cached_property
+    def mine(self) -> list[np.ndarray]:
+        """The samples of each of this process's micro-batches."""
+        accelerator, settings = self.steps.accelerator, self.steps.settings
+        rank, world = accelerator.process_index, accelerator.num_processes
+        size, most = settings.micro_batch_size, settings.max_tokens_per_batch
+        return micro_batches(self.steps.train, self.indices, size, rank, world, most)
+
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
-        accelerator, settings = self.steps.accelerator, self.steps.settings
-        rank, world, most = accelerator.process_index, accelerator.num_processes, settings.max_tokens_per_batch
-        mine = micro_batches(self.steps.train, self.indices, settings.micro_batch_size, rank, world, most)
-        for place, indices in enumerate(mine):
-            accelerator.sync_gradients = place == len(mine) - 1
-            self._batch = self.steps.collate(indices)
+        accelerator = self.steps.accelerator
+        after = [*self.mine[1:], self.following.mine[0] if self.following else None]
+        for indices, following in zip(self.mine, after, strict=True):
+            accelerator.sync_gradients = indices is self.mine[-1]
+            self._batch = self.steps.ahead.batch(indices, following)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
@@ -150,47 +166,9 @@ class Step:
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
         return weighted.sum() * (averaged_over / self.loss_denominator)
 
-    def gather_metrics(self, grad_norm: Any) -> StepMetrics:
-        """What to record of the finished step; collective, and where all processes learn of a stop signal.
-
-        Raises UserError, in every process, when the loss or the gradient is not finite.
-        """
-        steps = self.steps
-        loss_sum, peak, stop_signal, computed = self._over_processes()
-        launch.explain_failures()  # what fails from here on is no longer the micro-batch's
-        steps.done, steps.stop_signal = self.number, stop_signal
-        seconds = time.perf_counter() - self.started
-        self.metrics = StepMetrics(
-            step=self.number,
-            epoch=round(self.number / steps.schedule.steps_per_epoch, 4),
-            loss=loss_sum / self.loss_denominator,
-            learning_rate=self.learning_rate,
-            grad_norm=float(grad_norm) if grad_norm is not None else math.nan,
-            samples=len(self.indices),
-            tokens=self.tokens,
-            samples_per_second=round(len(self.indices) / seconds, 2),
-            tokens_per_second=round(self.tokens / seconds, 1),
-            padding=round(1 - self.tokens / computed, 4),
-            mfu=steps.utilization and round(steps.utilization(steps.train.lengths[self.indices], seconds), 4),
-            peak_memory_bytes=peak,
-        )
-        self._refuse_non_finite(self.metrics)
-        return self.metrics
-
-    def _over_processes(self) -> tuple[float, int, int, int]:
-        """(sum of the global batch's losses, largest memory of any process, a stop signal that any of them got,
-        or 0, all tokens they computed): one small collective, so that all of them decide alike."""
-        accelerator = self.steps.accelerator
-        # MPS knows no float64
-        dtype = torch.float32 if accelerator.device.type == "mps" else torch.float64
-        loss_sum = torch.stack([loss.sum(dtype=dtype) for loss in self._losses]).sum()
-        others = [peak_memory_bytes(accelerator.device), self.steps.signals.requested, self._computed_tokens]
-        local = torch.cat([loss_sum[None], torch.tensor(others, dtype=dtype, device=accelerator.device)])
-        gathered = accelerator.gather(local[None])  # (processes, 4)
-        (loss_sum, *_, computed), (_, peak, signal, _) = gathered.sum(0).tolist(), gathered.max(0).values.tolist()
-        return loss_sum, int(peak), int(signal), int(computed)
-
-    def _refuse_non_finite(self, metrics: StepMetrics) -> None:
+    def refuse_non_finite(self) -> None:
+        """Raises UserError, in every process, when the gathered loss or gradient is not finite."""
+        metrics = self.metrics
         scaled = self.steps.accelerator.mixed_precision == "fp16"  # there an infinite gradient only skips a step
         if math.isfinite(metrics.loss) and (scaled or math.isfinite(metrics.grad_norm)):
             return
@@ -225,7 +203,7 @@ class Steps:
         """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
-        self.collate = collator_of(train, tokenizer, accelerator.device)
+        self.ahead = Ahead(collator_of(train, tokenizer, accelerator.device))
         self.done = 0
         """Optimizer steps taken."""
         self.stop_signal = 0
@@ -234,6 +212,8 @@ class Steps:
         """(lengths of a step's texts, seconds) -> its MFU."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.set_randomness: Callable[[], None] = self._fresh_randomness
+        self._pending: list[Step] = []
+        self._at_once, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _fresh_randomness(self) -> None:
         """The weights are made; from here on each process has its own dropout."""
@@ -243,13 +223,85 @@ class Steps:
         """Yields the steps after those that are `done`, in the global order of samples, which depends on the seed
         and the epoch only. While it runs, a stop signal is kept until the step is done."""
         self.set_randomness()
+        with self.signals:
+            left = self._left()
+            step = next(left, None)
+            while step is not None:
+                step.following, step.started = next(left, None), time.perf_counter()
+                yield step
+                step = step.following
+
+    def _left(self) -> Iterator[Step]:
         per_epoch, total = self.schedule.steps_per_epoch, self.schedule.total_steps
         lengths, denominators = self.train.lengths, self.train.loss_denominators
         size, seed, by_length = self.settings.global_batch_size, self.settings.seed, self.settings.group_by_length
-        with self.signals:
-            for epoch in range(self.done // per_epoch, -(-total // per_epoch)):
-                order = global_batches(lengths, size, seed, epoch, by_length)
-                for number, indices in enumerate(order, epoch * per_epoch + 1):
-                    if self.done < number <= total:
-                        tokens, denominator = int(lengths[indices].sum()), int(denominators[indices].sum())
-                        yield Step(self, number, indices, tokens, denominator)
+        done = self.done
+        for epoch in range(done // per_epoch, -(-total // per_epoch)):
+            order = global_batches(lengths, size, seed, epoch, by_length)
+            for number, indices in enumerate(order, epoch * per_epoch + 1):
+                if done < number <= total:
+                    tokens, denominator = int(lengths[indices].sum()), int(denominators[indices].sum())
+                    yield Step(self, number, indices, tokens, denominator)
+
+    def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
+        """Yields what to record of this step and of those before it that were not gathered: nothing in most steps where
+        `logging_steps` is more than 1. Then alone is the device waited for, and then all processes learn of a stop
+        signal; all of them call this.
+
+        Raises UserError, in every process, at the first step whose loss or gradient is not finite.
+        """
+        step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
+        self.done, signal = step.number, self.signals.requested
+        self._pending.append(step)
+        saves = self.settings.checkpoint_every is not None and step.number % self.settings.checkpoint_every == 0
+        if len(self._pending) < self._at_once and not step.evaluates and not saves:
+            return
+        finished, self._pending = self._pending, []
+        self._gather(finished, signal)
+        for each in finished:
+            each.refuse_non_finite()
+            yield each.metrics
+
+    def _gather(self, finished: list[Step], signal: int) -> None:
+        """One small collective and one copy to the host, for any number of steps."""
+        device, count, begun = self.accelerator.device, len(finished), time.perf_counter()
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS knows no float64
+        others = torch.tensor([peak_memory_bytes(device), signal, self._seconds_per_step], dtype=dtype, device=device)
+        sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
+        norms = [_whole(step.grad_norm).to(device, dtype) for step in finished]
+        computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
+        local = torch.cat([others, torch.stack([*sums, *norms]), computed])
+        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
+        launch.explain_failures()  # what fails from here on is no longer a micro-batch's
+        peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
+        if self.settings.logging_steps is None and device.type != "cpu":
+            self._at_once = max(1, int(_GATHER_SECONDS / ranks[0][2]))
+        seconds = time.perf_counter() - begun + sum(step.seconds for step in finished)
+        self._seconds_per_step = seconds / count
+        samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
+        lengths = self.train.lengths[np.concatenate([step.indices for step in finished])]
+        mfu = round(self.utilization(lengths, seconds), 4) if self.utilization else None
+        for place, step in enumerate(finished, 3):
+            step.metrics = StepMetrics(
+                step=step.number,
+                epoch=round(step.number / self.schedule.steps_per_epoch, 4),
+                loss=math.fsum(rank[place] for rank in ranks) / step.loss_denominator,
+                learning_rate=step.learning_rate,
+                grad_norm=ranks[0][place + count],
+                samples=len(step.indices),
+                tokens=step.tokens,
+                samples_per_second=round(samples / seconds, 2),
+                tokens_per_second=round(tokens / seconds, 1),
+                padding=round(1 - step.tokens / sum(rank[place + 2 * count] for rank in ranks), 4),
+                mfu=mfu,
+                peak_memory_bytes=peak,
+            )
+
+
+def _whole(norm: Any) -> torch.Tensor:
+    """A gradient's norm, a scalar, from what strategies return: a tensor, parts of one, a number, or nothing."""
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if isinstance(norm, torch.Tensor):
+        return norm.detach().reshape(())
+    return torch.tensor(math.nan if norm is None else float(norm))

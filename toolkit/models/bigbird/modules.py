@@ -101,7 +101,8 @@ class BigBirdModel(theirs.BigBirdModel):
             raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("BigBird takes either input_ids or inputs_embeds")
-        if attention_mask is None and input_ids is not None:
+        # a GPU would have to be waited for
+        if attention_mask is None and input_ids is not None and input_ids.device.type == "cpu":
             self.warn_if_padding_and_no_attention_mask(input_ids, None)
         embedded = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids,
                     "inputs_embeds": inputs_embeds}  # fmt: skip
@@ -147,10 +148,11 @@ class BigBirdModel(theirs.BigBirdModel):
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros."""
+    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A GPU is
+    not asked, since it would be waited for: a batch without padding comes without a mask (`Collator`)."""
     if attention_mask is None:
         return None
     visible = attention_mask != 0
-    if not torch.compiler.is_compiling() and visible.device.type in ("cpu", "cuda") and bool(visible.all()):
+    if not torch.compiler.is_compiling() and visible.device.type == "cpu" and bool(visible.all()):
         return None
     return visible

@@ -1,10 +1,9 @@
-"""Which key blocks each query block reads: transformers' random plan, drawn without touching numpy's generator.
+"""Which key blocks each query block reads: transformers' random plan, with numpy's generator left as it was.
 
 The pattern is that of BigBird (Zaheer et al. 2020, arXiv:2007.14062): the first and the last block read everything
 and are read by everything, each block reads itself and its neighbours, and each reads some random blocks. Which
 ones is a property of the checkpoint's code, not of its weights: `modeling_big_bird.py` seeds numpy's global generator
-with the layer's index and draws. The draws here are the same ones (tests/models/test_bigbird_plan.py), from a
-generator of their own, once per pattern.
+with the layer's index and draws. That is done here once per pattern.
 
 nh heads, b block size, n = length / b blocks, r random blocks, W key blocks of a query block
 """
@@ -17,11 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import BigBirdConfig
+from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
-from toolkit.pretrained import full_attention_up_to
+from toolkit.compat import require
 
 # Lengths whose random blocks transformers draws from the first _EARLY tokens, by the paper's own rule
-_PAPER_LENGTHS = (1024, 3072, 4096)
+PAPER_LENGTHS = (1024, 3072, 4096)
 _EARLY = 1024
 
 
@@ -39,57 +40,28 @@ class Pattern(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def random_blocks(pattern: Pattern) -> np.ndarray:
-    """The random key blocks of query blocks 1 to n - 2: (nh, n - 2, r) int64, not writable.
+    """The random key blocks of query blocks 1 to n - 2, drawn by transformers: (nh, n - 2, r) int64, not writable.
 
-    In evaluation all of them are block 0, as in transformers.
+    In evaluation all of them are block 0, as in transformers. Raises ValueError for more blocks than it draws from.
     """
-    blocks, generator = pattern.length // pattern.block, np.random.RandomState(pattern.seed)
-    if not pattern.training:
-        drawn = np.zeros((pattern.heads, blocks - 2, pattern.random), dtype=np.int64)
-    elif pattern.length in _PAPER_LENGTHS:
-        drawn = np.stack([_paper_draws(pattern, generator)[: blocks - 2] for _ in range(pattern.heads)])
-    else:
-        drawn = _early_draws(pattern, blocks, generator)
+    seed, heads, block, random, longest, length, training = pattern
+    config = BigBirdConfig(hidden_size=heads, num_attention_heads=heads, block_size=block, num_random_blocks=random)
+    with torch.device("meta"):  # without weights, for which random numbers would be drawn
+        theirs = BigBirdBlockSparseAttention(config).train(training)
+    before = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        if length in PAPER_LENGTHS:  # by the paper's own rule, for the longest text whatever the batch's length
+            paper = require(theirs, "_bigbird_block_rand_mask", "transformers")
+            draws = [paper(longest, longest, block, block, random, _EARLY)[: length // block - 2] for _ in range(heads)]
+        else:
+            plan = require(theirs, "_get_rand_attn_plan", "transformers")(length, block, random)
+            of_heads = require(theirs, "_bigbird_block_rand_mask_with_head", "transformers")
+            draws = of_heads(length, length, block, block, heads, *plan)
+    finally:
+        np.random.set_state(before)
+    drawn = np.stack(draws).astype(np.int64)
     drawn.setflags(write=False)
-    return drawn
-
-
-def _paper_draws(pattern: Pattern, generator: np.random.RandomState) -> np.ndarray:
-    """`_bigbird_block_rand_mask`, one head: (longest / b - 2, r). It draws for the longest sequence, whatever
-    the batch's length; in short ones the last block may be drawn although it is read anyway."""
-    blocks = pattern.longest // pattern.block
-    middle = np.arange(1, blocks - 1, dtype=np.int64)
-    last = _EARLY // pattern.block - 1 if 2 * pattern.block < _EARLY else blocks - 1
-    drawn = np.zeros((blocks - 2, pattern.random), dtype=np.int64)
-    for row in range(1, blocks - 1):
-        drawn[row - 1] = generator.permutation(_paper_choices(middle, row, last, blocks))[: pattern.random]
-    return drawn
-
-
-def _paper_choices(middle: np.ndarray, row: int, last: int, blocks: int) -> np.ndarray:
-    if row <= 2:
-        return middle[row + 1 : last]
-    if row >= blocks - 3:
-        return middle[:last]
-    start = row - 2
-    if start > last:
-        return middle[:last]
-    if row + 1 == last:
-        return middle[:start]
-    return np.concatenate((middle[:start], middle[row + 1 : last]))
-
-
-def _early_draws(pattern: Pattern, blocks: int, generator: np.random.RandomState) -> np.ndarray:
-    """`_bigbird_block_rand_mask_with_head`: (nh, n - 2, r), all from the first 5 + 2 r blocks."""
-    early = full_attention_up_to(pattern.block, pattern.random) // pattern.block
-    drawn = np.zeros((pattern.heads, blocks - 2, pattern.random), dtype=np.int64)
-    for row in range(1, blocks - 1):
-        refused = {row - 1, row, row + 1, 0, early - 1}
-        refused |= {early - 2} if row == 1 else set()
-        refused |= {1} if row == early - 2 else set()
-        for head in range(pattern.heads):
-            shuffled = generator.permutation(early)
-            drawn[head, row - 1] = [block for block in shuffled if block not in refused][: pattern.random]
     return drawn
 
 

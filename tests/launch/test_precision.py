@@ -1,0 +1,102 @@
+"""toolkit/launch/precision.py: what `--mixed_precision auto` chooses, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate.utils
+import pytest
+import torch
+
+from toolkit.errors import UserError
+from toolkit.launch.precision import auto_precision, refuse_different
+from toolkit.launch.world import _launch_of
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_said(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda chosen: None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "why"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": True}, "bf16", "amx_bf16"),
+        ({"avx512_bf16": True}, "bf16", "avx512_bf16"),
+        ({"avx2": True, "avx512_f": True}, "no", "neither"),
+        ({}, "no", "neither"),
+    ],
+)
+def test_on_a_cpu(flags: dict[str, bool], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
+    found = auto_precision(None, None)
+    assert found[0] == chosen
+    assert why in found[1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen", "tf32"),
+    [((9, 0), "bf16", True), ((8, 6), "bf16", True), ((8, 0), "bf16", True), ((7, 5), "fp16", False),
+     ((7, 0), "fp16", False), ((6, 1), "no", False)],
+)  # fmt: skip
+def test_on_a_gpu(capability: tuple[int, int], chosen: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    found = auto_precision(None, 1)
+    assert found[0] == chosen
+    assert "GPU 1" in found[1]
+    assert said == ["high"] * tf32
+
+
+@pytest.mark.parametrize(
+    ("launched", "variable", "chosen"),
+    [
+        (None, None, "hardware"),
+        (None, "no", "no"),  # the user's own variable
+        ({"distributed_type": "MULTI_GPU"}, "no", "hardware"),  # accelerate's launcher says so by itself
+        ({"mixed_precision": False}, "no", "no"),  # `no` in YAML 1.1
+        ({"mixed_precision": "no"}, "no", "no"),
+        ({"mixed_precision": "bf16"}, "bf16", "bf16"),
+        ({"mixed_precision": "fp16"}, "fp16", "fp16"),
+    ],
+)
+def test_a_config_that_says_it_is_obeyed(
+    launched: dict[str, Any] | None, variable: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.launch.precision._of_cpu", lambda: ("hardware", ""))
+    if variable:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
+    assert auto_precision(launched, None)[0] == chosen
+
+
+def test_what_accelerate_launch_was_given_is_seen(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    found = [_launch_of(f"python /bin/accelerate launch --config_file {own} {more} cls.py".split())
+             for more in ("", "--mixed_precision fp16")]  # fmt: skip
+    assert [each and each["mixed_precision"] for each in found] == ["bf16", "fp16"]
+
+
+@pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "hardware"), (False, "hardware")])
+def test_a_deepspeed_json_counts_where_it_says_it_by_name(
+    enabled: bool | str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolkit.launch.precision._of_cpu", lambda: ("hardware", ""))
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert auto_precision({}, None)[0] == chosen
+
+
+def test_ranks_that_chose_differently_are_told_the_weakest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate.utils, "gather_object", lambda mine: [*mine, "fp16", "bf16", "fp16"])
+    accelerator: Any = SimpleNamespace(mixed_precision="bf16")
+    with pytest.raises(UserError, match="bf16 on ranks 0, 2, fp16 on ranks 1, 3: pass --mixed_precision fp16"):
+        refuse_different(accelerator)

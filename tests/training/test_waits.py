@@ -1,0 +1,105 @@
+"""What a training step waits for: its gradients, and nothing else until a line of the log is due."""
+
+from __future__ import annotations
+
+import json
+import threading
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.runs import WAYS, lines_of, losses_of, recipe
+from tests.splits import of_lengths
+from toolkit.config import TrainingSettings
+from toolkit.data.ahead import Ahead
+from toolkit.training.steps import Steps
+
+SETTINGS = ["--max_steps", "10", "--eval_every", "8", "--mixed_precision", "no", "--report_to", "none",
+            "--dropout", "0", "--global_batch_size", "12", "--per_device_batch_size", "3",
+            "--learning_rate", "1e-3"]  # fmt: skip
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2"])
+def test_nothing_waits_between_two_gatherings(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    files = ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews)]
+    finished = recipe(*files, *SETTINGS, "--logging_steps", "3", "--output_dir", tmp_path / "three", *WAYS[way],
+                      script="tests/waits_worker.py", env={"NOTES": str(tmp_path / "notes.json")})  # fmt: skip
+    assert finished.code == 0, finished.err[-3000:]
+    assert "Warning" not in finished.err
+    steps = json.loads((tmp_path / "notes.json").read_text())
+    assert len(steps) == 10
+    computing = [sorted(set(step["computing"])) for step in steps]
+    del computing[1]  # where DDP arranges its gradients, once
+    assert [names for names in computing if names != ["c10d::allreduce_"]] == []
+    gathered = {number for number, step in enumerate(steps, 1) if step["logging"]}
+    assert gathered == {3, 6, 8, 10}  # 8 is evaluated
+    for number in gathered:
+        (collective,) = {name for name in steps[number - 1]["logging"] if name.startswith("c10d")}
+        assert steps[number - 1]["logging"].count(collective) == 1
+    assert [number for number, step in enumerate(steps, 1) if step["after"]] == [8, 10]
+    alone = recipe(*files, *SETTINGS, "--output_dir", tmp_path / "one")
+    assert alone.code == 0, alone.err[-3000:]
+    assert losses_of(tmp_path / "three") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+    for mine, theirs in zip(*(lines_of(tmp_path / run / "metrics.jsonl") for run in ("three", "one")), strict=True):
+        for name in ("step", "epoch", "learning_rate", "samples", "tokens"):
+            assert mine[name] == theirs[name]
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+
+
+def test_what_was_not_gathered_yet_is_written_before_an_error(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, *SETTINGS, "--learning_rate", "1e30",
+                      "--lr_scheduler_type", "constant", "--logging_steps", "9", "--output_dir",
+                      tmp_path / "run")  # fmt: skip
+    assert finished.code == 1
+    (line,) = finished.error_lines
+    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
+    assert lines
+    assert [each["step"] for each in lines] == list(range(1, len(lines) + 1))
+    assert all(each["loss"] is not None for each in lines)
+    assert f"error: step {len(lines) + 1}: the loss of rows" in line
+
+
+def test_the_next_batch_is_made_while_this_one_is_computed() -> None:
+    made: list[int] = []
+    second_is_made = threading.Event()
+
+    def collate(indices: np.ndarray) -> Any:
+        made.append(int(indices[0]))
+        if len(made) == 2:
+            second_is_made.set()
+        return SimpleNamespace(of=indices)
+
+    collate.device = torch.device("cpu")  # type: ignore[attr-defined]
+    ahead, batches = Ahead(collate), [np.array([place]) for place in range(3)]  # type: ignore[arg-type]
+    assert ahead.batch(batches[0], batches[1]).of is batches[0]
+    assert second_is_made.wait(30)  # nobody has asked for it yet
+    assert ahead.batch(batches[1], None).of is batches[1]
+    assert ahead.batch(batches[2], None).of is batches[2]
+    assert made == [0, 1, 2]
+
+
+def test_a_step_does_not_look_at_the_whole_data_set(no_launcher: None) -> None:
+    """Counted in bytes: an array over its samples would be 8 of them for each."""
+    samples, accelerator = 1_000_000, Accelerator(cpu=True)
+    tokenizer: Any = SimpleNamespace(pad_token_id=0, padding_side="right")
+    steps = Steps(accelerator, of_lengths(np.full(samples, 3)), tokenizer, TrainingSettings(max_steps=6))
+    model: Any = SimpleNamespace(modules=list)
+    allocated = []
+    for step in steps:
+        for _ in step.micro_batches(model):
+            pass
+        if tracemalloc.is_tracing():
+            allocated.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.reset_peak()
+        else:
+            tracemalloc.start()
+    tracemalloc.stop()
+    assert len(allocated) == 5
+    assert max(allocated) < samples

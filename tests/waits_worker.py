@@ -1,0 +1,69 @@
+"""Runs recipes/cls.py and notes, step by step, what makes a process wait: collectives, and numbers read by the host.
+
+python tests/waits_worker.py NOTES.json ARGUMENTS_OF_THE_RECIPE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
+
+from recipes import cls
+from toolkit import launch
+from toolkit.models import classifier
+from toolkit.training.steps import Steps
+
+STEPS: list[dict[str, list[str]]] = []
+finish, begin = Steps.finish, Steps.__iter__
+
+
+class Waits(TorchDispatchMode):
+    noted: list[str]
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.name()
+        if name.startswith("c10d::") or "local_scalar_dense" in name:
+            self.noted.append(name)
+        return function(*arguments, **(options or {}))
+
+
+def noting_begin(steps: Steps) -> Iterator[Any]:
+    with Waits() as waits:
+        for step in begin(steps):
+            STEPS.append({"computing": [], "logging": [], "after": []})
+            waits.noted = STEPS[-1]["computing"]
+            yield step
+
+    if steps.accelerator.is_main_process:
+        Path(os.environ["NOTES"]).write_text(json.dumps(STEPS))
+
+
+def noting_finish(steps: Steps, step: Any, grad_norm: Any) -> Iterator[Any]:
+    mode = next(mode for mode in reversed(_modes()) if isinstance(mode, Waits))
+    mode.noted = STEPS[-1]["logging"]
+    yield from finish(steps, step, grad_norm)
+    mode.noted = STEPS[-1]["after"]
+
+
+def _modes() -> list[Any]:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return _get_current_dispatch_mode_stack()
+
+
+# as on a GPU, where a mask is not looked at
+classifier.trust_masks = lambda: None
+masking_utils._ignore_bidirectional_mask_sdpa = lambda *given: False
+Steps.__iter__, Steps.finish = noting_begin, noting_finish  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    launch.run(cls.main)
