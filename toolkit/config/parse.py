@@ -114,8 +114,8 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
         try:
             built[name] = TypeAdapter(section).validate_python(own)
         except ValidationError as error:
-            for fault in error.errors():
-                faults.add(_explain(fault))
+            for fault in {fault["loc"][:1]: fault for fault in reversed(error.errors())}.values():
+                faults.add(_explain(fault))  # the first of each setting: of a union each kind has one
     contradictions(given, faults)
     faults.raise_if_any()
     return settings_class(**built)
