@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from toolkit.config import LongTaskSettings, TaskSettings, TitleSettings, build, flat, parse, sections_of
+from toolkit.config import TASKS, LongTaskSettings, TaskSettings, TitleSettings, build, flat, parse, sections_of
 from toolkit.config.parse import fields_of
 from toolkit.errors import UserError
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
 SECTIONS = sections_of(TaskSettings)
-# what each recipe is told
-TASKS: dict[str, type] = {"cls": TaskSettings, "bigbird": LongTaskSettings, "title": TitleSettings}
 EVERY_SECTION = dict.fromkeys(section for task in TASKS.values() for section in sections_of(task).values())
 ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))

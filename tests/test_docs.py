@@ -21,7 +21,7 @@ OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "ma
           "peer_timeout", "stop_timeout", "ddp_timeout",
           "hostfile", "no_ssh", "node_rank", "master_addr", "rdzv_backend", "rdzv_endpoint", "rdzv_conf",
           "nodes", "host", "shm-size", "ulimit", "network", "native", "pid", "export",
-          "peers", "token", "timeout", "gamma"}  # fmt: skip
+          "peers", "token", "timeout", "gamma", "backend-store-uri"}  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -164,7 +164,7 @@ def test_a_moved_model_is_no_other_job(
     weights = next(moved.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     said = server.fail(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
-    assert "is of another job: the model is another: the content of its files has changed" in said
+    assert "belongs to another job: the model differs: the content of its files has changed" in said
 
 
 def test_a_lost_model_folder_is_made_again(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_nothing_sound_is_an_error(
         flip(path / "weights.safetensors")
     before = digest(run)
     said = server.fail(*settings, "--output_dir", run)
-    assert "no checkpoint is sound" in said
+    assert "every checkpoint is damaged" in said
     assert said.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
     assert digest(run) == before
     fault("all checkpoints are damaged", said, "nothing more: the run is left as it is")
@@ -330,7 +330,7 @@ def test_a_finished_run_goes_on_when_asked_for_more(
 def test_early_stopping_stays_stopped(server: Server, settings: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [*settings, "--output_dir", run, "--learning_rate", "1e-12", "--early_stopping_patience", 1]
-    assert "no better f1_macro in 1 evaluations: stopping early" in server.run(*arguments)
+    assert "f1_macro has not improved in 1 evaluations: stopping early" in server.run(*arguments)
     before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
     assert len(before[0]) == 8
     assert "stopping early" in server.run(*arguments)

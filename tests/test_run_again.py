@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from tests.faults import Fault
 from tests.runs import ROOT, Server, environment, lines_of, recipe
+from toolkit.units import size_text
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +46,11 @@ def digest(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, in which what changed since would have "
+        (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, and what changed since would have "
          "no effect (learning_rate was 5e-05 and is 0.003)"),
-        (["--max_steps", "3"], "has taken 4 steps, and the settings ask for 3 in all"),
-        (["--max_steps", "4", "--global_batch_size", "6"], "is of another job: global_batch_size was 12 and is 6"),
-        (["--max_steps", "4", "--max_length", "64"], "is of another job: max_length was "),
+        (["--max_steps", "3"], "has taken 4 steps, but the settings ask for 3 in total"),
+        (["--max_steps", "4", "--global_batch_size", "6"], "belongs to another job: global_batch_size was 12 and is 6"),
+        (["--max_steps", "4", "--max_length", "64"], "belongs to another job: max_length was "),
         (["--max_steps", "8", "--resume", "no"], "already holds a run"),
     ],
 )  # fmt: skip
@@ -76,6 +80,50 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     assert first.returncode == 0, error[-3000:]
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 101))
     fault("a second run into the same folder", second.err)
+
+
+def test_a_start_that_failed_blocks_no_other(settings: list[str], server: Server, tmp_path: Path) -> None:
+    """Nothing was trained; a config.json that is not a run's stays what it was."""
+    rows, options = tmp_path / "rows.csv", [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"]
+    rows.write_text("text,label\n" + "".join(f"word {i},{i}.5\n" for i in range(11)) + "huge,1e30\n")
+    regression = ["--train_file", rows, "--validation_file", rows]
+    assert "loss of rows 12 is not finite" in server.fail(*options, *regression)
+    assert (tmp_path / "run" / "config.json").is_file()
+    server.run(*options)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    told = server.fail(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
+    assert "already holds a run (config.json)" in told
+
+
+def test_a_full_disk_while_the_model_is_written(
+    settings: list[str], server: Server, finished: Path, tmp_path: Path, fault: Fault
+) -> None:
+    run = tmp_path / "run"
+    for name in ("model.safetensors", "tokenizer.json"):
+        largest = (finished / "model" / name).stat().st_size - 10
+        words = [*settings, "--max_steps", "4", "--overwrite_output_dir", "--output_dir", run]
+        said = server.fail(*words, largest_file=largest)
+        assert re.fullmatch(rf"cannot write {run}/model: .*File too large.*; nothing was left behind", said), said
+        assert sorted(path.name for path in run.iterdir()) == [".lock", "config.json", "metrics.jsonl"]
+    fault("a full disk while the model is written", said, "the training: pass --checkpoint_every to lose less")
+
+
+def test_the_summary_is_about_this_run(settings: list[str], server: Server, tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    said = server.run(*settings, "--max_steps", "4", "--checkpoint_every", "4", "--output_dir", run)
+    summary = said[said.index("done in ") :].splitlines()
+    size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
+    assert [line for line in summary if "checkpoints/" in line] == [
+        f"  '{run}'/checkpoints/      best and last ({size_text(size)}): any launch can resume from them"
+    ]
+    assert [line.split()[:2] for line in summary if line.startswith("  F1 ")] == [["F1", ANY]] * 2
+    predict, again = summary[summary.index("next:") + 1 :]
+    assert predict.endswith(f"toolkit predict '{run}'/model YOUR_FILE.csv")
+    words = shlex.split(again)
+    assert words[1:] == ["recipes/cls.py", *settings, "--max_steps", "4", "--checkpoint_every", "4", "--output_dir",
+                         str(run), "--learning_rate", "2.5e-05", "--output_dir", f"{run}-2"]  # fmt: skip
+    assert "f1_micro" not in said
 
 
 def test_ended_before_its_first_checkpoint(settings: list[str], server: Server, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -108,10 +110,17 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
     done = len(losses_of(folder))
     assert 0 < done < 200
     assert done % 7 == 0
+    (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
+    again = told.split("to continue: ")[1]
+    assert shlex.split(again)[1:] == command[1:]
+    report = unescape((folder / "report.html").read_text(encoding="utf-8"))
+    assert f"Stopped by SIGTERM after step {done} of 200" in report
+    assert f"<pre>{again}</pre>" in report
     assert f"step {done} of 200" in server.run(*settings, "--max_steps", "200", "--output_dir", folder)
     server.run(*settings, "--max_steps", "200", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 201))
     assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
+    assert "Stopped by" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
 STOPPED_IN_EVALUATION = """

@@ -35,11 +35,11 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_parser(commands)
     cache.add_parser(commands)
     _add_predict(commands)
-    commands.add_parser("prepare", help="make the tokens of a job ahead of time")
-    commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
+    commands.add_parser("prepare", help="tokenize a job's data ahead of time")
+    commands.add_parser("doctor", help="find what would keep a run from starting, here or between machines")
     convert.add_parser(commands)
     to_bigbird_command.add_parser(commands)
-    report = commands.add_parser("report", help="write a run's report.html again")
+    report = commands.add_parser("report", help="write a run's report.html anew")
     report.add_argument("run", help="a run's folder")
     return parser
 
@@ -95,16 +95,12 @@ def _prepare(arguments: list[str]) -> None:
     """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
     from toolkit import config
 
-    tasks: dict[str, type] = {
-        "cls": config.TaskSettings,
-        "bigbird": config.LongTaskSettings,
-        "title": config.TitleSettings,
-    }
+    tasks = config.TASKS
     word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
     if word and arguments[0] not in tasks:
         raise UserError(f"toolkit prepare {arguments[0]}{did_you_mean(arguments[0], tasks)}: {', '.join(tasks)}")
     task = arguments.pop(0) if word else "cls"
-    about = "Takes the settings of a recipe and makes its tokens, as the first run of it would."
+    about = "Takes a recipe's settings and tokenizes its data, as its first run would."
     settings: Any = config.parse(tasks[task], arguments, None, about, "toolkit prepare [cls|bigbird|title]")
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")

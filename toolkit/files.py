@@ -118,7 +118,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":  # which says it in its own way
+        # safetensors and tokenizers say it in their own way
+        if not isinstance(error, OSError) and not re.search(r"\(os error \d+\)", str(error)):
             raise
         raise UserError(
             f"cannot write {path}: {getattr(error, 'strerror', None) or error}; nothing was left behind"

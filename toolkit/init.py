@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
     new, kept = copy_templates(folder)
     print(f"{len(new)} files copied to {folder.resolve()}")
     if kept:
-        print(f"kept your own version of: {', '.join(kept)} (move a file away and type this again for ours)")
+        print(f"kept your own version of: {', '.join(kept)} (to get ours, move a file away and run this again)")
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")

@@ -28,7 +28,7 @@ from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 from toolkit.evaluation import ComputeMetrics, Evaluation
 from toolkit.evaluation.best import make_best
 from toolkit.files import writing
@@ -37,10 +37,12 @@ from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
 from toolkit.report.files import RunFiles
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
+from toolkit.report.record import last_evaluation
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
+from toolkit.units import size_text
 from toolkit.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
@@ -63,7 +65,7 @@ class Run:
         return `--metric_for_best_model`."""
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
-        self.trackers = tracker_names(settings.training.report_to)
+        tracker_names(settings.training.report_to)  # a missing package is told before the folder is made
         self.facts = {
             "settings": flat(settings),
             "versions": versions(),
@@ -90,9 +92,8 @@ class Run:
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
         self._write_config(resumed)
-        project = "tensorboard" if self.trackers == ["tensorboard"] else self.recipe
-        done = self._steps.done
-        start_trackers(self.accelerator, self.trackers, project, self.folder.path, flat(self.settings), done)
+        done, shown = self._steps.done, self.facts["settings"]
+        start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, shown, done)
         self._log = RunLog(self.accelerator, self.files, self.schedule.total_steps, done)
         for line in [*self._introduction(), *(resumed.lines if resumed else []), *self.checkpoints.notes()]:
             self.say(line)
@@ -109,7 +110,7 @@ class Run:
         one."""
         for step in self._steps:
             if self.best.gives_up:
-                self.say(f"no better {self.best.metric} in {self.best.waited} evaluations: stopping early")
+                self.say(f"{self.best.metric} has not improved in {self.best.waited} evaluations: stopping early")
                 return
             step.learning_rate = float(self.checkpoints.scheduler.get_last_lr()[0])
             self._evaluation_left = False
@@ -163,14 +164,25 @@ class Run:
         self._close()
         self.stopped = True
         launch.stopped_by(self._steps.stop_signal)
-        again = "the same command" + (
-            "" if self.settings.training.output_dir else f" with --output_dir {self.folder.path}"
+        name, done, given = signal.Signals(self._steps.stop_signal).name, self._steps.done, self.settings.training
+        command = (
+            self._command(
+                output_dir=None if given.output_dir else self.folder.path,
+                overwrite_output_dir="false" if given.overwrite_output_dir else None,
+                resume=None if given.resume == "auto" else "auto",
+            )
+            or f"the same call, with output_dir={str(self.folder.path)!r}"
         )
         self.say(
-            f"stopped by {signal.Signals(self._steps.stop_signal).name} after step {self._steps.done} of "
-            f"{self.schedule.total_steps}, with a checkpoint in {self.folder.path / 'checkpoints' / 'last'}: {again} "
-            "goes on from there"
+            f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
+            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}"
         )
+        try:
+            self.files.mark_stopped(signal=name, step=done, command=command)
+            if self.accelerator.is_main_process:
+                self._write_pages()
+        except (OSError, ValueError, UserError) as error:  # of the page only: the checkpoint is there
+            self.say(f"no report of the stopped run: {first_line(error)}")
 
     def _close(self) -> None:
         self.checkpoints.wait()
@@ -196,16 +208,29 @@ class Run:
         if evaluation is not self._last:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
-        if not self.accelerator.is_main_process:
-            return
-        from toolkit.report.card import write_card  # matplotlib and jinja2, on one process
-        from toolkit.report.html import write_report
+        if self.accelerator.is_main_process:
+            self._write_pages()
+            for line in self._summary(evaluation):
+                print(line, file=sys.stderr, flush=True)
 
-        split = self.data.test if self.data.test and evaluation.split == "test" else self.data.validation
-        write_card(self.folder.model, self.folder.path, evaluation)
-        write_report(self.folder.path, evaluation, split.texts())
-        for line in self._summary(evaluation):
-            print(line, file=sys.stderr, flush=True)
+    def _write_pages(self) -> None:
+        """The model card, where there is a model, and report.html, from the run's files; on one process."""
+        from toolkit.report.card import write_card  # matplotlib and jinja2
+        from toolkit.report.html import write_report_of_folder
+
+        if self.best.step:
+            write_card(self.folder.model, self.folder.path, last_evaluation(self.folder.path, self.best.step))
+        write_report_of_folder(self.folder.path)
+
+    def _command(self, **settings: Any) -> str:
+        """What was typed, with these settings over it; nothing in a notebook or a script that has its own."""
+        from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
+        if "ipykernel" in sys.modules or not (from_demo or sys.argv[1:]):
+            return ""
+        words = shlex.split(launch.how_launched()["command"])
+        for name, value in settings.items():
+            words += [f"--{name}", str(value)] if value is not None else []
+        return shlex.join([typed(words[0]), *words[1:]])
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
@@ -239,7 +264,7 @@ class Run:
             + f"; {data.targets.describe()}",
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
-            f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} an epoch, {per_step}",
+            f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.about(settings.model.model_name_or_path).note,
             demo.about(settings.data.dataset_name).note,
         ]
@@ -248,17 +273,20 @@ class Run:
         return [line for line in lines if line]
 
     def _summary(self, last: Evaluation) -> list[str]:
-        folder, script = shlex.quote(str(self.folder.path)), shlex.quote(sys.argv[0])
-        saved = (self.folder.path / "checkpoints").is_dir()
-        loads, config = "weights and what it saved", self.folder.model / "config.json"
+        path, folder = self.folder.path, shlex.quote(str(self.folder.path))
+        loads, config = "the weights, and what the model's own class saved", self.folder.model / "config.json"
         if named := config.is_file():  # a class of transformers
             architecture = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
             loads = f"loads with {architecture}.from_pretrained"
-        compared = []
+        compared, checkpoints = [], []
         if self._compared is not None:
             most, other = self._compared
             name = f"the same model reading the first {most} tokens only"
             compared = [f"{name}: {other} (reading {self.data.max_length}: {last})"]
+        saved = [file for file in (path / "checkpoints").rglob("*") if file.is_file()]
+        if saved:
+            size = size_text(sum(file.stat().st_size for file in saved))
+            checkpoints = [f"  {folder}/checkpoints/      best and last ({size}): any launch can resume from them"]
         return [
             "",
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
@@ -266,15 +294,25 @@ class Run:
             *class_lines(last),
             *compared,
             f"  {folder}/model/            {loads}",
-            f"  {folder}/report.html       curves, results, worst samples: open it in a browser",
-            f"  {folder}/predictions.jsonl every {last.split} sample with what was predicted",
+            f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser",
+            f"  {folder}/predictions.jsonl every {last.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
-            *([f"  {folder}/checkpoints/last  resumes under any launch"] if saved else []),
-            "next:",
-            *([f"  {typed('toolkit')} predict {folder}/model YOUR_FILE.csv"] if named else []),
-            f"  {typed('python')} {script} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese",
-            f"  {typed('accelerate')} launch {script} --config_file accelerate_configs/zero2.yaml",
+            *checkpoints,
+            *self._next(f"{typed('toolkit')} predict {folder}/model" if named else ""),
         ]
+
+    def _next(self, predict: str) -> list[str]:
+        """What to type now: of this run's model, and with its script, data and strategy."""
+        training, again = self.settings.training, self._command()
+        if again and str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # as it was started, with own data
+            words, file = shlex.split(again), launch.how_launched()["config_file"]
+            words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
+            again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
+        elif again:  # once more, with another learning rate
+            folder = f"{training.output_dir}-2" if training.output_dir else None
+            again = self._command(learning_rate=f"{training.learning_rate / 2:g}", output_dir=folder)
+        lines = [f"  {line}" for line in (predict and f"{predict} YOUR_FILE.csv", again) if line]
+        return ["next:", *lines] if lines else []
 
 
 def _optimizer_name(optimizer: Any) -> str:

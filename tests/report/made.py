@@ -49,7 +49,8 @@ def make_run(
     whole = {"num_samples": count, **numbers}
     per_evaluation = [{"step": step, "split": "validation", **whole} for step in (10, 20, 30, 40)]
     for line in per_evaluation[:-1]:
-        line |= {"loss": 2 * numbers["loss"], "f1_macro": 0.1, "f1_micro": 0.1} if labels else {"rougeL": 0.1}
+        line |= {name: 0.1 for name in ("accuracy", "f1_macro", "f1_micro", "rougeL") if name in numbers}
+        line["loss"] = 2 * numbers["loss"]
     write_lines(folder / "metrics.jsonl", per_step)
     write_lines(folder / "eval.jsonl", per_evaluation)
     write_lines(folder / "predictions.jsonl", predictions)

@@ -18,6 +18,7 @@ from tests.report.made import TITLES, add_comparison, make_run
 from toolkit.config import TaskSettings, TitleSettings, build, flat
 from toolkit.data.labels import Labels
 from toolkit.report.card import cell, write_card
+from toolkit.report.record import last_evaluation
 
 NAMES = ("负面", "正面|x", "<b>_odd_</b>")
 PER_CLASS = {
@@ -176,6 +177,26 @@ def test_the_snippet_is_python(tmp_path: Path, labels: Labels, numbers: dict[str
     assert ("top_k=None" in snippet) == (labels.problem_type == "multi_label_classification")
     if labels.problem_type == "regression":
         assert found.data.metrics == ["mse", "mae"]  # a NaN is no result
+
+
+def test_a_stopped_run_says_so_on_top(tmp_path: Path) -> None:
+    """Its card is of the best model, and its last evaluation of another, whose titles are not counted."""
+    run, model = tmp_path / "run", tmp_path / "run" / "model"
+    lines = [{"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}} for place in range(50)]
+    make_run(run, None, lines, TITLES, flat(build(TitleSettings, NEWS)))
+    config = json.loads((run / "config.json").read_text())
+    stopped = {"signal": "SIGINT", "step": 27, "command": "python /home/me/title.py"}
+    (run / "config.json").write_text(json.dumps({**config, "stopped": stopped}))
+    model.mkdir()
+    (model / "trainer_state.json").write_text('{"global_step": 30}')
+    write_card(model, run, last_evaluation(run, 30))
+    text = (model / "README.md").read_text()
+    assert text.split("\n---\n")[1].startswith("\n# all-MiniLM-L6-v2 fine-tuned on bbc\n\n> **Stopped before the end**")
+    assert "by SIGINT after step 27 of 40" in text
+    assert "The saved model (step 30) on the 50 samples" in text
+    assert "| ROUGE-L | 0.1000 |" in text
+    for absent in ("/home/me", "Empty titles", "±"):
+        assert absent not in text
 
 
 def test_many_classes_are_cut(tmp_path: Path) -> None:

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import datasets
 import pytest
 
+from tests.faults import Fault
+from tests.report.made import make_run
+from tests.resume_server import largest_file
+from toolkit.data.labels import Labels
+from toolkit.data.read import Table
 from toolkit.errors import UserError
-from toolkit.report.files import by_step, dumps, read_lines, write_whole
+from toolkit.evaluation import Evaluation
+from toolkit.evaluation.predict_file import write
+from toolkit.report.card import write_card
+from toolkit.report.files import RunFiles, by_step, dumps, read_lines, write_whole
+from toolkit.report.html import write_report_of_folder
+from toolkit.report.record import last_evaluation
+
+MAIN: Any = SimpleNamespace(is_main_process=True)
+LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
@@ -27,6 +44,35 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
     assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
 
 
+EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}]))
+TABLE = Table(datasets.Dataset.from_dict({"text": ["x" * 90] * 99}), "new.csv", "digest")
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
+    "metrics.jsonl": lambda run: RunFiles(MAIN, run).append_metrics({"step": "x" * 5000}),
+    "eval.jsonl": lambda run: RunFiles(MAIN, run).append_evaluation(EVALUATION, 50),
+    "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
+    "report.html": write_report_of_folder,
+    "README.md": lambda run: write_card(run, run, last_evaluation(run)),
+    **{f"out{kind}": lambda run, kind=kind: write(TABLE, {"prediction": range(99)}, run / f"out{kind}", "utf-8")
+       for kind in (".csv", ".jsonl", ".json", ".parquet", ".csv.gz")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
+    name: str, tmp_path: Path, fault: Fault
+) -> None:
+    run = tmp_path / "run"
+    make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    largest = len(before[name]) + 100 if name.endswith(".jsonl") and name in before else 100
+    with largest_file(largest), pytest.raises(UserError) as caught:
+        WRITERS[name](run)
+    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; nothing was left behind", str(caught.value))
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    fault(f"a full disk while writing {name}", f"error: {caught.value}")
+
+
 def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a killed run leaves them, and a power cut: blocks of NULs, in the place of lines or before one."""
     path = tmp_path / "lines.jsonl"
@@ -37,7 +83,7 @@ def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(b'{"a": 1}\n{"a"\n3\n\xff\n\0\0\0{"a": 3}\n\0\0\0')
     assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
     assert list(read_lines(path, 2)) == [{"a": 1}]
-    named = [f"{path}, line {place} is broken: left out" for place in (2, 3, 4, 6, 2)]
+    named = [f"{path}, line {place} is broken and is skipped" for place in (2, 3, 4, 6, 2)]
     assert capsys.readouterr().err.splitlines() == named
 
 

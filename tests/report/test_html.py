@@ -134,6 +134,16 @@ def test_summary(three: Run) -> None:
                   "2, DeepSpeed ZeRO-2, bf16 mixed precision", "7,677 train", "accelerate_configs/zero2.yaml",
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
+    assert "F1 (micro)" not in text  # the accuracy once more
+
+
+def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
+    path = three[0] / "config.json"
+    stopped = {"signal": "SIGTERM", "step": 23, "command": "python recipes/cls.py --text_column 'a<b'"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "stopped": stopped}))
+    text = written(three).text
+    said = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
+    assert f"on train<1>.csv {said} {stopped['command']} The saved model" in text
 
 
 def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +358,7 @@ def test_of_folder(three: Run) -> None:
     (folder / "report.html").unlink()
     assert write_report_of_folder(str(folder)) == folder / "report.html"
     assert (folder / "report.html").read_text() == before
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report_of_folder(folder / "nothing")
 
 

@@ -114,7 +114,7 @@ def test_another_job_is_named(key: str, by_path: bool, run: Path) -> None:
     other = {**FACTS, "identity": {**IDENTITY, key: "another"}}
     with pytest.raises(UserError) as caught:
         choose_origin(str(run) if by_path else "auto", run / "checkpoints", other)
-    assert "step-00000006 is of another job" in str(caught.value)
+    assert "step-00000006 belongs to another job" in str(caught.value)
     assert f"{key} was " in str(caught.value)
     assert str(caught.value).count(" and is another") == 1
     assert "--overwrite_output_dir" in str(caught.value)
@@ -134,7 +134,7 @@ def test_other_data_are_explained_by_the_settings(run: Path) -> None:
         )
     assert "ffff" not in str(caught.value)
     other = {"identity": {**IDENTITY, "model": "gpt"}, "settings": SETTINGS}
-    with pytest.raises(UserError, match="another job: the model is another: the content of its files has changed"):
+    with pytest.raises(UserError, match="another job: the model differs: the content of its files has changed"):
         choose_origin("auto", run / "checkpoints", other)
     with pytest.raises(UserError, match="the content of the files, or the tokenizer, has changed"):
         choose_origin("auto", run / "checkpoints", {"identity": identity, "settings": SETTINGS})

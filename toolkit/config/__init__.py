@@ -1,44 +1,21 @@
 """Settings: their sections, and how they are read."""
 
-from toolkit.config.parse import build, flat, parse, sections_of
-from toolkit.config.sections import (
-    DataSettings,
-    GenerationSettings,
-    LongTaskSettings,
-    LongTextSettings,
-    LongTrainingSettings,
-    ModelSettings,
-    PretrainedSettings,
-    ProblemType,
-    SchedulerName,
-    Task,
-    TaskSettings,
-    TextSettings,
-    TitleDataSettings,
-    TitleSettings,
-    TrainingSettings,
-    section,
-)
-
-__all__ = [
-    "DataSettings",
-    "GenerationSettings",
-    "LongTaskSettings",
-    "LongTextSettings",
-    "LongTrainingSettings",
-    "ModelSettings",
-    "PretrainedSettings",
-    "ProblemType",
-    "SchedulerName",
-    "Task",
-    "TaskSettings",
-    "TextSettings",
-    "TitleDataSettings",
-    "TitleSettings",
-    "TrainingSettings",
-    "build",
-    "flat",
-    "parse",
-    "section",
-    "sections_of",
-]
+from toolkit.config.parse import build as build
+from toolkit.config.parse import flat as flat
+from toolkit.config.parse import parse as parse
+from toolkit.config.parse import sections_of as sections_of
+from toolkit.config.sections import TASKS as TASKS
+from toolkit.config.sections import DataSettings as DataSettings
+from toolkit.config.sections import GenerationSettings as GenerationSettings
+from toolkit.config.sections import LongTaskSettings as LongTaskSettings
+from toolkit.config.sections import ModelSettings as ModelSettings
+from toolkit.config.sections import PretrainedSettings as PretrainedSettings
+from toolkit.config.sections import ProblemType as ProblemType
+from toolkit.config.sections import SchedulerName as SchedulerName
+from toolkit.config.sections import Task as Task
+from toolkit.config.sections import TaskSettings as TaskSettings
+from toolkit.config.sections import TextSettings as TextSettings
+from toolkit.config.sections import TitleDataSettings as TitleDataSettings
+from toolkit.config.sections import TitleSettings as TitleSettings
+from toolkit.config.sections import TrainingSettings as TrainingSettings
+from toolkit.config.sections import section as section

@@ -95,7 +95,7 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
     built: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, str) and _UNWRITABLE.search(value):
-            faults.add(f"--{name} {value!r}: it holds a character that no name and no text has")
+            faults.add(f"--{name} {value!r}: it contains a character that cannot be written")
     for name, section in sections.items():
         own = {key: given[key] for key in fields_of(section) if key in given}
         try:
@@ -117,14 +117,14 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         faults.add("--lr_scheduler_type constant has no warm-up: use constant_with_warmup, or leave warmup_steps out")
     smoothed = given.get("label_smoothing_factor")
     if smoothed and given.get("problem_type") in ("regression", "multi_label_classification"):
-        faults.add(f"--label_smoothing_factor {smoothed} means nothing for --problem_type {given['problem_type']}")
+        faults.add(f"--label_smoothing_factor {smoothed} has no effect with --problem_type {given['problem_type']}")
     for needs in ("validation_file", "test_file"):
         alone = given.get("train_file") is None and given.get("dataset_name") is None
         if given.get(needs) is not None and alone:
             faults.add(f"--{needs} is given without --train_file: name the file to train on")
     _add_useless_comparison(given, faults)
     if str(given.get("num_beams")) == "1" and given.get("length_penalty") is not None:
-        faults.add("--length_penalty means nothing for --num_beams 1: take more beams, or leave it out")
+        faults.add("--length_penalty has no effect with --num_beams 1: use more beams, or drop it")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
@@ -174,7 +174,7 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
-        raise UserError(f"{path} must hold lines of `name: value`, and holds a {type(loaded).__name__}")
+        raise UserError(f"{path} must hold lines of `name: value`, but holds a {type(loaded).__name__}")
     fields = {name: field for section in sections.values() for name, field in fields_of(section).items()}
     for name in loaded:
         if name not in fields:
@@ -205,7 +205,7 @@ def _meant(name: str, value: Any, field: Any, faults: Faults) -> Any:
         return value
     if value is False and "no" in str(field.annotation):
         return "no"
-    faults.add(f"--{name} {str(value).lower()}: not a true or false")
+    faults.add(f"--{name} {str(value).lower()}: it takes no true or false")
     return None
 
 

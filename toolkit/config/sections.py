@@ -61,7 +61,7 @@ class ModelSettings(PretrainedSettings):
     lora_alpha: int | None = Field(default=None, ge=1)
     """What LoRA adds is scaled by lora_alpha / lora_r; twice the rank when not given."""
     lora_dropout: float | None = Field(default=None, ge=0, lt=1)
-    """Of the input of LoRA's matrices; 0 when not given, and what `dropout` says where that is given."""
+    """On the input of LoRA's matrices; 0 when not given, or `dropout` where that is given."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
 
@@ -117,7 +117,7 @@ class TitleDataSettings(TextSettings):
     title_column: str | None = None
     """Found by its name (title, summary, ...) when not given."""
     max_target_length: int = Field(default=32, ge=2)
-    """Tokens of a title, its end counted; longer ones are cut in training, and no longer ones are written."""
+    """Tokens of a title, its end token included; longer ones are cut in training, and none longer are written."""
 
 
 @section
@@ -139,7 +139,7 @@ class LongTextSettings:
     """What reading to the end is worth."""
 
     compare_max_length: int | None = Field(default=None, ge=2)
-    """Tokens; at the end the saved model is also evaluated on the same texts cut at so many."""
+    """Tokens; at the end the saved model is evaluated again on the same texts, cut to this length."""
 
 
 @section
@@ -169,7 +169,7 @@ class TrainingSettings:
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of the weights; biases and norms have none."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
-    """The part of all optimizer steps that warms up."""
+    """The share of all optimizer steps that warm up."""
     warmup_steps: int | None = Field(default=None, ge=0)
     """Optimizer steps that warm up; instead of the ratio."""
     lr_scheduler_type: SchedulerName = "linear"
@@ -179,7 +179,7 @@ class TrainingSettings:
     label_smoothing_factor: float = Field(default=0.0, ge=0, lt=1)
     """For single-label classification, and for titles."""
     seed: int = Field(default=42, ge=0)
-    """Of the split, the order of samples, the new head and dropout."""
+    """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """auto: what the accelerate config says, or else bf16, fp16 or no, whichever this hardware is fast in."""
     logging_steps: int | None = Field(default=None, ge=1)
@@ -189,19 +189,23 @@ class TrainingSettings:
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Optimizer steps between checkpoints; only at a stop signal, when not given."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """The newest checkpoints are kept, so many, and the best one."""
+    """How many of the newest checkpoints are kept, besides the best one."""
     checkpoint_in_background: bool = False
-    """Copy the state in memory and write it while training goes on: three more copies of the weights."""
+    """Write checkpoints while training continues; the copy in memory takes three times the weights' size."""
     resume: Literal["auto", "no"] | str = "auto"
-    """auto: go on from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
+    """auto: continue from the newest complete checkpoint in output_dir; no; or a checkpoint's folder."""
     metric_for_best_model: str | None = None
-    """Any number of eval.jsonl; if not given macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
+    """Any number in eval.jsonl; by default macro F1, micro F1 (multi-label), loss (regression) or rougeL (titles)."""
     greater_is_better: bool | None = None
-    """Whether a greater `metric_for_best_model` is better; if not given, unless it ends in loss, error, mse or mae."""
+    """Whether a greater `metric_for_best_model` is better; by default, unless it ends in loss, error, mse or mae."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+    run_name: str | None = None
+    """The run's name in trackers; that of its folder when not given."""
+    project: str | None = None
+    """The project of trackers (mlflow's experiment); the recipe's name when not given."""
 
 
 @section
@@ -237,3 +241,7 @@ class TitleSettings:
     data: TitleDataSettings
     generation: GenerationSettings
     training: LongTrainingSettings
+
+
+TASKS: dict[str, type] = {"cls": TaskSettings, "bigbird": LongTaskSettings, "title": TitleSettings}
+"""Of each recipe that we bring."""

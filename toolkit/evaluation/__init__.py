@@ -1,15 +1,9 @@
 """Evaluation of every sample exactly once, with the recipe's own loss and metrics."""
 
-from toolkit.evaluation.best import Best
-from toolkit.evaluation.classification import classification_evaluation, classification_metrics
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches
-
-__all__ = [
-    "Best",
-    "ComputeMetrics",
-    "Evaluation",
-    "Outputs",
-    "classification_evaluation",
-    "classification_metrics",
-    "evaluation_batches",
-]
+from toolkit.evaluation.best import Best as Best
+from toolkit.evaluation.classification import classification_evaluation as classification_evaluation
+from toolkit.evaluation.classification import classification_metrics as classification_metrics
+from toolkit.evaluation.outputs import ComputeMetrics as ComputeMetrics
+from toolkit.evaluation.outputs import Evaluation as Evaluation
+from toolkit.evaluation.outputs import Outputs as Outputs
+from toolkit.evaluation.outputs import evaluation_batches as evaluation_batches

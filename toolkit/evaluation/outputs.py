@@ -46,11 +46,15 @@ class Evaluation:
         return {name: value for name, value in self.numbers.items() if isinstance(value, float)}
 
     def __str__(self) -> str:
-        """`accuracy 0.9000  f1_macro 0.8972`; without the micro F1 where it is the accuracy once more."""
-        shown = self.single_numbers
-        if shown.get("f1_micro") == shown.get("accuracy"):
-            shown.pop("f1_micro", None)
+        """`accuracy 0.9000  f1_macro 0.8972`."""
+        shown = without_repetition(self.single_numbers)
         return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+
+
+def without_repetition(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Numbers for a reader: without the micro F1 where it is the accuracy once more."""
+    again = numbers.get("f1_micro") == numbers.get("accuracy")
+    return {name: value for name, value in numbers.items() if not (again and name == "f1_micro")}
 
 
 class ExactlyOnceError(RuntimeError):

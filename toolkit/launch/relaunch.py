@@ -78,7 +78,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
         print(line, file=sys.stderr, flush=True)
-    _replace_process(arguments, requested)
+    _replace_process(arguments, {**requested, "typed": argv})
     return None
 
 

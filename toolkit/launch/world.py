@@ -175,9 +175,24 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
 
 
 def how_launched() -> dict[str, Any]:
-    """For config.json: the launcher's config file and the command line."""
+    """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
     requested = json.loads(os.environ.get(MARKER, "{}"))
-    return {"config_file": requested.get("config_file"), "command": shlex.join(sys.argv)}
+    words = ["python", *requested["typed"]] if requested else _typed()
+    return {"config_file": requested.get("config_file"), "command": shlex.join(words)}
+
+
+def _typed() -> list[str]:
+    """The command line of the outermost launcher that started this script, as it was typed."""
+    found = ["python", *sys.argv]
+    with contextlib.suppress(psutil.Error):
+        for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
+            line = process.cmdline()
+            if sys.argv[0] in line[1:]:
+                found = line
+    interpreter, script = Path(found[0]), Path(found[1])
+    if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
+        return [script.name, *found[2:]]
+    return [interpreter.name, *found[1:]]
 
 
 def _check_devices(place: Place) -> None:

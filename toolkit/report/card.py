@@ -13,24 +13,12 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from toolkit import __version__, demo
+from toolkit.checkpoint.model_folder import step_of
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Best, Evaluation
 from toolkit.report.files import read_lines, write_whole
-from toolkit.report.record import Record, is_local, render
+from toolkit.report.record import METRICS, Record, is_local, render
 
-# our name -> the hub's name of the metric, its arguments there
-_HUB_METRICS: dict[str, tuple[str, dict[str, str] | None]] = {
-    "accuracy": ("accuracy", None),
-    "f1_macro": ("f1", {"average": "macro"}),
-    "f1_micro": ("f1", {"average": "micro"}),
-    "f1_weighted": ("f1", {"average": "weighted"}),
-    "mse": ("mse", None),
-    "mae": ("mae", None),
-    "pearson": ("pearsonr", None),
-    "rouge1": ("rouge", None),
-    "rouge2": ("rouge", None),
-    "rougeL": ("rouge", None),
-}
 _FEW_SAMPLES = 30
 # what the table of settings shows, in this order, where it is set
 _HYPERPARAMETERS = (
@@ -49,9 +37,11 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
     """
     record = Record.load(run_folder, last)
     settings, architecture = record.settings, _architecture(model_folder)
+    step = step_of(model_folder) or record.last_step or 0
     context = {
         "record": record,
         "last": last,
+        "step": step,
         "architecture": architecture or record.config.get("model_class", "model"),
         "of_transformers": bool(architecture),
         "front_matter": _front_matter(record, bool(architecture)).to_yaml(),
@@ -66,7 +56,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
             "base model": demo.about(settings["model_name_or_path"]).note,
             "data": demo.about(settings.get("dataset_name")).note,
         },
-        **_limits(record, run_folder),
+        **_limits(record, run_folder / "predictions.jsonl" if step == record.last_step else None),
     }
     write_whole(model_folder / "README.md", [render("card.md", context, cell=cell)])
 
@@ -89,7 +79,6 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
     task = "summarization" if record.problem_type == "title_generation" else "text-classification"
-    segmenter = record.last.numbers.get("rouge_segmenter", "word")
     evaluated = [
         EvalResult(
             task_type=task,
@@ -97,14 +86,13 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
             dataset_type=hub_data or "custom",
             dataset_name=record.data_name,
             dataset_split=record.last.split,
-            metric_type=kind,
-            metric_name=name if kind == "rouge" else record.metric_title(name),
-            metric_args={"tokenizer": segmenter} if kind == "rouge" and segmenter != "word" else arguments,
+            metric_name=name if name.startswith("rouge") else record.metric_title(name),
             metric_value=round(value, 6),
+            **_hub_metric(name, record.last.numbers.get("rouge_segmenter")),
         )
-        for name, (kind, arguments) in _HUB_METRICS.items()
+        for name in METRICS
         # YAML readers disagree on what a NaN is
-        if isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
+        if name != "loss" and isinstance(value := record.last.numbers.get(name), float) and math.isfinite(value)
     ]
     return ModelCardData(
         base_model=None if is_local(base) else demo.about(base).origin or base,
@@ -116,6 +104,17 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         model_name=_title(record),
         eval_results=evaluated or None,
     )
+
+
+def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:
+    """The hub's name of a metric, and its arguments there."""
+    if name.startswith("rouge"):
+        return {"metric_type": "rouge", "metric_args": {"tokenizer": segmenter} if segmenter != "word" else None}
+    kind, _, average = name.partition("_")
+    return {
+        "metric_type": kind.replace("pearson", "pearsonr"),
+        "metric_args": {"average": average} if average else None,
+    }
 
 
 def cell(value: object) -> str:
@@ -160,7 +159,7 @@ def _lora(adapter: Path) -> str:
     return f"{numbers}, on {layers}; merged into the weights here"
 
 
-def _limits(record: Record, run_folder: Path) -> dict[str, Any]:
+def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
     """What the section "Limits" is made of: only what follows from the run itself.
 
     `margin` is half the 95 % range of the mean ROUGE-L or of the accuracy (in percentage points), by the normal
@@ -170,7 +169,7 @@ def _limits(record: Record, run_folder: Path) -> dict[str, Any]:
     count, accuracy = last.numbers["num_samples"], last.numbers.get("accuracy")
     few, margin, empty = count < _FEW_SAMPLES, None, 0
     if record.problem_type == "title_generation":
-        lines = list(read_lines(run_folder / "predictions.jsonl"))
+        lines = list(read_lines(predictions)) if predictions else []  # of another evaluation, in a stopped run
         if len(lines) == count:
             empty = sum(not line["title"].strip() for line in lines)
         if len(lines) == count and not few:

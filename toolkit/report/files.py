@@ -74,6 +74,13 @@ class RunFiles:
             else:
                 (self.path / name).unlink(missing_ok=True)
 
+    def mark_stopped(self, **how: Any) -> None:
+        """Notes in config.json that a stop signal ended the run: the report and the card say so on top."""
+        if self.writes:
+            path = self.path / "config.json"
+            config = json.loads(path.read_text(encoding="utf-8"))
+            write_whole(path, [dumps({**config, "stopped": how}, indent=2), "\n"])
+
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", line)
 
@@ -87,10 +94,17 @@ class RunFiles:
         write_whole(self.path / "predictions.jsonl", (dumps(line) + "\n" for line in evaluation.predictions()))
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        if self.writes:
-            path = self.path / name
-            with writing(path), path.open("a", encoding="utf-8") as file:
-                file.write(dumps(line) + "\n")
+        if not self.writes:
+            return
+        path = self.path / name
+        before = path.stat().st_size if path.exists() else 0
+        with writing(path):
+            try:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(dumps(line) + "\n")
+            except OSError:
+                os.truncate(path, before)  # of a full disk: no half of a line
+                raise
 
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
@@ -121,7 +135,7 @@ def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
                 yield dict(json.loads(line.strip("\0 \n")))
             except (ValueError, TypeError, RecursionError):
                 if line.endswith("\n") or "\0" in line:
-                    _say(f"{path}, line {place} is broken: left out")
+                    _say(f"{path}, line {place} is broken and is skipped")
 
 
 def _say(line: str) -> None:

@@ -21,7 +21,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import read_lines, write_whole
-from toolkit.report.record import Record, render
+from toolkit.report.record import Record, last_evaluation, render
 
 MOST_MATRIX_CLASSES = 40
 """Above it, the pairs that are confused most stand for the whole matrix."""
@@ -94,20 +94,15 @@ def write_report_of_folder(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no run folder: it has no config.json")
+        raise UserError(f"{folder} is not a run folder: it has no config.json")
     data = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data")
     if data is None:
         near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
-        raise UserError(f"{folder} is no run folder, its config.json is a model's{near}")
-    last, texts = Evaluation("validation", {}, None), []
-    for line in read_lines(folder / "eval.jsonl"):
-        if "max_length" not in line:  # a comparison
-            last = Evaluation(line.pop("split"), line, None)
-    if last.numbers:
-        del last.numbers["step"]
-        prepared = cache_folder() / "tokens" / data["digest"] / last.split
-        texts = load_split(prepared.parent, last.split).texts() if prepared.is_dir() else []
-    write_report(folder, last, texts)
+        raise UserError(f"{folder} is not a run folder, its config.json is a model's{near}")
+    last = last_evaluation(folder)
+    prepared = cache_folder() / "tokens" / data["digest"]
+    there = last.numbers and (prepared / last.split).is_dir()
+    write_report(folder, last, load_split(prepared, last.split).texts() if there else [])
     return folder / "report.html"
 
 

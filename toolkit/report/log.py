@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -11,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import filter_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm import tqdm
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.steps import StepMetrics
@@ -95,8 +98,8 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     names = list(classes)
     if len(names) > _MOST_CLASSES:
         names = sorted(names, key=lambda name: classes[name]["f1"])[:_MOST_CLASSES]
-    lines = [f"  F1 {classes[name]['f1']:.4f}  {name} ({classes[name]['support']} samples)" for name in names]
-    return [*lines, f"  and {len(classes) - len(names)} classes with more"] if len(names) < len(classes) else lines
+    lines = [f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names]
+    return [*lines, f"  and {len(classes) - len(names)} classes with higher F1"] if len(names) < len(classes) else lines
 
 
 def tracker_names(report_to: str) -> list[str]:
@@ -104,21 +107,50 @@ def tracker_names(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in TRACKERS:
-            raise UserError(f"--report_to {name}{did_you_mean(name, TRACKERS)}: known are {', '.join(TRACKERS)}, none")
+            raise UserError(
+                f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose from {', '.join(TRACKERS)}, none"
+            )
         if importlib.util.find_spec(name) is None:
             raise UserError(f"--report_to {name} needs a package: pip install {name} (or --report_to none)")
     return names
 
 
 def start_trackers(
-    accelerator: Accelerator, names: list[str], project: str, folder: Path, settings: dict[str, Any], step: int = 0
+    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, shown: dict[str, Any], step: int
 ) -> None:
-    """Opens the trackers; TensorBoard writes to `folder`/`project`, and hides what lies after `step`."""
-    accelerator.log_with = filter_trackers(names, folder)
-    accelerator.project_configuration.logging_dir = str(folder)
-    shown = {
-        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in settings.items()
-    }
-    # TensorBoard would put the settings into a second, nameless run; config.json holds them
-    accelerator.init_trackers(project, config=None if names == ["tensorboard"] else shown,
-                              init_kwargs={"tensorboard": {"purge_step": step + 1}} if step else {})  # fmt: skip
+    """Starts the trackers of `--report_to` on the main process, each in its own folder within the run's.
+
+    `project` is the name where none is given, `shown` are all settings; TensorBoard hides what it has after `step`.
+    Raises UserError, in a line, where one cannot start: it wants a login, say, or a server does not answer.
+    """
+    run_name, project = settings.run_name or folder.name, settings.project or project
+    for name in tracker_names(settings.report_to) if accelerator.is_main_process else []:
+        own = str(folder / name)
+        try:
+            mlflow_files = _mlflow_files(own) if name == "mlflow" else None
+            options: dict[str, dict[str, Any]] = {
+                # it has no projects, and names a run by its folder
+                "tensorboard": {"run_name": settings.run_name or "", "logging_dir": own,
+                                "purge_step": step + 1 if step else None},
+                "wandb": {"run_name": project, "name": run_name, "dir": str(folder)},
+                "mlflow": {"experiment_name": project, "run_name": run_name, "logging_dir": mlflow_files},
+                "swanlab": {"run_name": project, "experiment_name": run_name, "logdir": own},
+                "trackio": {"run_name": project, "name": run_name},
+            }  # fmt: skip
+            tracker = LOGGER_TYPE_TO_CLASS[name](**options[name])
+            tracker.start()
+            if name != "tensorboard":  # which would put them into a second, nameless run; config.json holds them
+                tracker.store_init_configuration(shown)
+        except Exception as error:
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
+        accelerator.trackers.append(tracker)
+
+
+def _mlflow_files(folder: str) -> str | None:
+    """Where mlflow's artifacts go: into the folder, as all else it stores, unless MLFLOW_TRACKING_URI names a place."""
+    if "MLFLOW_TRACKING_URI" in os.environ:
+        return None
+    Path(folder).mkdir(exist_ok=True)
+    importlib.import_module("mlflow").set_tracking_uri(f"sqlite:///{Path(folder).resolve()}/mlflow.db")
+    return Path(folder).resolve().as_uri()

@@ -14,6 +14,7 @@ import jinja2
 from toolkit import demo
 from toolkit.config import Task
 from toolkit.evaluation import Best, Evaluation
+from toolkit.evaluation.outputs import without_repetition
 from toolkit.report.files import by_step, read_lines
 
 # our name -> what readers see
@@ -76,6 +77,11 @@ class Record:
     def last_step(self) -> int | None:
         return self.evaluations[-1]["step"] if self.evaluations else None
 
+    @property
+    def shown(self) -> list[str]:
+        """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
+        return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
+
     @cached_property
     def saved_step(self) -> int | None:
         """The best step so far; in a run that was killed it need not be that of the last evaluation."""
@@ -96,10 +102,8 @@ class Record:
 
     def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:
         """An evaluation's single numbers by title, the loss last; the last evaluation's when none is given."""
-        numbers = self.last.numbers if numbers is None else numbers
+        numbers = without_repetition(self.last.numbers if numbers is None else numbers)
         names = sorted((name for name, value in numbers.items() if isinstance(value, float | None)), key="loss".__eq__)
-        if self.problem_type == "single_label_classification":
-            names = [name for name in names if name != "f1_micro"]  # the accuracy once more
         return {self.metric_title(name): numbers[name] for name in names}
 
     @property
@@ -122,6 +126,14 @@ class Record:
         name = without_folders(self.settings["dataset_name"].removeprefix(demo.PREFIX))
         configuration = self.settings.get("dataset_config_name")
         return f"{name} ({configuration})" if configuration else name
+
+
+def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
+    """The last one in eval.jsonl (of the weights of `step`), comparisons apart; without numbers if there is none."""
+    lines = (line for line in read_lines(folder / "eval.jsonl") if "max_length" not in line)
+    *_, last = [{}, *(line for line in lines if step in (None, line["step"]))]
+    last.pop("step", None)
+    return Evaluation(last.pop("split", "validation"), last, None)
 
 
 def is_local(name: str) -> bool:

@@ -67,7 +67,7 @@ def precision_of(settings: TrainingSettings) -> str:
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
     """What `--resume` means here.
 
-    Raises UserError when there is nothing at PATH, nothing sound at all, or the checkpoint is of another job.
+    Raises UserError when there is nothing at PATH, nothing sound at all, or the checkpoint belongs to another job.
     """
     if resume == "no":
         return Origin()
@@ -114,12 +114,12 @@ def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
         if was.pop(name, now.get(name)) != now.get(name):
             settings = {key: value for key, value in facts["settings"].items() if key in names}
             changed = folders.differences(saved["settings"], settings)
-            why += changed or [f"the {name} is another: the content of {files} has changed"]
+            why += changed or [f"the {name} differs: the content of {files} has changed"]
     found = list(dict.fromkeys([*folders.differences(was, now), *why]))
     if found:
         raise UserError(
-            f"{folder} is of another job: {'; '.join(found)}. Give the settings it was made with, another "
-            "--output_dir, or --overwrite_output_dir to move that run aside and start again"
+            f"{folder} belongs to another job: {'; '.join(found)}. Give the settings it was made with, choose another "
+            "--output_dir, or pass --overwrite_output_dir to move that run aside and start again"
         )
 
 
@@ -155,7 +155,7 @@ class Resume:
                     return self._resume_from(folder, here, lines)
             lines.append(f"checkpoint {folder.name}: {fault}: skipped")
         if self.origin.candidates:
-            raise UserError("no checkpoint is sound:\n  " + "\n  ".join(lines))
+            raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(lines))
         for line in lines:
             launch.say(self.accelerator, line)
         return None
@@ -229,29 +229,18 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[st
     """A run that has taken all its steps can be shown again, not trained otherwise."""
     if step > total:
         raise UserError(
-            f"{folder} has taken {step} steps, and the settings ask for {total} in all: raise --max_steps (or "
+            f"{folder} has taken {step} steps, but the settings ask for {total} in total: raise --max_steps (or "
             "--num_train_epochs), choose another --output_dir, or pass --overwrite_output_dir"
         )
     if step == total and changed:
         raise UserError(
-            f"{folder.parent.parent} is a finished run, in which what changed since would have no effect "
+            f"{folder.parent.parent} is a finished run, and what changed since would have no effect "
             f"({'; '.join(changed)}): choose another --output_dir, pass --overwrite_output_dir to move it aside, "
             "or raise --max_steps (or --num_train_epochs)"
         )
 
 
 # Settings that say where and how often, not what is trained: of files and models the content is compared.
-_NOT_TOLD = (
-    "output_dir ",
-    "overwrite_output_dir ",
-    "resume ",
-    "report_to ",
-    "checkpoint_",
-    "keep_checkpoints ",
-    "logging_steps ",
-    "model_name_or_path ",
-    "train_file ",
-    "validation_file ",
-    "test_file ",
-    "mixed_precision ",
-)  # which of them ran is compared
+_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
+             "keep_checkpoints ", "logging_steps ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ",
+             "mixed_precision ")  # which of them ran is compared  # fmt: skip

@@ -56,11 +56,11 @@ def _open_folder(
     """The run's folder, made or found, where the run starts, and the lock on it. Raises UserError."""
     if restarts.most_restarts() and not settings.checkpoint_every:
         raise UserError(
-            "--max_restarts goes on from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
+            "--max_restarts resumes from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
         )
     started = restarts.started()
     if restarts.most_restarts() and not settings.output_dir and not started:
-        raise UserError("--max_restarts of torchrun: pass --output_dir, where the next attempt finds the checkpoints")
+        raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
     if not settings.output_dir and not restarts.attempt():
@@ -71,6 +71,8 @@ def _open_folder(
         raise UserError(f"--output_dir {path} is a file")
     lock = _locked(path)
     held = [mark for mark in _MARKS if (path / mark).exists()]
+    if held == ["config.json"] and "identity" in _config_of(path):
+        held = []  # of a run that failed before its first step: nothing of it is lost
     moved = bool(held) and settings.overwrite_output_dir
     # a checkpoint inside a folder that is moved aside is found where it was
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
@@ -105,7 +107,7 @@ def _locked(path: Path) -> FileLock | None:
         world = _config_of(path).get("world", {})
         who = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
         raise UserError(
-            f"--output_dir {path}: another run is writing to it{who}: choose another folder, or end that run first"
+            f"--output_dir {path}: another run is writing to it{who}: choose another folder, or stop that run first"
         ) from None
     except (OSError, NotImplementedError):
         return None  # a file system without locks; one that cannot be written is told of below
@@ -123,13 +125,13 @@ def _config_of(path: Path) -> dict[str, Any]:
 
 def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
     start = f"--output_dir {path} already holds a run ({', '.join(held)})"
-    aside = "choose another, or pass --overwrite_output_dir to move that run aside"
+    aside = "choose another folder, or pass --overwrite_output_dir to move that run aside"
     if resume == "no" and complete(path / "checkpoints"):
-        return f"{start} with checkpoints: leave --resume no out to go on from them, {aside}"
+        return f"{start} with checkpoints: drop --resume no to continue from them, {aside}"
     if origin.skipped:
-        return f"{start} of which no checkpoint is whole: {'; '.join(origin.skipped)}. Mend one, {aside}"
+        return f"{start} with no intact checkpoint: {'; '.join(origin.skipped)}. Repair one, {aside}"
     if origin.candidates:
-        return f"{start} and --resume does not name one of its checkpoints: {aside}"
+        return f"{start} and --resume names none of its checkpoints: {aside}"
     return f"{start} without a checkpoint: {aside}"
 
 

@@ -1,0 +1,79 @@
+"""toolkit/report/log.py: what the screen says, and trackers that are all named alike."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError
+from toolkit.report.log import TRACKERS, start_trackers
+
+
+class Tracker:
+    """Keeps what it is started with."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options, self.stored = options, None
+
+    def start(self) -> None:
+        if self.options.get("run_name") == "refused":
+            raise sqlite3.OperationalError("no login\nand more")
+
+    def store_init_configuration(self, settings: Any) -> None:
+        self.stored = settings
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    for name in TRACKERS:
+        monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, name, Tracker)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: True)
+    stores: list[str] = []
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(set_tracking_uri=stores.append))  # type: ignore[arg-type]
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    def start(step: int = 0, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[Any], list[str]]:
+        accelerator: Any = SimpleNamespace(is_main_process=True, trackers=[])
+        named = TrainingSettings(report_to=",".join(TRACKERS), **settings)
+        start_trackers(accelerator, named, tmp_path, "cls", {"seed": 3}, step)
+        found = dict(zip(TRACKERS, (tracker.options for tracker in accelerator.trackers), strict=True))
+        return found, [tracker.stored for tracker in accelerator.trackers], stores
+
+    return start
+
+
+@pytest.mark.parametrize("given", [{}, {"run_name": "first try", "project": "reviews"}])
+def test_every_tracker_gets_the_run_its_project_and_a_folder_of_the_run(
+    given: dict[str, str], started: Any, tmp_path: Path
+) -> None:
+    run, project = given.get("run_name", tmp_path.name), given.get("project", "cls")
+    found, stored, stores = started(**given)
+    assert found["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
+    assert found["swanlab"] == {"run_name": project, "experiment_name": run, "logdir": f"{tmp_path}/swanlab"}
+    assert found["trackio"] == {"run_name": project, "name": run}
+    assert found["mlflow"] == {
+        "experiment_name": project, "run_name": run, "logging_dir": f"file://{tmp_path}/mlflow"
+    }  # fmt: skip
+    assert stores == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
+    place = {"run_name": given.get("run_name", ""), "logging_dir": f"{tmp_path}/tensorboard"}
+    assert found["tensorboard"] == {**place, "purge_step": None}
+    assert stored == [None, *[{"seed": 3}] * 4]
+    assert started(step=7)[0]["tensorboard"]["purge_step"] == 8
+
+
+def test_a_store_of_ones_own_is_left_alone(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
+    found, _, stores = started()
+    assert (found["mlflow"]["logging_dir"], stores) == (None, [])
+
+
+def test_one_that_cannot_start_is_an_error_in_a_line(started: Any) -> None:
+    with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
+        started(project="refused")

@@ -1,0 +1,94 @@
+"""docs/api.md: what `import toolkit` offers, and its examples, in a plain process and under notebook_launcher."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import toolkit
+from tests.runs import ROOT, lines_of, losses_of, start
+from toolkit.errors import UserError
+from toolkit.launch.network import free_port
+
+PAGES = [ROOT / "docs" / "api.md", ROOT / "docs" / "api.zh.md"]
+MORE = 'dropout=0.0, report_to="none", global_batch_size=12, per_device_batch_size=6, checkpoint_every=3, max_steps=6'
+
+
+def examples(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_both_languages_show_the_same_examples() -> None:
+    assert examples(PAGES[0]) == examples(PAGES[1])
+    assert len(examples(PAGES[0])) == 4
+
+
+def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> None:
+    heavy = "{'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)"
+    code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(callable(getattr(toolkit, name)) for name in toolkit._OFFERED)
+    with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
+        _ = toolkit.evaluat
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs of the page's two calls."""
+    folder = tmp_path_factory.mktemp("api")
+    _, train, plain, notebook = examples(PAGES[0])
+    for name, call in (("plain", plain), ("notebook", notebook)):
+        call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
+        call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
+        call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
+        (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indented(call))
+        done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)})
+        assert done.code == 0, done.err[-3000:]
+        assert "Traceback" not in done.err
+    return folder
+
+
+def indented(code: str) -> str:
+    return "".join(f"    {line}\n" for line in code.splitlines())
+
+
+@pytest.mark.multiprocess
+def test_a_notebook_trains_as_a_script_does(runs: Path) -> None:
+    plain, notebook = runs / "plain", runs / "notebook"
+    worlds = [json.loads((run / "config.json").read_text())["world"]["num_processes"] for run in (plain, notebook)]
+    assert worlds == [1, 2]
+    assert len(losses_of(plain)) == 6
+    assert losses_of(notebook) == pytest.approx(losses_of(plain), rel=1e-5)
+    assert (notebook / "report.html").is_file()
+
+
+@pytest.mark.multiprocess
+def test_predict_evaluate_and_convert(
+    runs: Path, reviews: Path, tmp_path: Path, no_launcher: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "plain"
+    first = examples(PAGES[0])[0].replace("MODEL", f"{run}/model").replace("OUT", f"{tmp_path}/out")
+    exec(first.replace("CHECKPOINT", f"{run}/checkpoints/best"), {})
+    printed = capsys.readouterr().out.splitlines()
+    assert re.match(r"\[\{'prediction': '(neg|pos)', 'probabilities': \[0\.\d+, 0\.\d+\]\}, \{", printed[0])
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    rows = pd.read_csv(reviews)
+    known = lines_of(run / "predictions.jsonl")
+    texts = [rows["text"][line["id"]] for line in known]
+    found = toolkit.predict(run / "model", texts, per_device_batch_size=7)
+    assert [line["prediction"] for line in found] == [line["prediction"] for line in known]
+    numbers = toolkit.evaluate(run / "model", texts, [line["label"] for line in known])
+    wanted = lines_of(run / "eval.jsonl")[-1]
+    assert numbers == {name: wanted[name] for name in numbers}
+    assert {"accuracy", "f1_macro", "per_class"} <= set(numbers)
+    with pytest.raises(
+        UserError, match="texts, row 1: label 'good' does not occur in training: the classes are neg, pos"
+    ):
+        toolkit.evaluate(run / "model", texts[:1], ["good"])
