@@ -240,7 +240,8 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[st
         )
 
 
-# Settings that say where and how often, not what is trained: of files and models the content is compared.
+# Settings that say where and how often, not what is trained: of files and models the content is compared, of
+# precisions the one that ran.
 _NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
              "keep_checkpoints ", "logging_steps ", "model_name_or_path ", "train_file ", "validation_file ",
              "test_file ", "mixed_precision ")  # fmt: skip
