@@ -17,7 +17,10 @@ from toolkit.errors import UserError
 from toolkit.launch.network import free_port
 
 PAGES = [ROOT / "docs" / "api.md", ROOT / "docs" / "api.zh.md"]
-MORE = 'dropout=0.0, report_to="none", global_batch_size=12, per_device_batch_size=6, checkpoint_every=3, max_steps=6'
+MORE = (
+    'dropout=0.0, mixed_precision="no", report_to="none", global_batch_size=12, per_device_batch_size=6, '
+    "checkpoint_every=3, max_steps=6"
+)
 
 
 def examples(page: Path) -> list[str]:

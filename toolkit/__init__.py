@@ -28,6 +28,7 @@ _OFFERED = {
     "align_strategy": "training.optimizer",
     "make_scheduler": "training.optimizer",
     "parameter_groups": "training.optimizer",
+    "precision_of": "training.resume",
     "Steps": "training.steps",
 }
 
