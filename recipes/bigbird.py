@@ -10,6 +10,10 @@ file of them may come first. To change the loss, the metrics, the optimizer or t
 docs/your-own-recipe.md.
 """
 
+from toolkit import launch
+
+launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit import config, launch
+from toolkit import config
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import (

@@ -9,6 +9,10 @@
 the model, change this file: docs/your-own-recipe.md.
 """
 
+from toolkit import launch
+
+launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+
 import math
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit import config, launch
+from toolkit import config
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import (

@@ -1,17 +1,22 @@
 """However a script was started: one verified process group, and one clear line when it fails."""
 
-from toolkit.launch.failure import explain_failures, run, stopped_by
+from toolkit.launch import interrupted  # first: Ctrl-C is answered from here on
+
+# isort: split
+from toolkit.launch.failure import explain_failures, run, start, stopped_by
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
 __all__ = [
     "explain_failures",
     "how_launched",
+    "interrupted",
     "make_accelerator",
     "named_machines",
     "run",
     "same_everywhere",
     "say",
+    "start",
     "stopped_by",
     "wait_for_all",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,17 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
 
 def _by_accelerate(env: Mapping[str, str]) -> bool:
     return any(name.startswith("ACCELERATE_") for name in env)
+
+
+def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
+    """What `accelerate launch` was given, where that is what a process's command line says."""
+    names = [Path(word).name for word in line[:4]]
+    start = next((i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")), None)
+    if start is None and "accelerate.commands.launch" in line[:4]:
+        start = line.index("accelerate.commands.launch")
+    if start is None or not any("accelerate" in word for word in line[: start + 1]):
+        return None
+    return line[start + 1 :]
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:

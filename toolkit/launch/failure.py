@@ -16,6 +16,7 @@ from typing import NoReturn
 from toolkit.errors import UserError, line_of
 from toolkit.launch import failure_detector
 from toolkit.launch.environment import Place, place_of
+from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
 from toolkit.launch.rank_rendezvous import tell_of_early_failure
 from toolkit.launch.relaunch import relaunch_if_requested
@@ -25,7 +26,6 @@ from toolkit.launch.restarts import give_up
 SILENCE_SECONDS = 25.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
-INTERRUPTED = 130
 _LOST_CONTACT = (
     "connection closed by peer",
     "connection reset by peer",
@@ -56,13 +56,20 @@ def stopped_by(number: int) -> None:
     _stopped = 128 + number
 
 
+def start(name: str) -> None:
+    """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
+    if name == "__main__":
+        _report(lambda: relaunch_if_requested(sys.argv))
+
+
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
     """Runs a recipe's `main`: honours `--config_file` after the script, reports failures once.
 
     Exit codes: 0 done, 1 failed, 128 + N stopped by signal N. `module` is the package when started by `-m`; without
     `relaunches` the launch options are left to `main`.
     """
-    try:
+
+    def work() -> None:
         span_nodes(os.environ)
         if relaunches:
             sys.argv, options = relaunch_if_requested(sys.argv, module)
@@ -70,6 +77,14 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
                 os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
         main()
         _leave_group()
+
+    _report(work)
+
+
+def _report(work: Callable[[], object]) -> None:
+    """Ends the process with one clear message where `work` fails."""
+    try:
+        work()
     except KeyboardInterrupt:
         leave("interrupted", INTERRUPTED)
     except SystemExit as leaving:
@@ -132,6 +147,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
     """
     with contextlib.suppress(ValueError):  # not of the main thread
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left to finish: the launcher may end it at once
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers pass on what their processes have had already
     detector, place = failure_detector.current, _place()
     if detector is not None:
         failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
@@ -152,7 +168,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
         sys.stdout.flush()
     if speaks and final:
         tell_of_early_failure(place, short)
-    if final:
+    if final or (speaks and code == INTERRUPTED):
         give_up(code)
     os._exit(code)
 

@@ -1,8 +1,8 @@
 """`--config_file X` after the script: honoured by starting again what X asks for.
 
 `accelerate launch script.py --config_file X` hands X to the script and starts one process per
-machine without reading it. Here the first process of each machine replaces itself with
-`accelerate launch --config_file X script.py ...`; its siblings leave.
+machine without reading it. Here the first process of each machine becomes the launcher that
+`accelerate launch --config_file X script.py ...` would have been; its siblings leave.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import secrets
 import socket
 import sys
 import time
@@ -57,7 +58,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
-    """Replaces this process when a config file is given; otherwise returns (arguments, options).
+    """Becomes the launcher when a config file is given; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
@@ -78,7 +79,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
         print(line, file=sys.stderr, flush=True)
-    _replace_process(arguments, requested)
+    _become_launcher(arguments, requested)
     return None
 
 
@@ -205,16 +206,19 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _replace_process(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
+def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
+    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
+        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
+    if requested["nodes"]["count"] == 1:
+        env.setdefault("TOOLKIT_TOKEN", secrets.token_hex(16))  # known to this run's processes alone
     env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
-    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
-        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
-    sys.stdout.flush()
-    sys.stderr.flush()
-    command = [sys.executable, "-m", "toolkit.launch.accelerate_cli", *arguments]
-    os.execve(sys.executable, command, env)
+    os.environ.clear()
+    os.environ.update(env)
+    from toolkit.launch.launcher import launch  # torch and accelerate
+
+    launch(arguments)

@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 
 from toolkit.launch.environment import MARKER
-
-# Names the file in which a run leaves its exit code for our own launcher, where it is not to be started again.
-ENDED_FILE = "TOOLKIT_ENDED_FILE"
+from toolkit.launch.interrupted import ENDED_FILE
 
 
 def attempt() -> int:

@@ -22,7 +22,7 @@ import psutil
 
 from toolkit.compat import require
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, seconds_of, settle
+from toolkit.launch.environment import Place, accelerate_arguments, seconds_of, settle
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
@@ -134,17 +134,13 @@ def requested_processes(place: Place) -> tuple[int, str]:
 def _requested_by(line: list[str]) -> tuple[int, str] | None:
     """What a command line that is an `accelerate launch` was given, by its own reading: it can start one process for a
     file that says many (MULTI_CPU), and says nothing."""
-    names = [Path(word).name for word in line[:4]]
-    start = next((i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")), None)
-    if start is None and "accelerate.commands.launch" in line[:4]:
-        start = line.index("accelerate.commands.launch")
-    if start is None or not any("accelerate" in word for word in line[: start + 1]):
+    if (words := accelerate_arguments(line)) is None:
         return None
     from accelerate.commands.config import config_args
     from accelerate.commands.launch import launch_command_parser
 
     with contextlib.suppress(SystemExit, ValueError, OSError, KeyError):
-        given = launch_command_parser().parse_args(line[start + 1 :])
+        given = launch_command_parser().parse_args(words)
         if given.num_processes is not None:
             return given.num_processes, "accelerate launch --num_processes"
         # without a file `accelerate launch` takes the user's own, silently

@@ -1,7 +1,4 @@
-"""`accelerate launch`, without the launcher's own traceback behind a worker's clear message.
-
-Run as `python -m toolkit.launch.accelerate_cli ARGUMENTS`, ARGUMENTS as of `accelerate launch`.
-"""
+"""Our launcher: `accelerate launch`, without that one's own traceback behind a worker's clear message."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 import torch
@@ -25,30 +24,37 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
+from toolkit.launch.environment import accelerate_arguments
+from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, say_interrupted
 from toolkit.launch.nodes import requested_nodes
-from toolkit.launch.restarts import ENDED_FILE
 
 # How long processes that were told to stop have for their checkpoint.
-_SHUTDOWN_SECONDS = "600"
+_SHUTDOWN_SECONDS = 600
 
 
-def main() -> None:
-    arguments = launch_command_parser().parse_args()
+def launch(given: Sequence[str]) -> NoReturn:
+    """Starts what these arguments of `accelerate launch` ask for, and ends with its exit code."""
+    arguments = launch_command_parser().parse_args(list(given))
     run = require(elastic, "run", "torch")
     elastic.run = lambda given: run(_of_this_node(given))
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # its account of which process it stops next says nothing that the failed process has not said
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_SECONDS)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     if arguments.max_restarts:  # a store that outlives an attempt would tell the next one the addresses of the last
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if hasattr(signal, "SIGUSR1"):  # a scheduler's warning; it would end this process and leave the others
+        signal.signal(signal.SIGUSR1, _pass_on)
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
         os.environ[ENDED_FILE] = str(ended)
         arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
-        _launch(arguments, ended)
+        code = _launch(arguments, ended)
+    _end_typed_launcher(code)
+    sys.exit(code)
 
 
 def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
@@ -69,28 +75,30 @@ def _without_ours(path: Path, folder: Path) -> Path:
     return copy
 
 
-def _launch(arguments: argparse.Namespace, ended: Path) -> None:
-    if hasattr(signal, "SIGUSR1"):  # a scheduler's warning; it would end this process and leave the others
-        signal.signal(signal.SIGUSR1, _pass_on)
+def _launch(arguments: argparse.Namespace, ended: Path) -> int:
+    """The exit code. `ended` is there where the processes said themselves how they ended, and with which code."""
     try:
         launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if nodes := requested_nodes(os.environ):  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
-        _leave(failure.exitcode, f"rank {rank}")
+        return _code_of(failure.exitcode, f"rank {rank}")
     except subprocess.CalledProcessError as error:
-        _leave(error.returncode, "the process")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except SignalException as error:
-        if ended.exists():  # they saved a checkpoint, or failed in a way that will not go away, and said so
-            sys.exit(int(ended.read_text(encoding="ascii")))
-        if error.sigval != signal.SIGINT:  # a process that was interrupted says so itself
-            print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
-        sys.exit(128 + error.sigval)
+        return _code_of(error.returncode, "the process")
+    except (SignalException, KeyboardInterrupt) as error:
+        psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # of one process nobody has waited
+        if ended.exists():
+            return int(ended.read_text(encoding="ascii"))
+        if isinstance(error, KeyboardInterrupt) or error.sigval == signal.SIGINT:
+            say_interrupted()
+            return INTERRUPTED
+        print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        return 128 + int(error.sigval)
     except (ValueError, AssertionError, FileNotFoundError) as error:
-        sys.exit(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
+        print(f"error: accelerate cannot start this: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _pass_on(number: int, _: FrameType | None) -> None:
@@ -99,14 +107,20 @@ def _pass_on(number: int, _: FrameType | None) -> None:
             child.send_signal(number)
 
 
-def _leave(exit_code: int, who: str) -> None:
+def _code_of(exit_code: int, who: str) -> int:
     """A worker that ended by itself has said why; one that was killed could not."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = ": the system ended it, most often for want of memory (`dmesg | tail`)" if exit_code == -9 else ""
         print(f"error: {who} was ended by {name}{hint}", file=sys.stderr)
-    sys.exit(exit_code if exit_code > 0 else 1)
+    return exit_code if exit_code > 0 else 1
 
 
-if __name__ == "__main__":
-    main()
+def _end_typed_launcher(code: int) -> None:
+    """`accelerate launch` ends with a traceback and code 1, whatever its script ended with. Where a signal stopped the
+    run, that one ends it too: a scheduler sees which. (Nothing gives it another code or makes it silent.)"""
+    stopped = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
+    with contextlib.suppress(psutil.Error, OSError):
+        if code - 128 in stopped and accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
+            os.kill(os.getppid(), code - 128)
