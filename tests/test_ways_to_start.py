@@ -5,31 +5,34 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from tests.runs import ROOT, Finished, losses_of, recipe, start
+from tests.runs import ROOT, Finished, environment, losses_of, recipe, start
 
 AFTER = ["accelerate", "launch", "recipes/cls.py"]
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
     # name -> (the words before the settings, processes, distributed type)
-    "accelerate, file before the script": (
-        ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
-    "accelerate, file after the script": ([*AFTER, "--config_file", "accelerate_configs/ddp.yaml"], 2, "MULTI_CPU"),
-    "accelerate, file after, overridden": (
-        [*AFTER, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"], 3, "MULTI_CPU"),
     "python and a file": (
         [sys.executable, "recipes/cls.py", "--config_file", "accelerate_configs/zero3.yaml"], 2, "DEEPSPEED"),
-    "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
     "deepspeed x2, another config": (
         ["deepspeed", "--num_gpus", "2", "recipes/cls.py", "--deepspeed_config", "ds_configs/zero3.json"],
         2, "DEEPSPEED"),
     "torchrun": (["torchrun", "--nproc_per_node", "2", "recipes/cls.py"], 2, "MULTI_CPU"),
+    "accelerate, file before the script": (
+        ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
+}  # fmt: skip
+MORE: dict[str, tuple[list[str], int, str]] = {
+    "accelerate, file after, overridden": (
+        [*AFTER, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"], 3, "MULTI_CPU"),
+    "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
     "torchrun and a file": (
         ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
         2, "DEEPSPEED"),
@@ -60,9 +63,9 @@ def assert_run(finished: Finished, folder: Path, reference: Path, processes: int
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
-    words, processes, kind = COMMANDS[name]
+    words, processes, kind = {**COMMANDS, **MORE}[name]
     finished = start([*words, *settings, "--output_dir", tmp_path / "run"])
     assert_run(finished, tmp_path / "run", reference, processes, kind)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -103,7 +106,7 @@ def _as_srun(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("variables", [_as_mpi, _as_srun])
+@pytest.mark.parametrize("variables", [pytest.param(_as_mpi, marks=pytest.mark.slow), _as_srun])
 def test_schedulers_variables(variables, settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two processes with a scheduler's variables and nothing else find each other."""
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
@@ -126,31 +129,13 @@ def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_machines_on_loopback(settings: list[str], reference: Path, tmp_path: Path) -> None:
-    """The two-machine file, started once per machine, with the address and the ranks given after the script."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    way = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "127.0.0.1"]
-    command = [sys.executable, "recipes/cls.py", *way, "--main_process_port", str(port), *settings]
-    second = subprocess.Popen(
-        [*command, "--output_dir", str(tmp_path / "run")], cwd=ROOT, env={**os.environ, "NODE_RANK": "1"}
-    )
-    finished = start([*command, "--output_dir", str(tmp_path / "run"), "--machine_rank", "0"])
-    assert second.wait(timeout=60) == 0
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
-
-
-@pytest.mark.multiprocess
-def test_port_taken(settings: list[str], reference: Path, tmp_path: Path) -> None:
+def test_the_file_after_the_script_and_a_port_that_another_job_holds(
+    settings: list[str], reference: Path, tmp_path: Path
+) -> None:
     """Two jobs on one machine: the second finds a port of its own."""
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", port]
-        finished = recipe(*way, *settings, "--output_dir", tmp_path / "run")
+    with socket.create_server(("", 0)) as taken:
+        way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", str(taken.getsockname()[1])]
+        finished = start([*AFTER, *settings, "--output_dir", tmp_path / "run", *way])
     assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
 
 
@@ -163,17 +148,51 @@ use_cpu: true
 
 
 @pytest.mark.multiprocess
-def test_a_launcher_that_starts_too_few_is_caught(settings: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_launcher_that_starts_too_few_is_caught(after: bool, settings: list[str], tmp_path: Path) -> None:
     """`accelerate launch` starts one process for this file and says nothing; after the script it starts two."""
-    config = tmp_path / "cpu.yaml"
+    config, output = tmp_path / "cpu.yaml", tmp_path / "run"
     config.write_text(MULTI_CPU)
-    output = tmp_path / "run"
-    before = start(
-        ["accelerate", "launch", "--config_file", config, "recipes/cls.py", *settings, "--output_dir", output]
+    way = ["--config_file", config]
+    words = ["accelerate", "launch", *([] if after else way), "recipes/cls.py", *(way if after else [])]
+    done = start([*words, *settings, "--output_dir", output])
+    if after:
+        assert done.code == 0, done.err[-3000:]
+        assert json.loads((output / "config.json").read_text())["world"]["num_processes"] == 2
+    else:
+        assert done.code != 0
+        assert "asks for 2 processes, and 1 joined" in done.error_lines[0]
+        assert not output.exists()
+
+
+# --- how a start ends
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"),
+    [([], 1.0), (["--config_file", "accelerate_configs/ddp.yaml"], 1.0),
+     (["--config_file", "accelerate_configs/ddp.yaml"], 4.0)],
+    ids=["one process", "the launcher starts", "its processes start"],
+)  # fmt: skip
+def test_ctrl_c_while_libraries_are_imported_is_one_line(words: list[str], seconds: float, tmp_path: Path) -> None:
+    """To all processes of a terminal; the time is that of a quick machine, and on a slow one it must hold as well."""
+    command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *words]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert before.code != 0
-    assert "asks for 2 processes, and 1 joined" in before.error_lines[0]
-    assert not output.exists()
-    after = recipe("--config_file", config, *settings, "--output_dir", output)
-    assert after.code == 0, after.err[-3000:]
-    assert json.loads((output / "config.json").read_text())["world"]["num_processes"] == 2
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, error
+    (line,) = error.splitlines()
+    assert line.split("] ")[-1] == "interrupted"
+
+
+def test_a_run_that_a_signal_stopped_ends_the_launcher_that_was_typed_by_it(tmp_path: Path) -> None:
+    """accelerate's own would end with a traceback, and code 1 for every other."""
+    script = tmp_path / "stopped.py"
+    script.write_text("from toolkit import launch\nlaunch.start(__name__)\nlaunch.run(lambda: launch.stopped_by(15))\n")
+    way = ["--config_file", "accelerate_configs/single.yaml"]
+    done = start(["accelerate", "launch", script, *way], env={"PYTHONPATH": str(ROOT)})
+    assert done.code == -signal.SIGTERM
+    assert "Traceback" not in done.err

@@ -45,7 +45,7 @@ def test_the_interface_that_is_chosen_and_why() -> None:
     assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
     first = network.check_interfaces(replace(TWO, addresses=("10.0.0.1",)), FOUND)[1]
     assert first.text == "eth0 (10.0.0.1), by the address that was named for this machine"
-    assert network.check_interfaces(None, FOUND)[1].text == "there is no way out of this machine: one machine only"
+    assert network.check_interfaces(None, FOUND)[1].text == "this machine has no default route: it can only run alone"
 
 
 @pytest.mark.parametrize(("addresses", "found", "level", "words"), [

@@ -90,7 +90,7 @@ def test_one_of_three_never_comes(machines: Machines) -> None:
         (fault,) = [finding for finding in machines.findings(rank) if finding.level == "fail"]
         assert fault.text.startswith("machine 1 (127.0.0.3) did not come within 4 s. host0 says: ")
         assert "host2 says: " in fault.text
-        assert fault.remedy.startswith("on it type: type 1; start the other machine's side too")
+        assert fault.remedy.startswith("on it type: type 1; start the other machine too")
         assert machines.clusters[rank].not_reduced == "not every machine is there"
 
 

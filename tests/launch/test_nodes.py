@@ -15,7 +15,7 @@ import yaml
 
 from tests.conftest import REPOSITORY
 from toolkit.errors import UserError
-from toolkit.launch.network import is_own
+from toolkit.launch.network import address_to_listen, is_own
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT, Nodes, find_nodes
 
 FIRST, SECOND, THIRD, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.0.0.3", "10.9.9.9"
@@ -118,7 +118,7 @@ def test_of_three_machines_with_one_address_the_others_do_not_guess(find: Find) 
 
 
 def test_a_first_machine_whose_name_nobody_knows_proves_nothing(find: Find) -> None:
-    assert "no machine is known here by the name gpu1" in refused(find, {"main_process_ip": "gpu1"}, own=[SECOND])
+    assert "the name gpu1 cannot be resolved here" in refused(find, {"main_process_ip": "gpu1"}, own=[SECOND])
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,19 @@ def test_garbage_in_a_number_names_where_it_stands(find: Find, name: str, garbag
 def test_own_names_and_addresses(monkeypatch: pytest.MonkeyPatch, name: str, own: bool) -> None:
     pretend_network(monkeypatch, [FIRST], {"gpu1": [FIRST], "gpu2": [SECOND], "me": ["127.0.1.1"]})
     assert is_own(name) is own
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "listens"),
+    [(FIRST, False, FIRST), ("gpu1", False, FIRST), ("127.0.0.1", True, "127.0.0.1"),
+     ("me", True, "127.0.1.1"), ("me", False, ""),  # Debian's own name: the others do not call it by that
+     (SECOND, False, ""), ("nobody", False, "")],
+)  # fmt: skip
+def test_where_those_that_call_a_name_are_answered(
+    monkeypatch: pytest.MonkeyPatch, name: str, local: bool, listens: str
+) -> None:
+    pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
+    assert address_to_listen(name, local) == listens
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "accelerate_configs").glob("2node*.yaml")), ids=lambda p: p.name)

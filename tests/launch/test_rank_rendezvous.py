@@ -9,14 +9,16 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.launch.ranks import HERE, codes, errors, group
 from toolkit.errors import UserError
 from toolkit.launch import rank_rendezvous
+from toolkit.launch.channel import Listener, TokenError, dial
 from toolkit.launch.environment import Place
 from toolkit.launch.failure_detector import Peer
-from toolkit.launch.network import free_port
+from toolkit.launch.network import free_port, listen
 
 
 @pytest.mark.multiprocess
@@ -111,6 +113,61 @@ def test_another_version_of_a_library_is_said_on_both_sides_with_its_remedy() ->
         assert "pip install torch==" in line
         assert "git pull" in line
         assert "nothing was read or trained" in line
+
+
+EARLY = """
+from toolkit.errors import UserError
+find, calls = rank_rendezvous.find_ranks, []
+def fails_at_first(*given):
+    calls.append(given)
+    if len(calls) == 1:
+        raise UserError("unknown setting --trainfile")
+    find(*given)
+rank_rendezvous.find_ranks = fails_at_first
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_fails_on_one_machine_before_the_rendezvous_is_said_on_the_other_too(rank: int) -> None:
+    with group("", "", hosts=["A", "B"], before={rank: EARLY}) as started:
+        ended = started.end()
+    assert codes(ended) == [1, 1]
+    assert ended[rank].error_lines == [f"[rank {rank} on {'AB'[rank]}] error: unknown setting --trainfile"]
+    (line,) = ended[1 - rank].error_lines
+    assert f"rank {rank} on {'AB'[rank]} failed: unknown setting --trainfile" in line
+
+
+@pytest.mark.multiprocess
+def test_who_has_another_token_stays_out_and_is_told_so() -> None:
+    tokens = [{"TOOLKIT_TOKEN": "word of A"}, {"TOOLKIT_TOKEN": "word of B"}]
+    with group("", "", hosts=["A", "B"], env=tokens, seconds=3) as started:
+        first, second = started.end()
+    assert "TOOLKIT_TOKEN is not the same on both" in second.error_lines[0]
+    assert f"sent away: {HERE} ({HERE} does not know the token" in first.error_lines[0]
+    assert "word of" not in first.err + second.err
+
+
+def test_the_key_is_of_the_token_which_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can be read at torch's port, where rank 0 is and a nonce, is not enough."""
+    monkeypatch.setenv("TOOLKIT_TOKEN", "a secret")
+    with Listener(listen(port := free_port(), HERE), rank_rendezvous._key("nonce")):
+        dial(HERE, port, rank_rendezvous._key("nonce")).close()
+        for wrong in (rank_rendezvous._key("another"), "a secret", "nonce", " nonce"):
+            with pytest.raises(TokenError):
+                dial(HERE, port, wrong)
+
+
+@pytest.mark.multiprocess
+def test_rank_0_listens_on_the_address_that_was_named_alone() -> None:
+    with group("", "", before={1: "wait_for_line()"}) as started:
+        rank_0, deadline, ours = psutil.Process(started.ranks[0].pid), time.monotonic() + 30, set()
+        while not ours and time.monotonic() < deadline:
+            found = [one for one in rank_0.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            ours = {one.laddr.ip for one in found if one.laddr.port != started.port}  # that one is torch's store
+        started.tell(1)
+        assert codes(started.end()) == [0, 0]
+    assert ours == {HERE}
 
 
 @pytest.mark.multiprocess

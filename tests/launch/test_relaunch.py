@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.conftest import REPOSITORY
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.errors import UserError
-from toolkit.launch import accelerate_cli, relaunch
+from toolkit.launch import launcher
 from toolkit.launch.environment import MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.nodes import RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
@@ -165,7 +166,7 @@ def test_plan_of_two_machines(path: Path) -> None:
 
 def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
     given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
-    found = accelerate_cli._of_this_node(given)
+    found = launcher._of_this_node(given)
     assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", True)
     assert found.nproc_per_node == "8"
 
@@ -265,87 +266,88 @@ def test_the_users_number_of_threads_stays(env: dict[str, str], kept: bool) -> N
     assert ("OMP_NUM_THREADS" in clean_environment(env)) is kept
 
 
-# --- the process is replaced
+# --- the process becomes the launcher
 
 
 @pytest.fixture
-def replaced(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[Any]:
-    """What the process would have replaced itself with."""
-    calls: list[Any] = []
-    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[list[str], dict[str, str]]]:
+    """(arguments, environment) of what the process would have launched."""
+    calls: list[tuple[list[str], dict[str, str]]] = []
+    for name in ("NODE_RANK", "SLURM_NODEID", "TOOLKIT_TOKEN", *(variable for variable, _ in TIMEOUTS.values())):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(relaunch.os, "execve", lambda *call: calls.append(call))
+    monkeypatch.setattr(launcher, "launch", lambda given: calls.append((list(given), dict(os.environ))))
     return calls
 
 
-def test_without_launch_options_nothing_is_replaced(replaced: list[Any]) -> None:
+def test_without_launch_options_nothing_is_launched(launched: list[Any]) -> None:
     arguments, options = relaunch_if_requested([SCRIPT, "--seed", "3", "--deepspeed_config", "z.json"])
     assert (arguments, options.deepspeed_config) == ([SCRIPT, "--seed", "3"], "z.json")
-    assert replaced == []
+    assert launched == []
 
 
-def test_a_config_replaces_the_process_with_the_launcher(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_makes_the_process_the_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     relaunch_if_requested([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
-    ((_, command, env),) = replaced
-    assert command[1:3] == ["-m", "toolkit.launch.accelerate_cli"]
+    ((command, env),) = launched
     assert command[-3:] == [SCRIPT, "--seed", "3"]
     assert json.loads(env[MARKER])["num_processes"] == 2
     assert "ACCELERATE_MIXED_PRECISION" not in env
     assert env["OMP_NUM_THREADS"]
+    assert len(env["TOOLKIT_TOKEN"]) == 32  # a secret of this run's processes
 
 
-def test_a_file_for_the_cpu_is_handed_on_whole(replaced: list[Any], config_file: Callable[..., Path]) -> None:
+def test_a_file_for_the_cpu_is_handed_on_whole(launched: list[Any], config_file: Callable[..., Path]) -> None:
     path = config_file(distributed_type="MULTI_CPU", num_processes=2, use_cpu=True)
     relaunch_if_requested([SCRIPT, "--config_file", str(path)])
-    ((_, _, env),) = replaced
+    ((_, env),) = launched
     assert env["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_only_the_first_process_of_a_machine_starts_again(replaced: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_of_a_machine_starts_again(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as left:
         relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
     assert left.value.code == 0
-    assert replaced == []
+    assert launched == []
 
 
 def test_the_first_process_of_another_machine_starts_there(
-    replaced: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in (TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)
     options = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "h", "--num_processes", "4"]
     relaunch_if_requested([SCRIPT, *options])
-    ((_, _, env),) = replaced
+    ((_, env),) = launched
     requested = json.loads(env[MARKER])
     assert (requested["nodes"]["rank"], requested["num_processes"]) == (1, 4)
     assert "this is machine 1" in capfd.readouterr().err
+    assert "TOOLKIT_TOKEN" not in env  # the other machine would have another
 
 
 @pytest.mark.parametrize("argument", ["--num_processes=2", "--machines=a,b", "--max_restarts=1", "--machine_rank=0"])
-def test_launch_options_without_a_config(replaced: list[Any], argument: str) -> None:
+def test_launch_options_without_a_config(launched: list[Any], argument: str) -> None:
     with pytest.raises(UserError, match=rf"{argument.partition('=')[0]} .* add --config_file"):
         relaunch_if_requested([SCRIPT, argument])
-    assert replaced == []
+    assert launched == []
 
 
 @pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800)])
 def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
-    replaced: list[Any], option: str, usual: int
+    launched: list[Any], option: str, usual: int
 ) -> None:
     assert seconds_of(option) == usual
     assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
     assert seconds_of(option) == 77
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
-    ((_, command, env),) = replaced
+    ((command, env),) = launched
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
 
 
 @pytest.mark.parametrize("name", TIMEOUTS)
 @pytest.mark.parametrize("seconds", ["0", "x"])
-def test_a_time_that_cannot_be_names_its_option(replaced: list[Any], name: str, seconds: str) -> None:
+def test_a_time_that_cannot_be_names_its_option(launched: list[Any], name: str, seconds: str) -> None:
     with pytest.raises(UserError, match=rf"{name}.*{seconds}"):
         relaunch_if_requested([SCRIPT, f"--{name}={seconds}"])
 
@@ -358,7 +360,7 @@ def test_accelerate_reads_the_file_without_the_list_of_machines(
     path = config_file(**values, **({"machines": [FIRST, SECOND]} if listed else {}))
     before = path.read_text()
     (tmp_path / "copies").mkdir()
-    handed = accelerate_cli._without_ours(path, tmp_path / "copies")
+    handed = launcher._without_ours(path, tmp_path / "copies")
     assert yaml.safe_load(handed.read_text()) == values
     assert path.read_text() == before
     assert (handed == path) is not listed

@@ -6,8 +6,8 @@ import functools
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, NoReturn, TextIO
 
@@ -105,20 +105,16 @@ def _checks(asked: Job, seen: dict[str, Any]) -> dict[str, Callable[[], list[Fin
 
 def run_checks(checks: Mapping[str, Callable[[], list[Finding]]], seconds: float = _CHECKS_SECONDS) -> list[Finding]:
     """Runs all side by side; one that breaks or does not end is a note, and stops nothing."""
-    found: dict[str, list[Finding]] = {}
 
-    def look(area: str) -> None:
+    def look(area: str) -> list[Finding]:
         def broken(why: str) -> list[Finding]:
             return [Finding(area, area, "note", f"could not be looked at: {why}")]
 
-        found[area] = torch_checks.in_time(seconds, checks[area], broken)
+        found: list[Finding] = torch_checks.in_time(seconds, checks[area], broken)
+        return found
 
-    threads = [threading.Thread(target=look, args=(area,), daemon=True) for area in checks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [finding for area in checks for finding in found[area]]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for found in pool.map(look, checks) for finding in found]
 
 
 # --- several machines

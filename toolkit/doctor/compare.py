@@ -100,7 +100,7 @@ def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: 
     parts = [dict(entry.get("files") or {}) for entry in there.values()]
     differ = [file for file in _all_names(parts) if len({str(held.get(file)) for held in parts}) > 1]
     which = f" (in {listing(differ, 3)})" if len(_all_names(parts)) > 1 and differ else ""
-    text = plain(f"--{name} has not the same content: {unlike}{which}")
+    text = plain(f"--{name} does not have the same content: {unlike}{which}")
     if not there:
         return Finding("machines", name, "fail", text, "bring it to all machines")
     host, entry = next(iter(there.items()))
@@ -149,7 +149,7 @@ def _check_clocks(nodes: Sequence[Node]) -> list[Finding]:
     offsets = {node.host: node.clock_offset_seconds for node in nodes if node.clock_offset_seconds is not None}
     wrong = [f"{host} by {offset:+.1f} s" for host, offset in offsets.items() if abs(offset) > _CLOCK_SECONDS]
     if wrong:
-        text = f"clocks are apart: {', '.join(wrong)}, against {nodes[0].host}"
+        text = f"clocks differ from {nodes[0].host}'s: {', '.join(wrong)}"
         mend = "sudo timedatectl set-ntp true  (or sudo chronyc makestep)"
         return [Finding("machines", "clocks", "warn", text, mend)]
     if len(offsets) < 2:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 Level = Literal["ok", "note", "warn", "fail"]
 _MARKS: dict[Level, str] = {"ok": "ok", "note": "--", "warn": "!!", "fail": "FAIL"}
 _ORDER = ("files", "versions", "devices", "host", "builds", "shell", "network", "machines", "links", "all-reduce")
-_MOST_CHARACTERS, _MOST_ENTRIES = 1000, 300
+_MOST_CHARACTERS = 1000
 # What a peer sends is shown on this machine's terminal: no escape sequences, no lines of its own.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
@@ -37,19 +37,6 @@ def plain(text: object, most: int = _MOST_CHARACTERS) -> str:
     """Text that may have come from a peer or a program, fit for a terminal."""
     printable = str(text).encode(errors="replace").decode()  # half a surrogate pair cannot be written anywhere
     return _UNPRINTABLE.sub(" ", printable)[:most].strip()
-
-
-def clean(value: object) -> Any:
-    """JSON that a peer sent, its texts printable, its texts, lists and numbers bounded."""
-    if isinstance(value, str):
-        return plain(value)
-    if isinstance(value, Mapping):
-        return {plain(name, 200): clean(held) for name, held in itertools.islice(value.items(), _MOST_ENTRIES)}
-    if isinstance(value, list):
-        return [clean(held) for held in value[:_MOST_ENTRIES]]
-    if isinstance(value, int | float):
-        return value if abs(value) < 1 << 60 else 0  # NaN is not less
-    return None
 
 
 def read_text(path: str | Path) -> str:

@@ -52,10 +52,10 @@ def check_builds(env: Mapping[str, str]) -> list[Finding]:
     for lock in locks:
         name, minutes = lock.parent.name, (time.time() - lock.stat().st_mtime) / 60
         if str(lock) in held:
-            found.append(Finding("builds", name, "note", f"{name} is being built, since {minutes:.0f} min"))
+            found.append(Finding("builds", name, "note", f"{name} is being built (for {minutes:.0f} min now)"))
             continue
-        text = f"a lock is left of a build of {name} that was killed {minutes:.0f} min ago (or goes on at another "
-        text += f"machine that shares this folder): every run that needs {name} waits for ever"
+        text = f"a build of {name} that was killed left a lock {minutes:.0f} min ago (or another machine that shares "
+        text += f"this folder is building it): every run that needs {name} waits forever"
         found.append(Finding("builds", name, "fail", text, f"rm {shlex.quote(str(lock))}"))
     return found or [Finding("builds", "cache", "ok", f"{folder}: no lock is left")]
 

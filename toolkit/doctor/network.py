@@ -76,7 +76,10 @@ def check_interfaces(machines: Nodes | None, found: Sequence[Interface]) -> list
     if chosen is not None:
         return [*lines, Finding("network", "chosen", "ok", f"{chosen.name} ({chosen.address}), by {why}")]
     if not others:
-        return [*lines, Finding("network", "chosen", "note", "there is no way out of this machine: one machine only")]
+        return [
+            *lines,
+            Finding("network", "chosen", "note", "this machine has no default route: it can only run alone"),
+        ]
     remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
     return [*lines, Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy)]
 
@@ -97,7 +100,7 @@ def check_addresses(machines: Nodes, found: Sequence[Interface]) -> list[Finding
     if machines.rank < len(machines.addresses):
         lines += _check_own_address(machines.addresses[machines.rank], other_addresses(machines), found)
     for name in filter(is_this_machine, other_addresses(machines)):
-        text = f"{name} means this machine itself: no other one can be there"
+        text = f"{name} means this machine itself, so no other one can be there"
         remedy = "give the address by which the others reach it (`hostname -I` there)"
         lines.append(Finding("machines", name, "fail", text, remedy))
     return lines
@@ -118,7 +121,7 @@ def _check_own_address(name: str, others: Sequence[str], found: Sequence[Interfa
         return []
     if not here:
         own = ", ".join(one.address for one in found if not is_loopback(one.address)) or "none"
-        text = f"{name} is not an address of this machine ({own}), which is said to be the one"
+        text = f"{name} was named for this machine, which does not have it ({own})"
         remedy = "give its own address (`hostname -I`), or another --machine_rank"
     elif not here[0].up:
         text = f"{name} is an address of this machine, and its interface {here[0].name} is down"

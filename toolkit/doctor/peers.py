@@ -11,15 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from toolkit.doctor import torch_checks
 from toolkit.doctor.compare import Node
-from toolkit.doctor.finding import Finding, Level, clean, plain
+from toolkit.doctor.finding import Finding, Level, plain
 from toolkit.doctor.network import own_host
 from toolkit.launch import network
-from toolkit.launch.channel import ChannelError, Listener, UnreachableError, dial, remedy
+from toolkit.launch.channel import ChannelError, Listener, TokenError, UnreachableError, dial, remedy
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.rendezvous import Rendezvous, call_peer, coordinate, join
 
@@ -135,21 +136,21 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
     addresses = {rank: str(hello.get("address") or machines.first) for rank, hello in rendezvous.hellos.items()}
     links = _call_all(machines, token, {**addresses, **dict(enumerate(machines.addresses))}, listener)
     told = {"node": asdict(own), "links": {str(other): asdict(link) for other, link in links.items()}}
-    heard = clean(rendezvous.exchange(told, _EXCHANGE_SECONDS)) or {machines.rank: told}
+    heard = rendezvous.exchange(told, _EXCHANGE_SECONDS) or {machines.rank: told}
     if listener is not None:
         listener.close()  # the all-reduce needs the port
     found = Cluster()
     names = [said["node"]["host"] for said in heard.values()]
     for rank, said in sorted((int(rank), said) for rank, said in heard.items()):
-        found.links |= {(rank, int(other)): Link(**link) for other, link in said["links"].items()}
-        node = Node(**{**said["node"], "rank": rank})
+        found.links |= {(rank, int(other)): Link(**_plain(link)) for other, link in said["links"].items()}
+        node = Node(**{**_plain(said["node"]), "rank": rank})
         host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
         found.nodes.append(node := replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
         found.told += [_told(one, node.host) for one in node.findings if rank != machines.rank]
     found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found)) for node in found.nodes]
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
-        heard = clean(rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS))
+        heard = rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS)
         found.reduced = {int(rank): dict(said["reduced"]) for rank, said in heard.items()}
     return found
 
@@ -158,6 +159,10 @@ def _told(sent: Mapping[str, Any], host: str) -> Finding:
     """Another machine's finding; it may have sent anything."""
     found = Finding(**{name: plain(value) for name, value in sent.items()})  # type: ignore[arg-type]
     return replace(found, host=host, level=found.level if found.level in get_args(Level) else "note")
+
+
+def _plain(sent: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plain(value) if isinstance(value, str) else value for name, value in sent.items()}
 
 
 # --- a call each way between every two
@@ -175,22 +180,18 @@ def _call_all(machines: Nodes, token: str, addresses: Mapping[int, str], listene
     """Calls every other machine, all at once; whose address is not known has to call itself."""
     mend = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
     mend += f"{machines.port} proto tcp); --machines A,B tells more"
-    absent = Link(False, "absent", "it has not called, and its address is not known here", mend)
-    found = {rank: absent for rank in range(machines.count) if rank != machines.rank}
+    found = [rank for rank in range(machines.count) if rank != machines.rank]
 
-    def call(rank: int) -> None:
+    def call(rank: int) -> Link:
+        if rank not in addresses:
+            return Link(False, "absent", "it has not called, and its address is not known here", mend)
         refused = listener.refused if listener else {}
         why = next((refused[known] for known in network.addresses_of(addresses[rank]) if known in refused), "")
-        found[rank] = _call(rank, addresses[rank], machines.port, token)
-        if not found[rank].ok and "token" in why:
-            found[rank] = _trouble(ChannelError(why))
+        link = _call(rank, addresses[rank], machines.port, token)
+        return _trouble(TokenError(why)) if not link.ok and "token" in why else link
 
-    threads = [threading.Thread(target=call, args=(rank,)) for rank in found if rank in addresses]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(found)) as pool:
+        return dict(zip(found, pool.map(call, found), strict=True))
 
 
 def _call(rank: int, address: str, port: int, token: str) -> Link:
@@ -198,7 +199,7 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
         with dial(address, port, token, _DIAL_SECONDS) as channel:
             clock, began = time.time(), time.perf_counter()
             channel.send({"call": True}, _DIAL_SECONDS)
-            said = clean(channel.receive(_DIAL_SECONDS))
+            said = channel.receive(_DIAL_SECONDS)
             trip = time.perf_counter() - began
             if said.get("number") == rank:
                 return Link(True, "", "", "", trip * 1000, float(said["time"]) - clock - trip / 2)
@@ -216,7 +217,7 @@ def _trouble(error: ChannelError) -> Link:
         return Link(False, error.kind, text, "`hostname -I` on that machine shows its address; is it on?")
     if isinstance(error, UnreachableError):
         return Link(False, error.kind, error.detail, remedy(error))
-    if "token" in str(error):
+    if isinstance(error, TokenError):
         return Link(False, "token", str(error), "give the same --token on all machines")
     mend = "another program's port there? Or its address is not the one named for it"
     return Link(False, "stranger", str(error), mend)

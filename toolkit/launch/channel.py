@@ -41,6 +41,10 @@ class ClosedError(ChannelError):
     """The peer's end was closed, by its program or by the death of it: its machine is there."""
 
 
+class TokenError(ChannelError):
+    """The peer does not know the token."""
+
+
 class UnreachableError(ChannelError):
     """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
 
@@ -127,7 +131,7 @@ class Channel:
             raise ChannelError(f"{self.peer} said nothing in time") from error
         except AuthenticationError as error:
             text = "does not know the token that was given here: pass the same to both"
-            raise ChannelError(f"{self.peer} {text}") from error
+            raise TokenError(f"{self.peer} {text}") from error
         except (OSError, AssertionError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise ChannelError(f"{self.peer} is gone: {error.strerror}") from error
@@ -269,30 +273,32 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
 
 def _unreachable(address: str, port: int, error: OSError, seconds: float) -> UnreachableError:
     if isinstance(error, socket.gaierror):
-        return UnreachableError(address, port, "name", "no machine is known here by this name")
+        return UnreachableError(address, port, "name", "this name cannot be resolved here")
     if isinstance(error, ConnectionRefusedError):
-        return UnreachableError(address, port, "refused", "the machine answers and nothing listens on this port")
+        return UnreachableError(address, port, "refused", "the machine answers, but nothing listens on this port")
     if isinstance(error, TimeoutError):
         return UnreachableError(address, port, "silent", f"no answer in {seconds:.0f} s")
     if isinstance(error, PermissionError):
-        return UnreachableError(address, port, "local", f"a rule of this machine forbids it ({error.strerror})")
-    return UnreachableError(address, port, "no_route", f"there is no way to it from here ({error.strerror or error})")
+        return UnreachableError(
+            address, port, "local", f"a firewall rule of this machine forbids it ({error.strerror})"
+        )
+    return UnreachableError(address, port, "no_route", f"there is no route to it from here ({error.strerror or error})")
 
 
 def remedy(fault: UnreachableError) -> str:
     """What to look at and to type for it."""
     address, port = fault.address, fault.port
     if fault.kind == "name":
-        return f"give the address in numbers (`hostname -I` on that machine), or add `{address}` to /etc/hosts"
+        return f"give its IP address (`hostname -I` on that machine), or add `{address}` to /etc/hosts"
     if fault.kind == "refused":
-        return "start the other machine's side too; or another address is meant (`hostname -I` there)"
+        return "start the other machine too; or is another address of it meant (`hostname -I` there)?"
     if fault.kind == "silent":
         return (
-            f"is that machine on, and is it its address (`hostname -I` there)? If so a firewall drops the packets: on "
-            f"{address}, `sudo ufw allow from {address_towards(address) or 'THIS_MACHINE'}` (or the security group of "
-            f"your cloud: all TCP ports between the machines, {port} among them)"
+            f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the packets: "
+            f"on {address}, `sudo ufw allow from {address_towards(address) or 'THIS_MACHINE'}` (or the security group "
+            f"of your cloud: all TCP ports between the machines, {port} among them)"
         )
     if fault.kind == "local":
         return "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule"
-    way = f"`ip route get {shlex.quote(address)}` shows the way"
-    return f"{way}; is the interface up (`ip -br address`), the address right?"
+    way = f"`ip route get {shlex.quote(address)}` shows the route"
+    return f"{way}; is the interface up (`ip -br address`), and the address right?"

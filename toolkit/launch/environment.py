@@ -180,5 +180,5 @@ def seconds_of(name: str) -> int:
     variable, default = TIMEOUTS[name]
     seconds = whole(variable, os.environ.get(variable) or default)
     if seconds < 1:
-        raise UserError(f"{variable} is {seconds}: it is a number of seconds, at least 1")
+        raise UserError(f"{variable} is {seconds}: give a number of seconds, 1 or more")
     return seconds

@@ -164,7 +164,7 @@ class FailureDetector:
         """One line."""
         culprit = self.peers[failure.rank]
         who = f"rank {failure.rank} on {culprit.host}"
-        again = "; the same command goes on from the newest checkpoint, where it takes any (--checkpoint_every)"
+        again = "; the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
         if failure.kind == "interrupted":
             return "interrupted"
         if failure.kind == "failed":

@@ -111,7 +111,7 @@ def _code_of(exit_code: int, who: str) -> int:
     """A worker that ended by itself has said why; one that was killed could not."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        hint = ": the system ended it, most often for want of memory (`dmesg | tail`)" if exit_code == -9 else ""
+        hint = ": probably by the system, for lack of memory (`dmesg | tail`)" if exit_code == -9 else ""
         print(f"error: {who} was ended by {name}{hint}", file=sys.stderr)
     return exit_code if exit_code > 0 else 1
 

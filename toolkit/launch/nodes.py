@@ -81,9 +81,9 @@ def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path:
     port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
     rank, how = _rank(given.get("machine_rank"), config, listed or [first], count, path, env)
     if rank is None or not 0 <= rank < count:
-        said = "does not know which it is" if rank is None else f"is said to be number {rank} ({how})"
+        said = "does not know which it is" if rank is None else f"was given number {rank} ({how})"
         raise UserError(
-            f"{path} is for {count} machines and this one {said}: pass --machine_rank 0 on the first and up to "
+            f"{path} is for {count} machines, and this one {said}: pass --machine_rank 0 on the first and up to "
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
         )
     return Nodes(count, rank, how, (first, *listed[1:]), port)
@@ -154,7 +154,7 @@ def _rank(
     if count == 2 and len(listed) == 1:
         if not addresses_of(listed[0]):
             raise UserError(
-                f"no machine is known here by the name {listed[0]}: give the first machine's address in numbers "
+                f"the name {listed[0]} cannot be resolved here: give the first machine's IP address "
                 "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
             )
         return 1, f"{listed[0]} is not an address of this machine"

@@ -13,6 +13,7 @@ import secrets
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from toolkit.launch.channel import (
     ClosedError,
     Listener,
     Message,
+    TokenError,
     UnreachableError,
     connect,
     remedy,
@@ -35,7 +37,7 @@ from toolkit.launch.channel import (
 )
 from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
-from toolkit.launch.nodes import requested_nodes
+from toolkit.launch.nodes import Nodes, requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join
 
 if TYPE_CHECKING:
@@ -85,8 +87,8 @@ def _check_master(place: Place) -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise UserError(
-            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, and {' and '.join(missing)} is not "
-            "set: set the address of rank 0's machine and a port that is free there, the same for all"
+            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, but {' and '.join(missing)} is not "
+            "set: give the address of rank 0's machine and a port that is free there, the same to all"
         )
     if not os.environ["MASTER_PORT"].isdigit():
         raise UserError(f"MASTER_PORT is {os.environ['MASTER_PORT']!r}, not a TCP port")
@@ -97,15 +99,14 @@ def _check_master(place: Place) -> None:
 
 def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     """The store torch's own rendezvous will find: several of one process share a server."""
-    from torch.distributed import DistNetworkError, PrefixStore, TCPStore
+    from torch.distributed import DistNetworkError
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
         _await_server(address, port, place, deadline, seconds)
-    timeout = timedelta(seconds=max(10.0, deadline - time.monotonic()))
     try:
-        store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+        return _store_at(address, port, max(10.0, deadline - time.monotonic()), serves)
     except DistNetworkError as error:
         if not serves or not (holder := network.holder_of(port)):
             raise
@@ -114,8 +115,14 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
             "over, or choose another port: --main_process_port (accelerate, or behind the script, on every machine), "
             "--master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
-    _kept.append(store)
-    return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _store_at(address: str, port: int, seconds: float, serves: bool = False) -> Store:
+    from torch.distributed import PrefixStore, TCPStore
+
+    wait = timedelta(seconds=seconds)
+    _kept.append(TCPStore(address, port, None, serves, wait, wait_for_workers=False, multi_tenant=True))
+    return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _kept[-1])
 
 
 def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
@@ -156,6 +163,7 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
     nodes, one_node = requested_nodes(os.environ), place.local_world_size == place.world_size
     server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
     known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size}
+    elsewhere: list[str] = []
 
     def compare(hellos: Sequence[Message]) -> str:
         if failure:  # for all to hear
@@ -170,15 +178,36 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
         if waited > _MENTION_SECONDS and not mentioned and not failure:
             mentioned = True
             print(f"waiting for {_ranks(absent)}: start the same there", file=sys.stderr, flush=True)
-        return ""
+        return elsewhere[0] if elsewhere and not failure else ""
 
     with Listener(server, _key(nonce), nodes.allowed() if nodes else ()) as listener:
         store.set("coordinator", json.dumps(known))
+        if nodes and not one_node:
+            _find_other_coordinator(nodes, nonce, hello, listener, elsewhere)
         left = deadline - time.monotonic()
         found = coordinate(listener, hello, place.world_size, left, compare, missing, waiting)
         if found.fault:
             store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
     return found
+
+
+def _find_other_coordinator(nodes: Nodes, nonce: str, hello: Message, listener: Listener, verdicts: list[str]) -> None:
+    """Another machine that was named and has a store of its own takes itself for the first one, too: both hear it."""
+
+    def call() -> None:
+        others = [address for address in nodes.addresses if not network.is_own(address)]
+        while not listener.closed and others:
+            for address in others:
+                with contextlib.suppress(ChannelError, RuntimeError, LookupError, TypeError, ValueError):
+                    connect(address, nodes.port, 2.0).close()
+                    known = json.loads(_store_at(address, nodes.port, 5.0).get("coordinator"))
+                    if known["nonce"] == nonce:  # this one itself, by an address that is translated on the way
+                        return
+                    with join(address, known["port"], _key(known["nonce"]), hello, 5.0) as found:
+                        verdicts.append(found.fault)
+            time.sleep(1.0)
+
+    threading.Thread(target=call, daemon=True, name="rendezvous").start()
 
 
 def _key(nonce: str) -> str:
@@ -230,7 +259,7 @@ def _missing(
     first, nodes = os.environ["MASTER_ADDR"], requested_nodes(os.environ)
     fault = (
         f"{_ranks(absent)} of {place.world_size} did not come within {seconds:.0f} s to {first}:"
-        f"{os.environ['MASTER_PORT']} (there are {came})"
+        f"{os.environ['MASTER_PORT']} (those that came: {came})"
     )
     if nodes and not network.is_own(first):
         own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
@@ -242,8 +271,8 @@ def _missing(
         fault += "; sent away: " + listing((f"{address} ({why})" for address, why in refused.items()), 4)
     return (
         f"{fault}: start them too, with the same command and number of processes. If they were started, they say what "
-        "they met: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an error before this "
-        f"point. Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
+        "stopped them: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier error. "
+        f"Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
     )
 
 
@@ -266,12 +295,17 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
         store.wait(["coordinator"], timedelta(seconds=left + VERDICT_SECONDS))
     except RuntimeError as error:
         raise UserError(
-            f"{me} reached {address}:{os.environ['MASTER_PORT']} and heard nothing of rank 0 in "
-            f"{left + VERDICT_SECONDS:.0f} s: it did not start, or ended"
+            f"{me} reached {address}:{os.environ['MASTER_PORT']} but heard nothing from rank 0 in "
+            f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
 
     def waiting(trouble: ChannelError, waited: float) -> None:
+        if isinstance(trouble, TokenError):
+            raise UserError(
+                f"{me} found rank 0 on {known['host']}, and TOOLKIT_TOKEN is not the same on both: set it to the same "
+                "secret on all machines"
+            )
         if known["size"] != place.world_size:
             raise UserError(_unequal(known["host"], known["size"], me, place.world_size))
         if store.check(["fault"]):
@@ -284,8 +318,8 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
     except ChannelError as error:
         todo = f". To do: {remedy(error)}" if isinstance(error, UnreachableError) else ""
         raise UserError(
-            f"{me} reached {address}, and not its port {known['port']}: {error}; every TCP port must be open between "
-            f"the machines of a run, not one alone{todo}"
+            f"{me} reached {address}, but not its port {known['port']}: {error}; all TCP ports must be open between "
+            f"the machines of a run, not just one{todo}"
         ) from error
 
 

@@ -71,7 +71,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         raise SystemExit(0)  # the first process of this machine starts all that the file asks for
     if options.config_file is None:
         raise UserError(
-            f"--{given[0]} says how to launch but no config file does: add --config_file "
+            f"--{given[0]} needs a config file to start from: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
     arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
@@ -88,7 +88,7 @@ def _hand_down_timeouts(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None:
             if whole(name, value) < 1:
-                raise UserError(f"--{name} {value}: it is a number of seconds, at least 1")
+                raise UserError(f"--{name} {value}: give a number of seconds, 1 or more")
             os.environ[variable] = value
 
 
@@ -113,11 +113,13 @@ def plan(
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
         if whole("max_restarts", options.max_restarts) < 0:
-            raise UserError(f"--max_restarts {options.max_restarts}: it is a number of new starts, 0 or more")
+            raise UserError(f"--max_restarts {options.max_restarts}: give a number of restarts, 0 or more")
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
-        raise UserError(f"{path}: deepspeed_config holds lines of its own: `deepspeed_config_file: {section}` below it")
+        raise UserError(
+            f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
+        )
     if wanted := options.deepspeed_config or section.get("deepspeed_config_file"):
         arguments += ["--deepspeed_config_file", str(find_file(str(wanted), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
@@ -136,7 +138,7 @@ def _this_node(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
         given.append("its list of machines")
     if given:
         raise UserError(
-            f"{path} is for one machine (num_machines), where {given[0]} would have no effect: use "
+            f"{path} is for one machine (num_machines: 1), so {given[0]} would have no effect: use "
             "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
         )
     wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
@@ -156,7 +158,7 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
         raise UserError(
-            f"{path}: {processes} processes cannot be shared equally by {machines} machines: "
+            f"{path}: {processes} processes cannot be divided equally among {machines} machines: "
             f"pass --num_processes {machines * max(1, processes // machines)}"
         )
     return processes
