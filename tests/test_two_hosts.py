@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.hosts import ADDRESSES, INTERFACE, NAMES, NOBODY, TwoHosts, two_hosts
+from tests.hosts import ADDRESSES, INTERFACE, NAMES, TwoHosts, two_hosts
 from tests.runs import ROOT, Finished, losses_of, recipe
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -207,14 +207,6 @@ def test_a_machine_alone_names_the_missing_one_and_says_what_it_tried(hosts: Two
 
 
 @pytest.mark.slow
-def test_an_address_that_nobody_has(hosts: TwoHosts) -> None:
-    done = hosts.run_both(on_both(*WORKER, "--main_process_ip", NOBODY, *SHORT), SECONDS)
-    for host in ("a", "b"):
-        words = error_of(done[host])
-        assert f"{NOBODY}:29600" in words or "--main_process_ip with an address of the first machine" in words
-
-
-@pytest.mark.slow
 def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> None:
     hosts.block("a", 29600)
     try:
@@ -225,14 +217,6 @@ def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> N
     assert "sudo ufw allow from 10.77.0.2" in error_of(done["b"])
     assert "rank 1 (machine 1) of 2 did not come" in error_of(done["a"])
     assert "sudo ufw allow from" in error_of(done["a"])
-
-
-@pytest.mark.slow
-def test_an_interface_that_does_not_lead_to_the_other(hosts: TwoHosts) -> None:
-    hosts.add_interface("a", "other0", "10.99.0.1/24")
-    done = hosts.run_both(on_both(*WORKER, "--main_process_ip", "10.99.0.1", *SHORT), SECONDS)
-    assert "there is no route to it from here" in error_of(done["b"])
-    assert "ip route get 10.99.0.1" in error_of(done["b"])
 
 
 BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0"]
@@ -281,20 +265,6 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
     assert "reviews.csv" in error_of(done["b"])
     assert "rank 1 on hostB failed: " in error_of(done["a"])
     assert "reviews.csv" in error_of(done["a"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", "ab")
-def test_a_mistyped_setting_on_one_machine_is_told_on_both(
-    wrong: str, hosts: TwoHosts, settings: list[str], tmp_path: Path
-) -> None:
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run")]
-    commands = {host: [*command, *(["--trainfile", "x.csv"] if host == wrong else [])] for host in ("a", "b")}
-    done = hosts.run_both(commands, SECONDS)
-    other = "b" if wrong == "a" else "a"
-    assert error_of(done[wrong]).startswith("unknown setting --trainfile")
-    rank = 0 if wrong == "a" else 1
-    assert f"rank {rank} on {NAMES[wrong]} failed: unknown setting --trainfile" in error_of(done[other])
 
 
 # --- what breaks on the way

@@ -33,9 +33,6 @@ def test_machines_that_are_alike() -> None:
 
 
 def test_versions_that_differ() -> None:
-    """What a peer says of itself is quoted in a line to type."""
-    hostile = compare.check([replace(A, facts={"peft": "1; reboot"}), replace(B, facts={"peft": "2"})])
-    assert "pip install 'peft==1; reboot'" in of(hostile, "versions").remedy
     other = replace(B, facts={**FACTS, "peft": "0.22.0", "code": "xyz"})
     fault = of(compare.check([A, other]), "versions")
     assert fault.level == "fail"
@@ -63,16 +60,10 @@ def test_content_that_differs() -> None:
         "--train_file does not have the same content: d1 on hostA and d2 on hostB",
     )
     assert fault.remedy.endswith("rsync -a hostA:x.csv x.csv")
-    hostile = replace(A, files={"train_file": {**FILE, "path": "x.csv; reboot"}})
-    remedy = of(compare.check([hostile, replace(B, files=other)]), "train_file").remedy
-    assert remedy.endswith("rsync -a 'hostA:x.csv; reboot' 'x.csv; reboot'")
-
-
-def test_content_that_differs_in_a_folder_names_the_files() -> None:
-    one = {"model_name_or_path": {"path": "m", "digest": "1", "files": {"config.json": "a", "weights.bin": "b"}}}
-    two = {"model_name_or_path": {"path": "m", "digest": "2", "files": {"config.json": "a", "weights.bin": "c"}}}
-    fault = of(compare.check([replace(A, files=one), replace(B, files=two)]), "model_name_or_path")
-    assert "(in weights.bin)" in fault.text
+    folders = [{"model_name_or_path": {"path": "m", "digest": weights, "files": {"a.json": "a", "b.bin": weights}}}
+               for weights in "bc"]  # fmt: skip
+    fault = of(compare.check([replace(A, files=folders[0]), replace(B, files=folders[1])]), "model_name_or_path")
+    assert "(in b.bin)" in fault.text
 
 
 def test_content_that_is_missing_on_one() -> None:
@@ -90,16 +81,13 @@ def test_content_that_is_missing_on_one() -> None:
     ((4, 2), 4, "fail", "CUDA_VISIBLE_DEVICES=0,1"),
     ((2, 2), 4, "fail", "--num_processes 4 on all machines"),
     ((2, 0), None, "fail", "leave it out"),
+    ((0, 0), 4, "", ""),
 ])  # fmt: skip
 def test_numbers_of_gpus(counts: tuple[int, int], asked: int | None, level: str, remedy: str) -> None:
     machines = [replace(machine, devices=["A100 80 GiB"] * count, processes=asked or 0)
                 for machine, count in zip((A, B), counts, strict=True)]  # fmt: skip
-    (found,) = compare.check_devices(machines)
-    assert (found.level, remedy in found.remedy) == (level, True)
-
-
-def test_machines_without_gpus_have_nothing_to_compare() -> None:
-    assert compare.check_devices([A, replace(B, processes=4)]) == []
+    found = compare.check_devices(machines)
+    assert [(one.level, remedy in one.remedy) for one in found] == ([(level, True)] if level else [])
 
 
 def test_variables_that_differ() -> None:

@@ -58,14 +58,11 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "timed out" in smi("#!/bin/sh\nexec sleep 30\n").fault
 
 
-def test_a_machine_without_gpus_is_no_fault() -> None:
+def test_good_gpus_and_none() -> None:
     found = devices.check(Driver(), CPU_TORCH, {})
     assert [finding.level for finding in found] == ["note", "ok"]
     assert of(found, "torch").text == "no GPU here: everything runs on the CPU"
     assert "gloo" in of(found, "backend").text
-
-
-def test_good_gpus() -> None:
     found = devices.check(Driver(GPUS[:1], version="550.54"), GPU_TORCH, {})
     assert {finding.level for finding in found} == {"ok"}
     assert of(found, "torch").text == "torch 2.13.0+cu126 with CUDA 12.6 sees 2 GPUs (NVIDIA A100)"

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from toolkit import versions
+from toolkit.doctor import compare, data, job, network, peers
+from toolkit.doctor.compare import Node
 from toolkit.doctor.finding import Finding, last_line, plain, report
+from toolkit.doctor.peers import Link
+from toolkit.launch import rank_rendezvous
+from toolkit.launch.channel import UnreachableError, remedy
+from toolkit.launch.nodes import Nodes
 
 FOUND = [Finding("network", "port", "fail", "29600 is taken", "kill 7"), Finding("host", "disk", "ok", "64 GB"),
          Finding("host", "shared", "warn", "little", "rm", "hostB")]  # fmt: skip
@@ -33,3 +44,32 @@ def test_the_last_line() -> None:
     assert last_line(FOUND[1:2], "") == "all well"
     assert last_line(FOUND[1:], "go") == "1 warning; first: on hostB: little\nno failure: start with `go`"
     assert last_line(FOUND[:1] * 2, "") == "2 failures; first: 29600 is taken"
+
+
+HOSTILE = "it's; reboot"
+HERE = Node(0, "A", HOSTILE, HOSTILE)
+THERE = Node(1, "B", HOSTILE, HOSTILE)
+UNLIKE = [replace(HERE, files={"train_file": {"path": HOSTILE, "digest": "1"}}),
+          replace(THERE, files={"train_file": {"path": HOSTILE, "digest": "2"}})]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        remedy(UnreachableError(HOSTILE, 1, "no_route", "")),
+        rank_rendezvous._doctor("10.0.0.1", HOSTILE),
+        versions.remedy([("A", {"peft": HOSTILE}), ("B", {"peft": "1"})]),
+        versions.remedy([("A", {"peft": None}), ("B", {"peft": HOSTILE})]),
+        *(data.check({"x": {"path": HOSTILE, **how}})[0].remedy for how in ({"missing": True}, {"unread": "no"})),
+        network.check_interfaces(Nodes(2, 0, "", ("10.0.0.1", HOSTILE), 1), [])[1].remedy,
+        compare.check(UNLIKE)[-1].remedy,
+        peers._mend(HERE, THERE, Link(kind="silent"), 1),
+        peers._mend_all_reduce("gloo", [HERE, THERE]),
+        job.line_elsewhere(job.read(["--train_file", HOSTILE], {}), 1),
+        job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),
+    ],
+)
+def test_lines_to_paste_are_quoted(line: str) -> None:
+    """Whatever a path, a host or a peer is called."""
+    assert HOSTILE not in line
+    assert """it'"'"'s; reboot'""" in line

@@ -116,8 +116,6 @@ def test_a_finding_that_a_peer_made_up_is_a_line() -> None:
     told = peers._told(sent, "B")
     assert told == Finding("['x']", "None", "note", "]0;title red next", "", "B")
     assert report([told]) == "['x']\n  --    None  [B] ]0;title red next"
-    line = peers._mend(replace(A, address="1.2.3.4; reboot"), B, Link(kind="silent"), 29600)
-    assert line.startswith("on B: sudo ufw allow from '1.2.3.4; reboot' to any port 29600")
 
 
 @pytest.mark.parametrize(("other", "links", "why"), [

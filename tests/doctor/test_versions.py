@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from toolkit.doctor import versions
 from toolkit.doctor.finding import Finding
 
@@ -22,23 +26,17 @@ def test_versions_that_fit() -> None:
     assert only.text == "torch 2.13.0+cpu, transformers 5.23.0, numpy 2.4.6, tokenizers 0.23.3"
 
 
-def test_a_library_that_is_too_new_for_this_package() -> None:
-    _, fault = libraries({**INSTALLED, "torch": "2.14.1"}, NEEDS)
-    assert (fault.level, fault.name) == ("fail", "torch")
-    assert "torch 2.14.1 is installed, and this package needs torch>=2.13,<2.14" in fault.text
-    assert fault.remedy == "pip install 'torch>=2.13,<2.14'"
-
-
-def test_a_library_that_is_too_old_for_another_one() -> None:
-    _, fault = libraries({**INSTALLED, "numpy": "1.16.0"}, NEEDS)
-    assert fault.text == "numpy 1.16.0 is installed, and transformers 5.23.0 needs numpy>=1.17"
-    assert fault.remedy == "pip install 'numpy>=1.17'"
-
-
-def test_one_that_is_missing() -> None:
-    without = {name: version for name, version in INSTALLED.items() if name != "tokenizers"}
-    _, fault = libraries(without, NEEDS)
-    assert fault.text == "tokenizers is missing, and transformers 5.23.0 needs tokenizers>=0.23.1,<0.24.0"
+@pytest.mark.parametrize(("change", "text", "remedy"), [
+    ({"torch": "2.14.1"}, "torch 2.14.1 is installed, and this package needs torch>=2.13,<2.14",
+     "pip install 'torch>=2.13,<2.14'"),
+    ({"numpy": "1.16.0"}, "numpy 1.16.0 is installed, and transformers 5.23.0 needs numpy>=1.17",
+     "pip install 'numpy>=1.17'"),
+    ({"tokenizers": None}, "tokenizers is missing, and transformers 5.23.0 needs tokenizers>=0.23.1,<0.24.0",
+     "pip install 'tokenizers>=0.23.1,<0.24.0'"),
+])  # fmt: skip
+def test_a_library_that_does_not_fit(change: dict[str, Any], text: str, remedy: str) -> None:
+    _, fault = libraries({**INSTALLED, **change}, NEEDS)
+    assert (fault.level, fault.text, fault.remedy) == ("fail", text, remedy)
 
 
 def test_one_fault_that_two_see_is_one_line() -> None:

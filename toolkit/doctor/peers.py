@@ -96,20 +96,22 @@ def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener 
              "names": list(machines.addresses)}  # fmt: skip
     said: list[str] = []
 
-    def waiting(whom: object, waited: float) -> Any:
-        rank = whom[0] if isinstance(whom, list) else 0
+    def waiting(rank: int, waited: float) -> str:
         if waited > _SAY_AFTER_SECONDS and not said:
             said.append(f"waiting up to {seconds - waited:.0f} s for {machines.name_of(rank)}; there: {line}")
             print(said[0], file=sys.stderr, flush=True)
         return ""
 
     if machines.rank:
-        return join(machines.first, machines.port, token, hello, seconds, waiting, listener)
+        where = (machines.first, machines.port, token, hello, seconds)
+        return join(*where, lambda _, waited: waiting(0, waited), listener)
     if listener is None:
         return Rendezvous({0: hello})
     for address in machines.addresses[1:]:
         call_peer(listener, address, machines.port, token)
-    found = coordinate(listener, hello, machines.count, seconds, _conflict, waiting=waiting)
+    found = coordinate(
+        listener, hello, machines.count, seconds, _conflict, lambda absent, _, waited: waiting(absent[0], waited)
+    )
     if found.fault:
         time.sleep(1.0)  # two that both say they are machine 0 call each other
     return found

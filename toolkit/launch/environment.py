@@ -85,13 +85,13 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
 
 def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     """What `accelerate launch` was given, where that is what a process's command line says."""
-    names = [Path(word).name for word in line[:4]]
-    start = next((i for i, name in enumerate(names) if name in ("launch", "accelerate-launch", "launch.py")), None)
-    if start is None and "accelerate.commands.launch" in line[:4]:
-        start = line.index("accelerate.commands.launch")
-    if start is None or not any("accelerate" in word for word in line[: start + 1]):
-        return None
-    return line[start + 1 :]
+    for place, word in enumerate(line[:4], 1):
+        by_accelerate = any("accelerate" in each for each in line[:place])
+        if word == "accelerate.commands.launch" or (
+            by_accelerate and Path(word).name in ("launch", "accelerate-launch", "launch.py")
+        ):
+            return line[place:]
+    return None
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:

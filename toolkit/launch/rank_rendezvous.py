@@ -170,11 +170,10 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
             return failure if len(hellos) == place.world_size else ""
         return _difference(hellos)
 
-    def missing(absent: Sequence[int], hellos: Sequence[Message]) -> str:
-        return failure or _missing(absent, hellos, place, seconds, listener.refused)
-
-    def waiting(absent: Sequence[int], waited: float) -> str:
+    def waiting(absent: Sequence[int], hellos: Sequence[Message], waited: float) -> str:
         nonlocal mentioned
+        if waited >= left:
+            return failure or _missing(absent, hellos, place, seconds, listener.refused)
         if waited > _MENTION_SECONDS and not mentioned and not failure:
             mentioned = True
             print(f"waiting for {_ranks(absent)}: start the same there", file=sys.stderr, flush=True)
@@ -185,7 +184,7 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
         if nodes and not one_node:
             _find_other_coordinator(nodes, nonce, hello, listener, elsewhere)
         left = deadline - time.monotonic()
-        found = coordinate(listener, hello, place.world_size, left, compare, missing, waiting)
+        found = coordinate(listener, hello, place.world_size, left, compare, waiting)
         if found.fault:
             store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
     return found

@@ -73,21 +73,22 @@ def coordinate(
     size: int,
     seconds: float,
     compare: Callable[[Sequence[Message]], str] = lambda hellos: "",
-    missing: Callable[[Sequence[int], Sequence[Message]], str] = lambda numbers, hellos: "",
-    waiting: Callable[[Sequence[int], float], str] = lambda numbers, waited: "",
+    waiting: Callable[[Sequence[int], Sequence[Message], float], str] = lambda numbers, hellos, waited: "",
 ) -> Rendezvous:
     """Number 0's part: waits at most `seconds` for `size - 1` peers, and tells all that came the verdict.
 
-    `compare` gives the fault of the hellos that came so far, `missing` that of the numbers that did not come;
-    `waiting` is called twice a second with those that are awaited and the seconds since the start, and may give one.
+    `compare` gives the fault of the hellos that came so far. `waiting` is called twice a second, and when the time is
+    over, with the numbers that are awaited, the hellos, and the seconds since the start; it may give a fault too.
     """
     started = time.monotonic()
     hello = {"id": secrets.token_hex(8), **hello, "number": 0}
     found, came, channels = Rendezvous({0: hello}), [hello], []
-    while len(found.hellos) < size and not found.fault and (left := started + seconds - time.monotonic()) > 0:
+    while absent := [number for number in range(size) if number not in found.hellos]:
+        left = started + seconds - time.monotonic()
         if (arrived := listener.accept(min(left, 0.5))) is None:
-            absent = [number for number in range(size) if number not in found.hellos]
-            found.fault = waiting(absent, time.monotonic() - started)
+            found.fault = waiting(absent, came, max(time.monotonic() - started, seconds if left <= 0 else 0.0))
+            if found.fault or left <= 0:
+                break
             continue
         said, channel = arrived
         try:
@@ -102,8 +103,8 @@ def coordinate(
         channels.append(channel)
         found.hellos.setdefault(said["number"], said)
         found.channels.setdefault(said["number"], channel)
-    if absent := [number for number in range(size) if number not in found.hellos]:
-        found.fault = found.fault or missing(absent, came)
+        if found.fault:
+            break
     found.hellos = dict(sorted(found.hellos.items()))
     for channel in channels:
         with contextlib.suppress(ChannelError):
