@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -58,7 +59,7 @@ def stopped_by(number: int) -> None:
 
 def start(name: str) -> None:
     """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
-    if name == "__main__":
+    if name == "__main__" and any(re.match("--config[_-]file", word) for word in sys.argv):
         _report(lambda: relaunch_if_requested(sys.argv))
 
 
@@ -147,7 +148,8 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
     """
     with contextlib.suppress(ValueError):  # not of the main thread
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left to finish: the launcher may end it at once
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers pass on what their processes have had already
+        # launchers pass on what their processes have had already
+        signal.signal(signal.SIGINT, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
     detector, place = failure_detector.current, _place()
     if detector is not None:
         failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
