@@ -153,3 +153,14 @@ def test_list_and_prune(once: Callable[[], Path], toolkit_cache: Path, capsys: p
     once()  # it is made again when it is needed
     cache.run(argparse.Namespace(action="prune", unused_days=0.0))
     assert not [path for path in toolkit_cache.rglob("*") if path.is_dir() and path.parent != toolkit_cache]
+
+
+def test_a_home_that_may_not_be_looked_into_names_the_setting(
+    once: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(folder: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr(cache, "damage_of", denied)
+    with pytest.raises(UserError, match="Permission denied.*TOOLKIT_CACHE"):
+        once()

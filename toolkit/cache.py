@@ -45,14 +45,14 @@ def made_once(
     counts. Raises UserError where it cannot be written, and where processes asked for different digests.
     """
     folder = cache_folder() / kind / digest
-    if damage_of(folder) is not None:
-        try:
+    try:
+        if damage_of(folder) is not None:
             _make(folder, make, source)
-        except OSError as error:
-            raise UserError(
-                f"cannot write {folder} [{error}]: free space there, or name another folder by TOOLKIT_CACHE; "
-                "nothing was left behind"
-            ) from error
+    except OSError as error:
+        raise UserError(
+            f"cannot write {folder} [{error}]: free space there, or name another folder by TOOLKIT_CACHE; "
+            "nothing was left behind"
+        ) from error
     with contextlib.suppress(OSError):  # a cache that only others may write
         os.utime(_checked(folder))
     if accelerator is not None:
