@@ -162,5 +162,5 @@ def test_a_home_that_may_not_be_looked_into_names_the_setting(
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     monkeypatch.setattr(cache, "damage_of", denied)
-    with pytest.raises(UserError, match="Permission denied.*TOOLKIT_CACHE"):
+    with pytest.raises(UserError, match=r"Permission denied.*TOOLKIT_CACHE"):
         once()
