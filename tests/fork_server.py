@@ -6,7 +6,7 @@ Each line of standard input is a JSON object {"argv": [...], "env": {...}, "out"
 the process id of the new process, a line of standard output, and by its exit code when it has ended, another line.
 
 In a new process all goes its usual way: the recipe, `accelerate launch`, torchrun's agent and its processes. Only
-where one of them starts another Python program (execve, Popen), that program begins in a fork, or in its place.
+where one of them starts another Python program (Popen), that program begins in a fork.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
-             "toolkit.launch.accelerate_cli", "recipes.cls", "recipes.bigbird", "recipes.title")  # fmt: skip
+             "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird", "recipes.title")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -78,11 +78,6 @@ def is_python(command: Any) -> bool:
     return len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
 
 
-def execve(path: str, command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    assert is_python(command), command
-    become(command, dict(env))
-
-
 def execute_child(self: Any, args: Any, *others: Any) -> Any:
     """As `Popen._execute_child`, whose arguments stand in this order: ..., cwd, env, ..., the six ends of the pipes,
     restore_signals, ..., start_new_session, process_group."""
@@ -107,6 +102,5 @@ if __name__ == "__main__":
         importlib.import_module(module)
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write one of that name
-    os.execve = execve
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
     serve()
