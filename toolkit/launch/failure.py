@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from toolkit.errors import UserError, line_of
-from toolkit.launch import failure_detector
+from toolkit.launch import failure_detector, interrupted
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
@@ -59,8 +59,10 @@ def stopped_by(number: int) -> None:
 
 def start(name: str) -> None:
     """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
-    if name == "__main__" and any(re.match("--config[_-]file", word) for word in sys.argv):
-        _report(lambda: relaunch_if_requested(sys.argv))
+    if name == "__main__":
+        interrupted.answer_at_once()
+        if any(re.match("--config[_-]file", word) for word in sys.argv):
+            _report(lambda: relaunch_if_requested(sys.argv))
 
 
 def run(main: Callable[[], None], module: str | None = None, relaunches: bool = True) -> None:
@@ -71,6 +73,7 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
     """
 
     def work() -> None:
+        interrupted.raise_again()
         span_nodes(os.environ)
         if relaunches:
             sys.argv, options = relaunch_if_requested(sys.argv, module)

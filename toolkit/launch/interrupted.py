@@ -1,6 +1,7 @@
 """Ctrl-C while libraries are still being imported: one line and exit code 130, not a traceback.
 
-`toolkit.launch` imports this first; from `launch.run` on, `run` answers.
+`toolkit.launch` imports this first. From `launch.start` to `launch.run` a signal handler answers, for an interrupt
+within an import may be swallowed, and leave half of a library behind.
 """
 
 from __future__ import annotations
@@ -22,15 +23,27 @@ _before = sys.excepthook
 
 def say_interrupted() -> None:
     """Ctrl-C reaches every process of a terminal: the first rank says so, and the launcher only where none did."""
-    print("interrupted", file=sys.stderr, flush=True)
+    os.write(2, b"interrupted\n")  # a handler may not wait for a stream's lock
     if path := os.environ.get(ENDED_FILE):
         with contextlib.suppress(OSError):
             Path(path).write_text(str(INTERRUPTED), encoding="ascii")
 
 
-def _leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if not issubclass(kind, KeyboardInterrupt) or hasattr(sys, "ps1"):  # ps1: somebody types at Python's prompt
-        return _before(kind, error, trace)
+def answer_at_once() -> None:
+    """Until `raise_again`. Not where somebody types at a prompt, or a shell has left the signal ignored."""
+    typing = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    if not typing and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGINT, _leave)
+
+
+def raise_again() -> None:
+    """From now on it is a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> None:
     with contextlib.suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers pass on what their processes have had already
     if next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0":
@@ -38,4 +51,10 @@ def _leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     os._exit(INTERRUPTED)
 
 
-sys.excepthook = _leave
+def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):
+        _leave()
+    _before(kind, error, trace)
+
+
+sys.excepthook = _hook

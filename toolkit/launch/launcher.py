@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
 from toolkit.launch.environment import accelerate_arguments
-from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, say_interrupted
+from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 
 # How long processes that were told to stop have for their checkpoint.
@@ -34,6 +34,7 @@ _SHUTDOWN_SECONDS = 600
 
 def launch(given: Sequence[str]) -> NoReturn:
     """Starts what these arguments of `accelerate launch` ask for, and ends with its exit code."""
+    raise_again()  # this process has to wait for those it starts
     arguments = launch_command_parser().parse_args(list(given))
     run = require(elastic, "run", "torch")
     elastic.run = lambda given: run(_of_this_node(given))
