@@ -189,12 +189,21 @@ def error_in(said: str) -> str:
     return line.partition("error: ")[2]
 
 
+def both_within(seconds: float, hosts: TwoHosts, commands: Mapping[str, Sequence[str]]) -> dict[str, Finished]:
+    """What they left, so many seconds after their launchers began."""
+    started = {host: hosts.start(host, command) for host, command in commands.items()}
+    for process in started.values():
+        assert process.stderr is not None
+        while not (line := process.stderr.readline()).startswith("this is machine"):
+            assert line
+    deadline = time.monotonic() + seconds
+    return {host: hosts.finish(process, deadline - time.monotonic()) for host, process in started.items()}
+
+
 def test_a_machine_alone_names_the_missing_one_and_says_what_it_tried(hosts: TwoHosts, fault: Fault) -> None:
     """Two runs, of which each has one machine."""
     command = [*WORKER, *FIRST, *SHORT, "--main_process_port"]
-    started = time.monotonic()
-    done = hosts.run_both({"a": [*command, "29600"], "b": [*command, "29700"]}, SECONDS)
-    assert time.monotonic() - started < 60
+    done = both_within(60, hosts, {"a": [*command, "29600"], "b": [*command, "29700"]})
     first, second = error_of(done["a"]), error_of(done["b"])
     assert "rank 1 (machine 1) of 2 did not come within 6 s to 10.77.0.1:29600" in first
     assert "with the same command" in first
@@ -224,9 +233,7 @@ BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0
 
 @pytest.mark.parametrize("words", [[*FIRST, "--machine_rank", "0"], pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_two_machines_that_both_say_they_are_the_first(words: list[str], hosts: TwoHosts, fault: Fault) -> None:
-    started = time.monotonic()
-    done = hosts.run_both(on_both(*WORKER, *words), SECONDS)
-    assert time.monotonic() - started < 55  # not the 60 s of a machine that does not come
+    done = both_within(55, hosts, on_both(*WORKER, *words))  # not the 60 s of a machine that does not come
     for host in ("a", "b"):
         assert "two processes say that they are rank 0, on host" in error_of(done[host])
         assert "--machine_rank to each machine" in error_of(done[host])
