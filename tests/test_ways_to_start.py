@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
@@ -168,22 +169,27 @@ def test_a_launcher_that_starts_too_few_is_caught(after: bool, settings: list[st
 # --- how a start ends
 
 
-@pytest.mark.parametrize(
-    ("words", "seconds"),
-    [([], 1.0), (["--config_file", "accelerate_configs/ddp.yaml"], 1.0),
-     (["--config_file", "accelerate_configs/ddp.yaml"], 4.0)],
-    ids=["one process", "the launcher starts", "its processes start"],
-)  # fmt: skip
-def test_ctrl_c_while_libraries_are_imported_is_one_line(words: list[str], seconds: float, tmp_path: Path) -> None:
-    """To all processes of a terminal; the time is that of a quick machine, and on a slow one it must hold as well."""
-    command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *words]
-    process = subprocess.Popen(
+def _imports_torch(process: psutil.Process) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("who", ["one process", "the launcher", "its processes"])
+def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Path) -> None:
+    """To all processes of a terminal."""
+    way = [] if who == "one process" else ["--config_file", "accelerate_configs/ddp.yaml"]
+    command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *way]
+    started = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    time.sleep(seconds)
-    os.killpg(process.pid, signal.SIGINT)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, error
+    first, watched = psutil.Process(started.pid), []
+    while not any(map(_imports_torch, watched)):
+        time.sleep(0.01)
+        assert started.poll() is None
+        watched = first.children() if who == "its processes" else [first]
+    os.killpg(started.pid, signal.SIGINT)
+    error = started.communicate(timeout=60)[1]
+    assert started.returncode == 130, error
     (line,) = error.splitlines()
     assert line.split("] ")[-1] == "interrupted"
 

@@ -20,3 +20,4 @@ __all__ = [
     "stopped_by",
     "wait_for_all",
 ]
+interrupted.raise_again()

@@ -1,7 +1,7 @@
 """Ctrl-C while libraries are still being imported: one line and exit code 130, not a traceback.
 
-`toolkit.launch` imports this first. From `launch.start` to `launch.run` a signal handler answers, for an interrupt
-within an import may be swallowed, and leave half of a library behind.
+`toolkit.launch` imports this first. While it is imported, and from `launch.start` to `launch.run`, a signal handler
+answers: a KeyboardInterrupt within an import may be swallowed, and leave half of a library behind.
 """
 
 from __future__ import annotations
@@ -58,3 +58,4 @@ def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
 
 
 sys.excepthook = _hook
+answer_at_once()
