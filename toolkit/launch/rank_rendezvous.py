@@ -13,7 +13,6 @@ import secrets
 import shlex
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -37,7 +36,7 @@ from toolkit.launch.channel import (
 )
 from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
-from toolkit.launch.nodes import Nodes, requested_nodes
+from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join
 
 if TYPE_CHECKING:
@@ -66,7 +65,10 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     me = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
     hello: Message = {"number": place.rank, "world_size": place.world_size, "peer": asdict(me), "failure": failure,
                       "versions": versions.comparable(script)}  # fmt: skip
-    found = (_join if place.rank else _coordinate)(store, place, hello, deadline, seconds)
+    # a second rank 0 reaches the first one's store, at the address that was named: both hear it by its hello
+    claim = f"{me.node} {me.pid}"
+    coordinates = place.rank == 0 and store.compare_set("rank 0", "", claim) == claim.encode()
+    found = (_coordinate if coordinates else _join)(store, place, hello, deadline, seconds)
     if found.fault:
         raise UserError(found.fault)
     peers = [Peer(**said["peer"]) for said in found.hellos.values()]
@@ -99,14 +101,15 @@ def _check_master(place: Place) -> None:
 
 def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     """The store torch's own rendezvous will find: several of one process share a server."""
-    from torch.distributed import DistNetworkError
+    from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
         _await_server(address, port, place, deadline, seconds)
+    timeout = timedelta(seconds=max(10.0, deadline - time.monotonic()))
     try:
-        return _store_at(address, port, max(10.0, deadline - time.monotonic()), serves)
+        store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         if not serves or not (holder := network.holder_of(port)):
             raise
@@ -115,14 +118,8 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
             "over, or choose another port: --main_process_port (accelerate, or behind the script, on every machine), "
             "--master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
-
-
-def _store_at(address: str, port: int, seconds: float, serves: bool = False) -> Store:
-    from torch.distributed import PrefixStore, TCPStore
-
-    wait = timedelta(seconds=seconds)
-    _kept.append(TCPStore(address, port, None, serves, wait, wait_for_workers=False, multi_tenant=True))
-    return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _kept[-1])
+    _kept.append(store)
+    return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
@@ -163,7 +160,6 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
     nodes, one_node = requested_nodes(os.environ), place.local_world_size == place.world_size
     server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
     known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size}
-    elsewhere: list[str] = []
 
     def compare(hellos: Sequence[Message]) -> str:
         if failure:  # for all to hear
@@ -177,36 +173,15 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
         if waited > _MENTION_SECONDS and not mentioned and not failure:
             mentioned = True
             print(f"waiting for {_ranks(absent)}: start the same there", file=sys.stderr, flush=True)
-        return elsewhere[0] if elsewhere and not failure else ""
+        return ""
 
     with Listener(server, _key(nonce), nodes.allowed() if nodes else ()) as listener:
         store.set("coordinator", json.dumps(known))
-        if nodes and not one_node:
-            _find_other_coordinator(nodes, nonce, hello, listener, elsewhere)
         left = deadline - time.monotonic()
         found = coordinate(listener, hello, place.world_size, left, compare, waiting)
         if found.fault:
             store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
     return found
-
-
-def _find_other_coordinator(nodes: Nodes, nonce: str, hello: Message, listener: Listener, verdicts: list[str]) -> None:
-    """Another machine that was named and has a store of its own takes itself for the first one, too: both hear it."""
-
-    def call() -> None:
-        others = [address for address in nodes.addresses if not network.is_own(address)]
-        while not listener.closed and others:
-            for address in others:
-                with contextlib.suppress(ChannelError, RuntimeError, LookupError, TypeError, ValueError):
-                    connect(address, nodes.port, 2.0).close()
-                    known = json.loads(_store_at(address, nodes.port, 5.0).get("coordinator"))
-                    if known["nonce"] == nonce:  # this one itself, by an address that is translated on the way
-                        return
-                    with join(address, known["port"], _key(known["nonce"]), hello, 5.0) as found:
-                        verdicts.append(found.fault)
-            time.sleep(1.0)
-
-    threading.Thread(target=call, daemon=True, name="rendezvous").start()
 
 
 def _key(nonce: str) -> str:
