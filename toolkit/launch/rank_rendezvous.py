@@ -111,6 +111,8 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     try:
         store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
+        if serves and not network.is_own(address):
+            raise UserError(f"rank 0 on {socket.gethostname()} reached nobody at {_elsewhere(address)}") from error
         if not serves or not (holder := network.holder_of(port)):
             raise
         raise UserError(
@@ -236,17 +238,21 @@ def _missing(
         f"{os.environ['MASTER_PORT']} (those that came: {came})"
     )
     if nodes and not network.is_own(first):
-        own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
-        return (
-            f"{fault}: {first}, which the others call, is not an address of this machine ({own}): pass "
-            "--machine_rank here if it is another one, or --main_process_ip with an address of the first machine"
-        )
+        return f"{fault}: {_elsewhere(first)}"
     if refused:
         fault += "; sent away: " + listing((f"{address} ({why})" for address, why in refused.items()), 4)
     return (
         f"{fault}: start them too, with the same command and number of processes. If they were started, they say what "
         "stopped them: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier error. "
         f"Longer: --rendezvous_timeout SECONDS. {_doctor(*(nodes.addresses if nodes else (first,)))}"
+    )
+
+
+def _elsewhere(first: str) -> str:
+    own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
+    return (
+        f"{first}, which the others call, is not an address of this machine ({own}): pass --machine_rank here if it is "
+        "another one, or --main_process_ip with an address of the first machine"
     )
 
 
