@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     cache.add_parser(commands)
     _add_predict(commands)
     commands.add_parser("prepare", help="make the tokens of a job ahead of time")
+    commands.add_parser("estimate", help="the memory that a job takes on each process, by strategy")
     commands.add_parser("doctor", help="what will keep a run from starting, here and between machines")
     convert.add_parser(commands)
     to_bigbird_command.add_parser(commands)
@@ -71,8 +73,8 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    # the doctor reads the launch options of a run, and starts none
-    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] != ["doctor"])
+    # the doctor and the estimate read launch options of a run, and start none
+    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] not in (["doctor"], ["estimate"]))
 
 
 def _run() -> None:
@@ -84,15 +86,14 @@ def _run() -> None:
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         hint = did_you_mean(arguments[0], COMMANDS)
         raise UserError(f"there is no `toolkit {arguments[0]}`{hint}: {', '.join(COMMANDS)}")
-    if arguments[0] in ("prepare", "doctor"):  # they read their own settings
+    if arguments[0] in ("prepare", "estimate", "doctor"):  # they read their own settings
         COMMANDS[arguments[0]](arguments[1:])
     else:
         options = parser.parse_args(arguments)
         COMMANDS[options.command](options)
 
 
-def _prepare(arguments: list[str]) -> None:
-    """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
+def _task_settings(task: str, arguments: list[str], command: str, about: str) -> Any:
     from toolkit import config
 
     tasks: dict[str, type] = {
@@ -100,12 +101,17 @@ def _prepare(arguments: list[str]) -> None:
         "bigbird": config.LongTaskSettings,
         "title": config.TitleSettings,
     }
+    if task not in tasks:
+        raise UserError(f"toolkit {command} {task}{did_you_mean(task, tasks)}: {', '.join(tasks)}")
+    return config.parse(tasks[task], arguments, None, about, f"toolkit {command} [cls|bigbird|title]")
+
+
+def _prepare(arguments: list[str]) -> None:
+    """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
     word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
-    if word and arguments[0] not in tasks:
-        raise UserError(f"toolkit prepare {arguments[0]}{did_you_mean(arguments[0], tasks)}: {', '.join(tasks)}")
     task = arguments.pop(0) if word else "cls"
     about = "Takes the settings of a recipe and makes its tokens, as the first run of it would."
-    settings: Any = config.parse(tasks[task], arguments, None, about, "toolkit prepare [cls|bigbird|title]")
+    settings = _task_settings(task, arguments, "prepare", about)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
     from toolkit.data.prepare import prepare_data
@@ -123,6 +129,31 @@ def _prepare(arguments: list[str]) -> None:
         print(note)
     print(data.targets.describe())
     print(f"kept in {data.folder}")
+
+
+def _estimate(arguments: list[str]) -> None:
+    """Of a recipe (`bigbird` or recipes/bigbird.py, and its settings), or of a model for recipes/cls.py."""
+    task = (
+        Path(arguments[0]).stem if arguments and re.fullmatch(r"(.*/)?(cls|bigbird|title)(\.py)?", arguments[0]) else ""
+    )
+    if task:
+        del arguments[0]
+    elif arguments and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml"):
+        arguments[:1] = ["--model_name_or_path", arguments[0]]
+    processes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    processes.add_argument("--num_processes", type=int, default=2)
+    launched, arguments = processes.parse_known_args(arguments)
+    about = (
+        "Takes a recipe's name or a model's, and the settings of a recipe; prints what a run takes of the memory of "
+        "each of --num_processes N processes [2] under every strategy. Trains nothing."
+    )
+    settings = _task_settings(task or "cls", arguments, "estimate", about)
+    if settings.model.model_name_or_path is None:
+        demo_file = str(init.templates() / "recipes" / f"{task or 'cls'}_demo.yaml")
+        settings = _task_settings(task or "cls", [demo_file, *arguments], "estimate", about)
+    from toolkit.estimate import run
+
+    run(task or "cls", settings, launched.num_processes)
 
 
 def _doctor(arguments: list[str]) -> None:
@@ -147,6 +178,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
     "predict": _predict,
     "prepare": _prepare,
+    "estimate": _estimate,
     "cache": cache.run,
     "convert": convert.run,
     "to-bigbird": to_bigbird_command.run,

@@ -78,5 +78,6 @@ def _values(annotation: Any) -> str:
         return "|".join(map(str, parts))
     nested = next((part for part in parts if get_origin(part) is Literal), None)
     if nested is not None:
-        return "|".join([_values(nested), *(["PATH"] if str in parts else [])])
+        others = {str: "PATH", int: "NUMBER"}
+        return "|".join([*(_values(nested).split("|")), *(others[part] for part in others if part in parts)])
     return {bool: "true|false", int: "NUMBER", float: "NUMBER"}.get(parts[0], "TEXT")

@@ -6,10 +6,12 @@ A recipe's settings are a dataclass whose fields are sections.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeVar, dataclass_transform
+from typing import Annotated, Literal, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
+
+from toolkit.errors import UserError
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 Task = ProblemType | Literal["title_generation"]
@@ -156,8 +158,8 @@ class TrainingSettings:
     """Optimizer steps; overrides the number of epochs."""
     global_batch_size: int = Field(default=32, ge=1)
     """Samples per optimizer step, over all processes and micro-batches."""
-    per_device_batch_size: int = Field(default=32, ge=1)
-    """The most samples of one micro-batch on one process; accumulation follows from it."""
+    per_device_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 32
+    """The most samples of one micro-batch on one process, or `auto`: what fits; accumulation follows from it."""
     per_device_eval_batch_size: int | None = Field(default=None, ge=1)
     """The most samples of one evaluation batch; twice the training one when not given."""
     max_tokens_per_batch: int | None = Field(default=None, ge=2)
@@ -202,6 +204,16 @@ class TrainingSettings:
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """`per_device_batch_size` as a number. Raises UserError for an `auto` that nobody has made one of."""
+        if self.per_device_batch_size == "auto":
+            raise UserError(
+                "--per_device_batch_size auto: this recipe does not find out what fits (toolkit.training.estimate."
+                "fit_batch_size before Steps, as in recipes/cls.py): pass a number"
+            )
+        return self.per_device_batch_size
 
 
 @section

@@ -79,7 +79,7 @@ def evaluation_batches(
     accelerator: Accelerator, split: Split, tokenizer: Any, settings: TrainingSettings
 ) -> Iterator[EvaluationBatch]:
     """This process's batches of a whole split, as the settings size them; see `batches_of`."""
-    size = settings.per_device_eval_batch_size or 2 * settings.per_device_batch_size
+    size = settings.per_device_eval_batch_size or 2 * settings.micro_batch_size
     return batches_of(accelerator, split, tokenizer, size, settings.max_tokens_per_batch)
 
 

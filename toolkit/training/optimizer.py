@@ -112,17 +112,22 @@ def align_strategy(
 
 
 def _choose_units(plugin: Any, model: Any) -> None:
-    """FSDP2 gathers a model's layers one at a time: what stands in its `ModuleList`s, but for those inside another
-    layer. transformers' `_no_split_modules`, accelerate's choice, names embeddings too, or nothing (BigBird)."""
-    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for part in outer for layer in part})
+    """FSDP2 gathers a model's layers one at a time: `outer_layers`. transformers' `_no_split_modules`, accelerate's
+    choice, names embeddings too, or nothing (BigBird)."""
+    plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in outer_layers(model)})
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or model.get_input_embeddings().weight is head.weight:
         return
     if sum(parameter is head.weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1:
         # a decoder's embedding too: accelerate would give the head a unit of its own, and the weight would be in two
         model.get_output_embeddings = lambda: None
+
+
+def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What stands in a model's `ModuleList`s, but for those inside another layer."""
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+    return [layer for part in outer for layer in part]
 
 
 def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:

@@ -60,9 +60,7 @@ def make_schedule(settings: TrainingSettings, train: Split, processes: int) -> S
         )
     steps_per_epoch = -(-len(train) // settings.global_batch_size)
     total = settings.max_steps or math.ceil(settings.num_train_epochs * steps_per_epoch)
-    accumulation = most_micro_batches(
-        train, settings.global_batch_size, settings.per_device_batch_size, processes, most
-    )
+    accumulation = most_micro_batches(train, settings.global_batch_size, settings.micro_batch_size, processes, most)
     largest = -(-settings.global_batch_size // (accumulation * processes))
     return Schedule(steps_per_epoch, total, accumulation, largest, settings.eval_every or steps_per_epoch)
 
@@ -123,7 +121,7 @@ class Step:
         """The samples of each of this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
-        size, most = settings.per_device_batch_size, settings.max_tokens_per_batch
+        size, most = settings.micro_batch_size, settings.max_tokens_per_batch
         return micro_batches(self.steps.train, self.indices, size, rank, world, most)
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:

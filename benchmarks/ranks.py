@@ -1,0 +1,102 @@
+"""Up to sixteen ranks on two hosts: seconds to the first step, and the bytes that a step sends, against theory.
+
+    python benchmarks/ranks.py --write          (about 20 minutes on 2 cores; root and iproute2)
+
+The hosts are two network namespaces of this machine, so all ranks share its cores: the seconds grow with the number of
+ranks as they would not on machines of their own, the bytes are those of real hosts. The model is a random BERT of 1.1M
+parameters in float32, with one micro-batch a step. `--write` puts the table into benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.hosts import ADDRESSES, TwoHosts  # noqa: E402
+
+WAYS = {"DDP": "2node", "ZeRO-2": "2node_zero2", "ZeRO-3": "2node_zero3", "FSDP2": "2node_fsdp2"}
+RANKS = (2, 4, 8, 16)
+# times the bytes of the model, from one of N ranks by a ring, each with a factor (N - 1) / N (Rajbhandari et al. 2020,
+# section 7): an all-reduce is two, a reduce-scatter and an all-gather are one each
+THEORY = {"DDP": 2.0, "ZeRO-2": 2.0, "ZeRO-3": 3.0, "FSDP2": 3.0}
+WORDS = [f"w{number}" for number in range(2000)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/ranks.md")
+    parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
+    options = parser.parse_args()
+    lines = ["| way | ranks | seconds to the first step | MB a rank and step: theory | asked for | sent | of these |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    with tempfile.TemporaryDirectory() as name, TwoHosts() as hosts:
+        folder = Path(name)
+        size, job = make_job(folder)
+        for way, file in WAYS.items():
+            for ranks in options.ranks:
+                words = [*job, "--config_file", f"accelerate_configs/{file}.yaml"]
+                found = run(hosts, words, ranks, folder / f"{file}-{ranks}")
+                lines.append(row(way, ranks, size, found))
+                print(lines[-1], flush=True)
+    if options.write:
+        note = (f"`python benchmarks/ranks.py`: two network namespaces with {os.cpu_count()} CPU cores between them, "
+                f"gloo, {size / 1e6:.2f} MB of fp32 weights.")  # fmt: skip
+        results = ROOT / "benchmarks" / "results" / "ranks.md"
+        results.write_text(f"# Two hosts, up to sixteen ranks\n\n{note}\n\n" + "\n".join(lines) + "\n", "utf-8")
+
+
+def make_job(folder: Path) -> tuple[int, list[str]]:
+    """(bytes of the trained weights, the settings of a run)."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    model = BertForSequenceClassification(
+        BertConfig(vocab_size=len(vocabulary), hidden_size=128, num_hidden_layers=4, num_attention_heads=4,
+                   intermediate_size=512))  # fmt: skip
+    model.save_pretrained(folder / "model")
+    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
+    chosen = random.Random(0)
+    rows = (f"{' '.join(chosen.choices(WORDS, k=chosen.randrange(5, 30)))},{'ab'[row % 2]}\n" for row in range(300))
+    (folder / "data.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
+    job = ["--model_name_or_path", folder / "model", "--train_file", folder / "data.csv", "--max_steps", "8",
+           "--dropout", "0", "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "32",
+           "--per_device_batch_size", "16"]  # fmt: skip
+    return sum(parameter.nbytes for parameter in model.parameters()), [str(word) for word in job]
+
+
+def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, Any]:
+    """What a rank was asked to send in a step, by collective, what it sent, and the seconds to the first step."""
+    command = [sys.executable, "tests/ranks_worker.py", *job, "--machines", ",".join(ADDRESSES.values()),
+               "--num_processes", str(ranks), "--output_dir", str(output)]  # fmt: skip
+    for host, done in hosts.run_both(dict.fromkeys(ADDRESSES, command), 1500).items():
+        if done.code:
+            sys.exit(f"{host}: {done.err[-3000:]}")
+    files = sorted(output.glob("sent-*.jsonl"))
+    steps = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    sent = sum((lines[-1]["sent"] - lines[0]["sent"]) / (len(lines) - 1) for lines in steps)
+    asked = {name: statistics.median(line["asked"].get(name, 0) for line in steps[0]) for name in steps[0][-1]["asked"]}
+    return {"sent": sent / ranks, "asked": asked, "seconds": float((output / "first_step_seconds").read_text())}
+
+
+def row(way: str, ranks: int, size: int, found: dict[str, Any]) -> str:
+    theory = THEORY[way] * size * (ranks - 1) / ranks
+    largest = sorted(found["asked"].items(), key=lambda item: -item[1])[:2]
+    named = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest)
+    asked = sum(found["asked"].values())
+    numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, asked, found["sent"]))
+    return f"| {way} | {ranks} | {found['seconds']:.0f} | {numbers} | {named} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""recipes/cls.py, which writes down after each step what was to be sent, and what the interfaces sent.
+
+    python tests/ranks_worker.py [settings and launch options of recipes/cls.py]
+
+In the run's folder: `first_step_seconds`, since the command began; and `sent-HOST.jsonl`, a line per step with `asked`,
+the bytes that a ring sends from one rank for each kind of collective (Patarasu and Yuan 2009), and `sent`, the bytes
+that left this host's interfaces so far, also those between its own processes. For tests/test_sixteen_ranks.py and
+benchmarks/ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recipes import cls
+from toolkit import launch
+from toolkit.run import Run
+from toolkit.training.steps import Step, StepMetrics
+
+_LAUNCHER = "TESTS_LAUNCHER_STARTED"
+_log = Run.log
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of a step by what a ring sends for each from one rank, of the whole tensor's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.__name__.split(".")[0].strip("_")
+            sizes = [tensor.nbytes for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)]
+            world = torch.distributed.get_world_size()
+            whole = max(sizes, default=0) if "gather" in name or "scatter" in name else sum(sizes)
+            self.bytes[name] += int(whole * (world - 1) / world * (2 if "allreduce" in name else 1))
+        return func(*args, **(kwargs or {}))
+
+
+_collectives = Collectives()
+
+
+def log_and_count(run: Run, step: Step, grad_norm: Any) -> StepMetrics:
+    metrics = _log(run, step, grad_norm)
+    if step.number == 1:
+        _collectives.__enter__()  # to the end
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        sent = sum(one.bytes_sent for one in psutil.net_io_counters(pernic=True).values())
+        line = {"step": step.number, "asked": dict(_collectives.bytes), "sent": sent}
+        with (run.folder.path / f"sent-{socket.gethostname()}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    if step.number == 1 and run.accelerator.is_main_process:
+        seconds = time.time() - float(os.environ[_LAUNCHER])
+        (run.folder.path / "first_step_seconds").write_text(f"{seconds:.1f}")
+    _collectives.bytes.clear()
+    return metrics
+
+
+if __name__ == "__main__":
+    os.environ.setdefault(_LAUNCHER, str(psutil.Process().create_time()))  # handed to the processes that it starts
+    Run.log = log_and_count  # type: ignore[method-assign]
+    launch.run(cls.main)

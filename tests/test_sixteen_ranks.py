@@ -1,0 +1,76 @@
+"""Two hosts of eight ranks each: the losses of one process, exactly one evaluation, and the bytes a step sends."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.hosts import ADDRESSES, TwoHosts, two_hosts
+from tests.runs import lines_of, losses_of, recipe
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess, pytest.mark.slow]
+
+RANKS = 16
+# Sixteen starts of torch and DeepSpeed on two cores.
+SECONDS = 900
+# Times the bytes of the trained weights, from one rank: (what it asks of its collectives, what a ring needs for the
+# strategy). DeepSpeed's ZeRO-2 reduces by all-reduce and gathers the weights as well; its ZeRO-3 keeps whole weights
+# from forward to backward in a model this small (stage3_max_reuse_distance).
+BYTES = {"2node": (2.0, 2.0), "2node_zero2": (3.0, 2.0), "2node_zero3": (2.0, 3.0), "2node_fsdp2": (3.0, 3.0)}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    yield from two_hosts()
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "6", "--dropout", "0",
+            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "37",
+            "--per_device_batch_size", "4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
+    """One process on one machine."""
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    finished = recipe(*settings, "--output_dir", folder)
+    assert finished.code == 0, finished.err[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_two_hosts_of_eight(
+    name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "tests/ranks_worker.py", *settings, "--output_dir", str(run), "--config_file",
+               f"accelerate_configs/{name}.yaml", "--machines", ",".join(ADDRESSES.values()),
+               "--num_processes", str(RANKS)]  # fmt: skip
+    for host, finished in hosts.run_both(dict.fromkeys(ADDRESSES, command), SECONDS).items():
+        assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
+    assert json.loads((run / "config.json").read_text())["world"]["num_processes"] == RANKS
+    assert losses_of(run) == pytest.approx(losses_of(reference), rel=1e-5)
+
+    mine, theirs = lines_of(run / "predictions.jsonl"), lines_of(reference / "predictions.jsonl")
+    assert len(mine) > RANKS
+    assert len(mine) % RANKS  # the last batches are not full
+    assert [(line["id"], line["prediction"]) for line in mine] == [(line["id"], line["prediction"]) for line in theirs]
+
+    with safe_open(run / "model" / "model.safetensors", "np") as weights:
+        size = 4 * sum(weights.get_tensor(key).size for key in weights.keys())  # noqa: SIM118
+    share = size * (RANKS - 1) / RANKS
+    steps = lines_of(run / "sent-hostA.jsonl")
+    asked = statistics.median(sum(line["asked"].values()) for line in steps)
+    expected, theory = BYTES[name]
+    assert asked == pytest.approx(expected * share, rel=0.15), steps[-1]  # an odd model's sizes are padded
+    if name == "2node":  # gloo's all-reduce is a ring; its other collectives send more
+        assert asked == pytest.approx(theory * share, rel=0.02)
+        assert steps[-1]["sent"] - steps[0]["sent"] == pytest.approx((len(steps) - 1) * RANKS / 2 * asked, rel=0.15)
