@@ -30,6 +30,7 @@ from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
 from toolkit.pretrained import load_config
 from toolkit.run import Run
+from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
@@ -48,12 +49,13 @@ def main() -> None:
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
-    steps = Steps(accelerator, data.train, tokenizer, training)
 
     # Model and optimizer: the same weights in every process, then placed as the launch asks
     model = load_classifier(settings.model, labels, training.seed)
     groups = parameter_groups(model, training.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
+    training = fit_batch_size(accelerator, model, data.train, tokenizer, training)  # --per_device_batch_size auto
+    steps = Steps(accelerator, data.train, tokenizer, training)
     align_strategy(accelerator, model, optimizer, training, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)

@@ -35,8 +35,9 @@ from toolkit.files import writing
 from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
-from toolkit.report.files import RunFiles
+from toolkit.report.files import RunFiles, by_step, read_lines
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
+from toolkit.training import mfu
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -87,6 +88,7 @@ class Run:
         log. `evaluate` makes up for an evaluation that a stop signal put off. Raises UserError when its checkpoints are
         damaged or do not fit."""
         prepared = (self.accelerator, model, optimizer, scheduler)
+        self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
         self._write_config(resumed)
@@ -264,6 +266,7 @@ class Run:
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
             f"({last.numbers['num_samples']} samples): {last}",
             *class_lines(last),
+            *filter(None, [mfu.describe(by_step(read_lines(self.folder.path / "metrics.jsonl")))]),
             *compared,
             f"  {folder}/model/            {loads}",
             f"  {folder}/report.html       curves, results, worst samples: open it in a browser",

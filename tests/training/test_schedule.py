@@ -119,6 +119,7 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
     tokenizer = SimpleNamespace(pad_token_id=0, padding_side="right")
     steps = Steps(accelerator, split, tokenizer, settings)
     schedule = steps.schedule
+    steps.utilization = lambda lengths, seconds: float(lengths.sum())
     align_strategy(accelerator, model, optimizer, settings, schedule)
     assert accelerator.gradient_accumulation_steps == schedule.accumulation
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -126,7 +127,9 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
     numbers: list[float] = []
     counts: set[int] = set()
     for step in steps:
+        computed = 0
         for count, batch in enumerate(step.micro_batches(model), 1):
+            computed += batch.inputs["input_ids"].numel()
             assert count <= schedule.accumulation
             accelerator.backward(step.mean(model(batch)))
         counts.add(count)
@@ -137,6 +140,8 @@ def trained(split: Split, **given: Any) -> tuple[list[float], list[torch.Tensor]
         (metrics,) = steps.finish(step, grad_norm)
         numbers += [metrics.loss, metrics.grad_norm]
         assert (metrics.samples, metrics.tokens) == (len(step.indices), split.lengths[step.indices].sum())
+        assert metrics.padding == pytest.approx(1 - metrics.tokens / computed, abs=1e-4)
+        assert metrics.mfu == metrics.tokens
     return numbers, [parameter.detach().clone() for parameter in model.parameters()], counts
 
 

@@ -49,7 +49,7 @@ class RunLog:
     def log_step(self, metrics: StepMetrics) -> None:
         """Shows a finished step; its line of metrics.jsonl waits for what a checkpoint after it costs."""
         self.write_line()
-        self._line = asdict(metrics)
+        self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
         self.accelerator.log(numbers, step=metrics.step)
         shown = f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s"

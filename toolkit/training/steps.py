@@ -81,6 +81,10 @@ class StepMetrics:
     """Of this step, padding not counted."""
     samples_per_second: float
     tokens_per_second: float
+    padding: float
+    """The part of all tokens that the processes computed which was padding."""
+    mfu: float | None
+    """Of all devices (`toolkit.training.mfu`); None where their peak is not known."""
     peak_memory_bytes: int
     """The most any process has held: device memory, or resident memory on a CPU."""
 
@@ -107,6 +111,8 @@ class Step:
     metrics: StepMetrics = field(init=False)
     """Once they are gathered."""
     _batch: Batch | None = None
+    _computed_tokens: int = 0
+    """Of this process, padding counted."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
 
@@ -131,6 +137,7 @@ class Step:
         for indices, following in zip(self.mine, after, strict=True):
             accelerator.sync_gradients = indices is self.mine[-1]
             self._batch = self.steps.ahead.batch(indices, following)
+            self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
                 yield self._batch
@@ -201,6 +208,8 @@ class Steps:
         """Optimizer steps taken."""
         self.stop_signal = 0
         """The number of a stop signal that any process got (SIGTERM, SIGUSR1, Ctrl-C)."""
+        self.utilization: Callable[[np.ndarray, float], float] | None = None
+        """(lengths of texts, seconds) -> the MFU of a training on them."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.set_randomness: Callable[[], None] = self._fresh_randomness
         self._pending: list[Step] = []
@@ -260,8 +269,9 @@ class Steps:
         others = torch.tensor([peak_memory_bytes(device), signal, self._seconds_per_step], dtype=dtype, device=device)
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_whole(step.grad_norm).to(device, dtype) for step in finished]
-        local = torch.cat([others, torch.stack([*sums, *norms])])
-        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 2 steps)
+        computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
+        local = torch.cat([others, torch.stack([*sums, *norms]), computed])
+        ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
         launch.explain_failures()  # what fails from here on is no longer a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":
@@ -269,6 +279,8 @@ class Steps:
         seconds = time.perf_counter() - begun + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / count
         samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
+        lengths = self.train.lengths[np.concatenate([step.indices for step in finished])]
+        mfu = self.utilization and round(self.utilization(lengths, seconds), 4)
         for place, step in enumerate(finished, 3):
             step.metrics = StepMetrics(
                 step=step.number,
@@ -280,6 +292,8 @@ class Steps:
                 tokens=step.tokens,
                 samples_per_second=round(samples / seconds, 2),
                 tokens_per_second=round(tokens / seconds, 1),
+                padding=round(1 - step.tokens / sum(rank[place + 2 * count] for rank in ranks), 4),
+                mfu=mfu,
                 peak_memory_bytes=peak,
             )
 

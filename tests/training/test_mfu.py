@@ -1,0 +1,81 @@
+"""toolkit/training/mfu.py: useful arithmetic of a step, against what the device could do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForSequenceClassification, BigBirdConfig, BigBirdForSequenceClassification
+
+from toolkit.training.mfu import describe, peak_flops, training_flops, utilization
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", 65),
+     ("NVIDIA H200", 989), ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA L40S", 362), ("Tesla V100-SXM2-32GB", 125),
+     ("An unknown device", None), ("", None)],
+)  # fmt: skip
+def test_the_peak_of_known_devices(name: str, teraflops: int | None) -> None:
+    assert peak_flops(name, "bf16") == (teraflops and teraflops * 1e12)
+    assert peak_flops(name, "no") is None
+
+
+@pytest.mark.parametrize("length", [32, 128, 512])
+def test_the_operations_are_those_that_torch_counts(length: int) -> None:
+    model = BertForSequenceClassification(BertConfig(**SIZES, attn_implementation="eager"))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.ones(4, length, dtype=torch.long)).logits.sum().backward()
+    count = training_flops(model)
+    assert count is not None
+    assert count(np.full(4, length)) == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+def test_frozen_weights_and_sparse_attention_take_less() -> None:
+    bert: Any = BertForSequenceClassification(BertConfig(**SIZES))
+    count, lengths = training_flops(bert), np.array([10, 2000])
+    bert.bert.encoder.requires_grad_(False)
+    frozen = training_flops(bert)
+    long = training_flops(BigBirdForSequenceClassification(BigBirdConfig(**SIZES, attention_type="block_sparse")))
+    assert count
+    assert frozen
+    assert long
+    assert frozen(lengths) < count(lengths)
+    assert long(lengths) < 0.7 * count(lengths)
+    assert training_flops(torch.nn.Linear(3, 3)) is None
+
+
+def test_utilization_is_of_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = BertForSequenceClassification(BertConfig(**SIZES))
+    accelerator: Any = SimpleNamespace(device=torch.device("cuda", 0), mixed_precision="bf16", num_processes=2,
+                                       unwrap_model=lambda wrapped: wrapped)  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    found, count, lengths = utilization(accelerator, model), training_flops(model), np.array([7, 20])
+    assert found
+    assert count
+    assert found(lengths, 0.5) == pytest.approx(count(lengths) / 0.5 / (2 * 312e12))
+    accelerator.mixed_precision = "no"
+    assert utilization(accelerator, model) is None
+
+
+def test_the_summary() -> None:
+    steps = [{"tokens": 90, "padding": 0.1, "samples": 10, "samples_per_second": 10.0, "mfu": 0.3},
+             {"tokens": 50, "padding": 0.5, "samples": 10, "samples_per_second": 5.0, "mfu": 0.6}]  # fmt: skip
+    assert (
+        describe(steps)
+        == "training: 30.0% of all tokens were padding; 50.0% of the devices' peak arithmetic used (MFU)"
+    )
+    assert describe([{**line, "mfu": 0} for line in steps][:0]) == ""
+    assert describe([{"tokens": 5, "padding": 0.0, "samples": 1, "samples_per_second": 1.0}]).endswith("were padding")
