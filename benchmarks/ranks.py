@@ -78,7 +78,7 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
 def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, Any]:
     """What a rank was asked to send in a step, by collective, what it sent, and the seconds to the first step."""
     command = [sys.executable, "tests/ranks_worker.py", *job, "--machines", ",".join(ADDRESSES.values()),
-               "--num_processes", str(ranks), "--output_dir", str(output)]  # fmt: skip
+               "--rendezvous_timeout", "600", "--num_processes", str(ranks), "--output_dir", str(output)]  # fmt: skip
     for host, done in hosts.run_both(dict.fromkeys(ADDRESSES, command), 1500).items():
         if done.code:
             sys.exit(f"{host}: {done.err[-3000:]}")

@@ -53,7 +53,7 @@ def test_two_hosts_of_eight(
     run = tmp_path / "run"
     command = [sys.executable, "tests/ranks_worker.py", *settings, "--output_dir", str(run), "--config_file",
                f"accelerate_configs/{name}.yaml", "--machines", ",".join(ADDRESSES.values()),
-               "--num_processes", str(RANKS)]  # fmt: skip
+               "--rendezvous_timeout", "600", "--num_processes", str(RANKS)]  # fmt: skip
     for host, finished in hosts.run_both(dict.fromkeys(ADDRESSES, command), SECONDS).items():
         assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
     assert json.loads((run / "config.json").read_text())["world"]["num_processes"] == RANKS
