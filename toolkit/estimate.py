@@ -75,7 +75,8 @@ class Estimate:
             zero = strategy.startswith("zero")
             memory = state(strategy, 1 if strategy == "single" else processes, self.model, self.precision, self.device,
                            _zero_section(strategy, self.model) if zero else {})  # fmt: skip
-            memory = with_activations(memory, strategy, kept[zero and self.precision != "no"], accumulates)
+            memory = with_activations(memory, strategy, kept[zero and self.precision != "no"], accumulates,
+                                      self.device)  # fmt: skip
             found[strategy] = replace(memory, process=self.process[zero])
         return found
 
@@ -113,6 +114,8 @@ def _print_table(head: list[str], rows: list[list[str]]) -> None:
 
 def _process_bytes() -> tuple[int, int]:
     """Of Python with what a run imports; and with DeepSpeed."""
+    import sklearn.metrics  # noqa: F401
+
     own = psutil.Process().memory_info().rss
     import deepspeed  # noqa: F401
 

@@ -39,6 +39,8 @@ from toolkit.units import size_text
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What the C library's heap takes for activations, times their bytes: measured (benchmarks/results/memory.md).
+_CPU_HEAP = 1.4
 # of the memory that is free: the rest is for what libraries allocate without torch, and for fragments
 _USABLE = 0.9
 
@@ -177,8 +179,11 @@ def state(
     return Memory(low * every, gradients, optimizer, low * buffers)
 
 
-def with_activations(memory: Memory, strategy: str, counted: Activations, accumulates: bool) -> Memory:
-    """In one process, gradients grow as activations shrink, unless an earlier micro-batch has left them."""
+def with_activations(memory: Memory, strategy: str, counted: Activations, accumulates: bool, device: str) -> Memory:
+    """The peak of a step. On a GPU, in one process, gradients grow as activations shrink, unless an earlier micro-batch
+    has left them; a CPU's heap keeps what it gave to either, and holes between them."""
+    if device == "cpu":
+        return replace(memory, activations=_CPU_HEAP * counted.alone)
     gradients = memory.gradients
     if strategy == "single" and not accumulates:
         gradients = min(gradients, counted.with_gradients - counted.alone)
@@ -254,7 +259,7 @@ class _Fits:
             return self._tried(inputs)
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "attention_mask"}
         counted = count_activations(self.model, shapes, self.precision, self.device.type, self.cast)  # type: ignore[arg-type]
-        return with_activations(self.state, self.strategy, counted, True).peak <= _USABLE * self.bytes
+        return with_activations(self.state, self.strategy, counted, True, self.device.type).peak <= _USABLE * self.bytes
 
     def _tried(self, inputs: dict[str, torch.Tensor]) -> bool:
         dtype = _PRECISIONS[self.precision] if self.cast else torch.float32
