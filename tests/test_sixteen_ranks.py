@@ -14,7 +14,7 @@ from safetensors import safe_open
 from tests.hosts import ADDRESSES, TwoHosts, two_hosts
 from tests.runs import lines_of, losses_of, recipe
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RANKS = 16
 # Sixteen starts of torch and DeepSpeed on two cores.

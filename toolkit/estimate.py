@@ -12,6 +12,7 @@ import torch
 from toolkit.config import ModelSettings, PretrainedSettings, ProblemType, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.init import templates
+from toolkit.launch.precision import AUTO, auto_precision
 from toolkit.models.classifier import load_classifier
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
@@ -39,7 +40,9 @@ class Estimate:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.process = _process_bytes() if self.device == "cpu" else (0, 0)
         self.training: TrainingSettings = settings.training
-        self.precision = self.training.mixed_precision or "no"
+        self.precision: str = self.training.mixed_precision
+        if self.precision == AUTO:
+            self.precision, _ = auto_precision(None, 0 if self.device == "cuda" else None)
         asked = settings.data.max_length
         long: PretrainedSettings = settings.model if task == "cls" else long_model(settings.model, asked)
         tokenizer = load_tokenizer(long)

@@ -15,10 +15,10 @@ from toolkit.training.mfu import describe, peak_flops, training_flops, utilizati
 
 SIZES = {
     "vocab_size": 50,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "num_hidden_layers": 8,
     "num_attention_heads": 2,
-    "intermediate_size": 256,
+    "intermediate_size": 512,
 }
 
 

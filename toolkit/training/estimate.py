@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -38,6 +38,7 @@ from toolkit.training.optimizer import outer_layers
 from toolkit.units import size_text
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
+Settings = TypeVar("Settings", bound=TrainingSettings)
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What the C library's heap takes for activations, times their bytes: measured (benchmarks/results/memory.md).
 _CPU_HEAP = 1.4
@@ -201,8 +202,8 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
 
 
 def fit_batch_size(
-    accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: TrainingSettings
-) -> TrainingSettings:
+    accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: Settings
+) -> Settings:
     """The settings with the largest micro-batch that fits, the same on all ranks, for `--per_device_batch_size auto`.
 
     Before `accelerator.prepare`. The longest texts are tried: on a GPU forward and backward, beside as much memory as
