@@ -39,7 +39,7 @@ Settings = TypeVar("Settings", bound=TrainingSettings)
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What the C library's heap takes for activations, times their bytes: measured (benchmarks/results/memory.md).
-_CPU_HEAP = 1.4
+_CPU_HEAP = 1.6
 # Of the memory that is free: the rest is for what is allocated without torch, and for fragments.
 _USABLE = 0.9
 
