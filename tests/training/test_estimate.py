@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
+from tests.runs import Server, lines_of
 from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
@@ -115,6 +118,17 @@ def test_a_number_stays_and_an_auto_that_nobody_resolves_is_told(tokenizer: Any)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
     with pytest.raises(UserError, match="auto: this recipe does not find out what fits"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
+
+
+def test_a_run_with_auto(server: Server, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = server.run("--model_name_or_path", tiny_model, "--train_file", reviews, "--per_device_batch_size", "auto",
+                      "--global_batch_size", 20, "--max_steps", 2, "--output_dir", run)  # fmt: skip
+    assert "--per_device_batch_size auto: 20 (" in said
+    assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == 20
+    lines = lines_of(run / "metrics.jsonl")
+    assert all(0 <= line["padding"] < 1 and "mfu" not in line for line in lines)
+    assert re.search(r"training: \d+\.\d% of all tokens were padding\n", said)
 
 
 @pytest.mark.parametrize("first", ["MODEL", "cls", "recipes/bigbird.py", "title"])
