@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
 
-from toolkit.config import ModelSettings, PretrainedSettings, ProblemType, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.init import templates
+from toolkit.launch.precision import AUTO, auto_precision
 from toolkit.models.classifier import load_classifier
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import load_config
 from toolkit.run import Run as Run  # what a run imports takes memory, too
-from toolkit.training.estimate import STRATEGIES, Memory, count_activations, free_memory, state, with_activations
+from toolkit.training.estimate import STRATEGIES, Memory, Trial, free_memory, state, with_activations
 from toolkit.units import size_text
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
 _MICRO_BATCHES = (1, 4, 16, 64)
-
-
-@dataclass(frozen=True)
-class _AnyLabels:
-    """The size of a head of few classes does not matter."""
-
-    names: tuple[str, ...] = ("a", "b")
-    problem_type: ProblemType = "single_label_classification"
 
 
 class Estimate:
@@ -38,20 +31,20 @@ class Estimate:
     def __init__(self, task: str, settings: Any) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.process = _process_bytes() if self.device == "cpu" else (0, 0)
-        self.training: TrainingSettings = settings.training
-        self.precision = self.training.mixed_precision or "no"
-        asked = settings.data.max_length
-        long: PretrainedSettings = settings.model if task == "cls" else long_model(settings.model, asked)
+        self.training = settings.training
+        self.precision = self.training.mixed_precision
+        if self.precision == AUTO:
+            self.precision, _ = auto_precision(None, 0 if self.device == "cuda" else None)
+        long: Any = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
         tokenizer = load_tokenizer(long)
-        self.length = choose_max_length(asked, tokenizer, load_config(long))
-        self.titles = settings.data.max_target_length if task == "title" else None
-        if self.titles:
-            self.model: Any = load_title_model(
-                settings.model, long, settings.generation, tokenizer, self.titles, self.training.seed
-            )
-        else:
-            assert isinstance(long, ModelSettings)
-            self.model = load_classifier(long, _AnyLabels(), self.training.seed)
+        self.length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
+        self.title_length = settings.data.max_target_length if task == "title" else None
+        if self.title_length:
+            given = (settings.model, long, settings.generation, tokenizer, self.title_length, 0)
+            self.model: Any = load_title_model(*given)
+        else:  # the size of a head of few classes does not matter
+            labels: Any = SimpleNamespace(names=("a", "b"), problem_type="single_label_classification")
+            self.model = load_classifier(long, labels, 0)
 
     def micro_batch(self, processes: int) -> int:
         """Samples of the largest one, all of `length` tokens."""
@@ -60,23 +53,21 @@ class Estimate:
             size = min(size, self.training.per_device_batch_size)
         return min(size, max(1, tokens // self.length)) if tokens else size
 
-    def activations(self, samples: int, length: int, cast: bool = False) -> Any:
+    def activations(self, samples: int, length: int, strategy: str = "single") -> int:
         shapes = {"input_ids": (samples, length)}
-        if self.titles:
-            shapes["decoder_input_ids"] = (samples, self.titles)
-        return count_activations(self.model, shapes, self.precision, self.device, cast)
+        if self.title_length:
+            shapes["decoder_input_ids"] = (samples, self.title_length)
+        return Trial(self.model, self.precision, self.device, strategy).count(shapes)
 
     def by_strategy(self, processes: int) -> dict[str, Memory]:
-        """One process has no other strategy than `single`, and the ZeRO stages."""
-        samples, found = self.micro_batch(processes), {}
-        accumulates = samples * processes < self.training.global_batch_size
-        kept = {cast: self.activations(samples, self.length, cast) for cast in {False, self.precision != "no"}}
+        samples = self.micro_batch(processes)
+        counted = {kind: self.activations(samples, self.length, kind) for kind in ("single", "zero")}
+        found = {}
         for strategy in STRATEGIES:
             zero = strategy.startswith("zero")
-            memory = state(strategy, 1 if strategy == "single" else processes, self.model, self.precision, self.device,
-                           _zero_section(strategy, self.model) if zero else {})  # fmt: skip
-            memory = with_activations(memory, strategy, kept[zero and self.precision != "no"], accumulates,
-                                      self.device)  # fmt: skip
+            section = _zero_section(strategy) if zero else {}
+            memory = state(strategy, processes, self.model, self.precision, self.device, section)
+            memory = with_activations(memory, counted["zero" if zero else "single"], self.device)
             found[strategy] = replace(memory, process=self.process[zero])
         return found
 
@@ -84,31 +75,28 @@ class Estimate:
 def run(task: str, settings: Any, processes: int) -> None:
     """Prints two tables: the memory of each process by strategy, and the activations by length and micro-batch."""
     estimate = Estimate(task, settings)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in estimate.model.parameters()]
-    every, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    every, trained = (sum(weight.numel() for weight in estimate.model.parameters() if weight.requires_grad or all_)
+                      for all_ in (True, False))  # fmt: skip
     print(f"{settings.model.model_name_or_path}: {every:,} parameters, {trained:,} of them trained")
     print(f"on {estimate.device}, mixed precision {estimate.precision}")
     batch = f"{estimate.micro_batch(processes)} texts of {estimate.length} tokens"
     print(f"\nthe peak of each of {processes} processes, with micro-batches of {batch}:\n")
-    names = [field.name for field in fields(Memory)]
     free = torch.cuda.mem_get_info()[1] if estimate.device == "cuda" else free_memory() / processes
-    rows = []
+    rows = [["strategy", *(field.name for field in fields(Memory)), "peak", f"fits in {size_text(free)}"]]
     for strategy, memory in estimate.by_strategy(processes).items():
-        sizes_of_parts = [size_text(getattr(memory, name)) for name in names]
-        rows.append([strategy, *sizes_of_parts, size_text(memory.peak), "yes" if memory.peak <= free else "no"])
-    _print_table(["strategy", *names, "peak", f"fits in {size_text(free)}"], rows)
+        sizes = map(size_text, (*astuple(memory), memory.peak))
+        rows.append([strategy, *sizes, "yes" if memory.peak <= free else "no"])
+    _print_table(rows)
     print("\nactivations of one micro-batch:\n")
-    rows = []
+    rows = [["", *(f"{size} text{'s' * (size > 1)}" for size in _MICRO_BATCHES)]]
     for length in sorted({*(length for length in _LENGTHS if length < estimate.length), estimate.length}):
-        rows.append(
-            [f"{length} tokens", *(size_text(estimate.activations(size, length).alone) for size in _MICRO_BATCHES)]
-        )
-    _print_table(["", *(f"{size} text{'s' * (size > 1)}" for size in _MICRO_BATCHES)], rows)
+        rows.append([f"{length} tokens", *(size_text(estimate.activations(n, length)) for n in _MICRO_BATCHES)])
+    _print_table(rows)
 
 
-def _print_table(head: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in [head, *rows]:
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
         print("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]))
 
 
@@ -122,8 +110,7 @@ def _process_bytes() -> tuple[int, int]:
     return own, psutil.Process().memory_info().rss
 
 
-def _zero_section(strategy: str, model: Any) -> dict[str, Any]:
-    """Of the shipped DeepSpeed config, with what `auto` becomes."""
+def _zero_section(strategy: str) -> dict[str, Any]:
+    """Of the shipped DeepSpeed config."""
     config = json.loads((templates() / "ds_configs" / f"{strategy}.json").read_text(encoding="utf-8"))
-    section: dict[str, Any] = config["zero_optimization"]
-    return {name: model.config.hidden_size**2 if value == "auto" else value for name, value in section.items()}
+    return {name: value for name, value in config["zero_optimization"].items() if value != "auto"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +15,13 @@ import torch
 from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification
 
+from tests.runs import Server, lines_of
 from tests.splits import of_lengths
 from toolkit import cli
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training import estimate
-from toolkit.training.estimate import STRATEGIES, Activations, Memory, count_activations, fit_batch_size, state
+from toolkit.training.estimate import STRATEGIES, Memory, Trial, fit_batch_size, state
 from toolkit.training.steps import make_schedule
 
 LENGTHS = np.array([100] * 10 + [131] * 54)
@@ -43,23 +46,23 @@ def model(tiny_model: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(tiny_model)
 
 
+def counted(model: Any, samples: int, length: int, precision: str = "no", strategy: str = "ddp") -> int:
+    return Trial(model, precision, "cpu", strategy).count({"input_ids": (samples, length)})
+
+
 def test_activations_are_those_that_live_at_a_time() -> None:
-    counted = count_activations(Layers(), {"input_ids": (3, 1000)}, "no", "cpu")
-    rows = 3 * 1000
-    hidden, given = 4 * rows * 512, 4 * rows * 8  # float32
-    assert hidden + given < counted.alone < 2.2 * hidden  # backward holds the hidden states and their gradient
-    double = count_activations(Layers(), {"input_ids": (6, 1000)}, "no", "cpu")
-    assert double.alone == pytest.approx(2 * counted.alone, rel=0.01)
-    assert counted.alone <= counted.with_gradients <= counted.alone + 4 * (8 * 512 + 512 + 512 * 4 + 4)
+    found = counted(Layers(), 3, 1000)
+    hidden, given = 4 * 3000 * 512, 4 * 3000 * 8  # float32
+    assert hidden + given < found < 2.2 * hidden  # backward holds the hidden states and their gradient
+    assert counted(Layers(), 6, 1000) == pytest.approx(2 * found, rel=0.01)
 
 
 def test_half_precision_and_recomputation_take_less(model: Any) -> None:
-    shapes = {"input_ids": (64, 128)}
-    full = count_activations(model, shapes, "no", "cpu").alone
-    assert count_activations(model, shapes, "bf16", "cpu").alone < full
-    assert count_activations(model, shapes, "bf16", "cpu", cast=True).alone < full
+    full = counted(model, 64, 128)
+    assert counted(model, 64, 128, "bf16") < full
+    assert counted(model, 64, 128, "bf16", "zero2") < full
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert count_activations(model, shapes, "no", "cpu").alone < 0.9 * full
+    assert counted(model, 64, 128) < 0.9 * full
 
 
 def test_what_the_strategies_keep(model: Any) -> None:
@@ -75,18 +78,6 @@ def test_what_the_strategies_keep(model: Any) -> None:
     assert found["fsdp2"].weights == found["fsdp2"].gradients == every
     large = state("zero3", 4, model, "bf16", "cuda", {**zero, "stage3_max_reuse_distance": every})
     assert large.buffers == 0
-
-
-def test_in_one_process_gradients_come_as_activations_go() -> None:
-    kept = Memory(10, 10, 20, 0)
-    counted = Activations(alone=100, with_gradients=103)
-
-    def peak(strategy: str, accumulates: bool, device: str = "cuda") -> float:
-        return estimate.with_activations(kept, strategy, counted, accumulates, device).peak
-
-    assert peak("single", accumulates=False) == 133
-    assert peak("single", accumulates=True) == peak("ddp", accumulates=False) == 140
-    assert peak("single", accumulates=False, device="cpu") > 140  # a heap keeps what it gave
 
 
 def fit(model: Any, tokenizer: Any, free: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:
@@ -115,11 +106,10 @@ def test_auto_says_when_not_even_one_fits(model: Any, tokenizer: Any, monkeypatc
         fit(model, tokenizer, 10**5, monkeypatch)
 
 
-def test_a_gpu_tries_and_catches_what_it_cannot_hold(tokenizer: Any) -> None:
+def test_a_gpu_tries_and_catches_what_it_cannot_hold() -> None:
     """Here on a CPU, with a model that cannot do more than 20 samples."""
-    settings = TrainingSettings(global_batch_size=50, per_device_batch_size="auto")
-    fits = estimate._Fits(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings)
-    tried = [fits._tried({"input_ids": torch.ones(size, 100, dtype=torch.long)}) for size in (1, 20, 21)]
+    trial = Trial(Layers(), "no", "cpu", "single")
+    tried = [trial.fits({"input_ids": torch.ones(size, 100, dtype=torch.long)}, beside=10**5) for size in (1, 20, 21)]
     assert tried == [True, True, False]
 
 
@@ -128,6 +118,17 @@ def test_a_number_stays_and_an_auto_that_nobody_resolves_is_told(tokenizer: Any)
     assert fit_batch_size(Accelerator(cpu=True), Layers(), of_lengths(LENGTHS), tokenizer, settings) is settings
     with pytest.raises(UserError, match="auto: this recipe does not find out what fits"):
         make_schedule(TrainingSettings(per_device_batch_size="auto"), of_lengths(LENGTHS), 1)
+
+
+def test_a_run_with_auto(server: Server, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = server.run("--model_name_or_path", tiny_model, "--train_file", reviews, "--per_device_batch_size", "auto",
+                      "--global_batch_size", 20, "--max_steps", 2, "--output_dir", run)  # fmt: skip
+    assert "--per_device_batch_size auto: 20 (" in said
+    assert json.loads((run / "config.json").read_text())["data"]["micro_batch_size"] == 20
+    lines = lines_of(run / "metrics.jsonl")
+    assert all(0 <= line["padding"] < 1 and "mfu" not in line for line in lines)
+    assert re.search(r"training: \d+\.\d% of all tokens were padding\n", said)
 
 
 @pytest.mark.parametrize("first", ["MODEL", "cls", "recipes/bigbird.py", "title"])

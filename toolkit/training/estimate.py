@@ -1,9 +1,8 @@
 """How much memory a step takes on each process, known before it is taken.
 
-Activations are counted, not guessed: the model runs forward and backward on tensors without data (torch's
-FakeTensorMode), and the bytes of all that lives at a time are added up. What a strategy keeps of weights, gradients and
-AdamW's state follows from what it shards (Rajbhandari et al. 2020, "ZeRO", section 3) and from the buffers that
-DeepSpeed 0.19 and torch's FSDP2 allocate beside it.
+Activations are counted: the model runs forward and backward on tensors without data (torch's FakeTensorMode), and the
+bytes of all that lives at a time are added up. What a strategy keeps of weights, gradients and AdamW's state follows
+from what it shards (Rajbhandari et al. 2020, "ZeRO", section 3) and the buffers of DeepSpeed 0.19 and torch's FSDP2.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,23 +35,13 @@ from toolkit.memory import is_out_of_memory
 from toolkit.training.optimizer import outer_layers
 from toolkit.units import size_text
 
-STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 Settings = TypeVar("Settings", bound=TrainingSettings)
+STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What the C library's heap takes for activations, times their bytes: measured (benchmarks/results/memory.md).
-_CPU_HEAP = 1.4
-# of the memory that is free: the rest is for what libraries allocate without torch, and for fragments
+_CPU_HEAP = 1.6
+# Of the memory that is free: the rest is for what is allocated without torch, and for fragments.
 _USABLE = 0.9
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of one micro-batch at their largest, forward and backward."""
-
-    alone: int
-    """Without the parameters' gradients."""
-    with_gradients: int
-    """With those: they come as the activations go, so this is less than the sum of both."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +64,12 @@ class Memory:
 
 
 class _Living(TorchDispatchMode):
-    """Counts the bytes of the storages that live, and the most there were at a time."""
+    """Counts the bytes of the storages that are made and still live, and the most there were at a time."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.living = self.most = self.gradients = self.most_with_gradients = 0
-        self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in parameters.values()})
-        for tensor in parameters.values():
-            if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(self._take_gradient)
+        self.living = self.most = 0
+        self._seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -93,65 +78,76 @@ class _Living(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._seen:
-            return
-        size = self._seen[storage] = storage.nbytes()
-        weakref.finalize(storage, self._free, size)
-        self.living += size
-        self.most = max(self.most, self.living)
-        self.most_with_gradients = max(self.most_with_gradients, self.living + self.gradients)
+        if storage not in self._seen:
+            self._seen[storage] = size = storage.nbytes()
+            weakref.finalize(storage, self._free, size)
+            self.living += size
+            self.most = max(self.most, self.living)
 
     def _free(self, size: int) -> None:
         self.living -= size
 
-    def _take_gradient(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        self.gradients += parameter.grad.nbytes
-        parameter.grad = None
+
+class Trial:
+    """Forward and backward of a model that is on the CPU, on `device`. `cast`: weights in `precision`, as under
+    DeepSpeed, instead of a cast on the way (autocast)."""
+
+    def __init__(self, model: torch.nn.Module, precision: str, device: str, strategy: str) -> None:
+        self.model, self.device, self.dtype = model, device, _PRECISIONS[precision]
+        self.cast = precision != "no" and strategy.startswith("zero")
+        self.autocast = precision != "no" and not self.cast
+
+    def count(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes of the activations at their largest, for inputs of these shapes; parameters' gradients are not
+        counted."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            weights = self._weights(torch.empty_like)
+            inputs = {name: torch.ones(shape, dtype=torch.long, device=self.device) for name, shape in shapes.items()}
+            with _Living() as counted:
+                counted._seen.update({weight.untyped_storage(): 0 for weight in weights.values()})
+                self._compute(weights, inputs)
+        return counted.most
+
+    def fits(self, inputs: dict[str, torch.Tensor], beside: float) -> bool:
+        """Whether the device can hold it, with `beside` bytes in use for weights, gradients and all else."""
+        weights: dict[str, torch.Tensor] = {}
+        try:
+            weights = self._weights(torch.Tensor.to)
+            left = int(beside) - sum(weight.nbytes for weight in weights.values())
+            held = torch.empty(max(0, left), dtype=torch.uint8, device=self.device)
+            self._compute(weights, inputs)
+            del held
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        finally:
+            weights.clear()
+            gc.collect()
+            torch.cuda.empty_cache()
+        return True
+
+    def _weights(self, make: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters and buffers on the device, by name; a gradient is dropped as soon as it is there."""
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        found = {}
+        for name, own in named.items():
+            dtype = self.dtype if self.cast and own.is_floating_point() else own.dtype
+            found[name] = make(own.detach(), device=self.device, dtype=dtype).requires_grad_(own.requires_grad)
+            if own.requires_grad:
+                found[name].register_post_accumulate_grad_hook(_drop_gradient)
+        return found
+
+    def _compute(self, weights: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> None:
+        options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
+        with torch.autocast(self.device, self.dtype, enabled=self.autocast):
+            logits = torch.func.functional_call(self.model.train(), weights, kwargs={**inputs, **options}).logits
+        classes = logits.float().flatten(0, -2)  # (B, C), of titles (B T, V)
+        torch.nn.functional.cross_entropy(classes, torch.zeros_like(classes[:, 0], dtype=torch.long)).backward()
 
 
-def count_activations(
-    model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]], precision: str, device: str, cast: bool = False
-) -> Activations:
-    """Of a model on the CPU, for inputs of these shapes, as `device` would compute them. `cast`: the weights
-    themselves are in `precision`, as under DeepSpeed, instead of being cast on the way (autocast)."""
-    dtype = _PRECISIONS[precision]
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        parameters = _placed(
-            model,
-            lambda tensor: torch.empty(
-                tensor.shape, dtype=dtype if cast and tensor.is_floating_point() else tensor.dtype, device=device
-            ),
-        )
-        inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
-        with _Living(parameters) as counted:
-            _forward_and_backward(
-                model, parameters, inputs, torch.autocast(device, dtype, enabled=precision != "no" and not cast)
-            )
-    return Activations(counted.most, counted.most_with_gradients)
-
-
-def _placed(model: torch.nn.Module, place: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Other tensors in place of a model's own, by name."""
-    with torch.no_grad():
-        placed = {name: place(tensor).requires_grad_(tensor.requires_grad) for name, tensor in model.named_parameters()}
-        return {**placed, **{name: place(tensor) for name, tensor in model.named_buffers()}}
-
-
-def _forward_and_backward(
-    model: torch.nn.Module,
-    parameters: dict[str, torch.Tensor],
-    inputs: dict[str, torch.Tensor],
-    autocast: AbstractContextManager[Any],
-) -> None:
-    options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
-    model.train()
-    with autocast:
-        logits = torch.func.functional_call(model, parameters, kwargs={**inputs, **options}).logits  # (B, ..., C)
-        classes = logits.float().flatten(0, -2)
-    torch.nn.functional.cross_entropy(
-        classes, torch.zeros(len(classes), dtype=torch.long, device=classes.device)
-    ).backward()
+def _drop_gradient(weight: torch.Tensor) -> None:
+    weight.grad = None
 
 
 def state(
@@ -164,31 +160,24 @@ def state(
         return Memory(4 * every, 4 * trained, 8 * trained, 0)
     low, part = _PRECISIONS[precision].itemsize, trained / processes
     if strategy == "fsdp2":
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in outer_layers(model)]
-        gathered = every - sum(layers) + 2 * max(layers, default=0)  # the rest of the model, a layer and the next one
+        layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
+        gathered = every - sum(layers) + 2 * max(layers, default=0)  # what is in no layer, a layer and the next one
         return Memory(4 * every / processes, 4 * part, 8 * part, 2 * low * gathered)
-    stage, on_host = int(strategy[4]), strategy.endswith("offload") and device != "cpu"
-    optimizer = 0 if on_host else 12 * part
-    bucket = zero.get("reduce_bucket_size", 5e8)
-    if stage == 3:
-        # at each step whole weights are kept from forward to backward while they are reused within so many
+    on_host = strategy.endswith("offload") and device != "cpu"
+    kept = 0 if on_host else 1
+    if strategy.startswith("zero3"):
+        # weights stay gathered from forward to backward while they are reused within so many
         whole = every if 2 * every <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
-        return Memory(0 if on_host else low * every / processes, 0 if on_host else low * part, optimizer, low * whole)
-    # a page of a CPU's that nobody writes to takes no memory
-    buffers = min(float(bucket), trained) if device == "cpu" else float(bucket) * (1 + bool(zero.get("overlap_comm")))
-    gradients = low * trained if stage == 1 else 0 if on_host else 4 * part
-    return Memory(low * every, gradients, optimizer, low * buffers)
+        return Memory(kept * low * every / processes, kept * low * part, kept * 12 * part, low * whole)
+    bucket = float(zero.get("reduce_bucket_size", 5e8)) * (1 + bool(zero.get("overlap_comm")))
+    if device == "cpu":  # a page that nobody writes to takes no memory
+        bucket = min(bucket / 2, trained)
+    gradients = low * trained if strategy == "zero1" else kept * 4 * part
+    return Memory(low * every, gradients, kept * 12 * part, low * bucket)
 
 
-def with_activations(memory: Memory, strategy: str, counted: Activations, accumulates: bool, device: str) -> Memory:
-    """The peak of a step. On a GPU, in one process, gradients grow as activations shrink, unless an earlier micro-batch
-    has left them; a CPU's heap keeps what it gave to either, and holes between them."""
-    if device == "cpu":
-        return replace(memory, activations=_CPU_HEAP * counted.alone)
-    gradients = memory.gradients
-    if strategy == "single" and not accumulates:
-        gradients = min(gradients, counted.with_gradients - counted.alone)
-    return replace(memory, gradients=gradients, activations=counted.alone)
+def with_activations(memory: Memory, counted: int, device: str) -> Memory:
+    return replace(memory, activations=counted * (_CPU_HEAP if device == "cpu" else 1))
 
 
 def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
@@ -198,7 +187,8 @@ def strategy_of(accelerator: Accelerator) -> tuple[str, dict[str, Any]]:
         return "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "single", {}
     zero = plugin.deepspeed_config["zero_optimization"]
     offloads = any(zero.get(f"offload_{what}", {}).get("device", "none") != "none" for what in ("optimizer", "param"))
-    return f"zero{plugin.zero_stage}" + "_offload" * offloads, zero
+    numbers = {name: value for name, value in zero.items() if value != "auto"}
+    return f"zero{plugin.zero_stage}" + "_offload" * offloads, numbers
 
 
 def fit_batch_size(
@@ -211,83 +201,41 @@ def fit_batch_size(
     """
     if settings.per_device_batch_size != "auto":
         return settings
+    device, longest, (strategy, zero) = accelerator.device, int(train.lengths.max()), strategy_of(accelerator)
+    trial = Trial(model, str(accelerator.mixed_precision), device.type, strategy)
+    kept = state(strategy, accelerator.num_processes, model, str(accelerator.mixed_precision), device.type, zero)
+    by_length, collate = np.argsort(-train.lengths, kind="stable"), collator_of(train, tokenizer, device)
+    free = free_bytes(device, model)
+
+    def fits(size: int) -> bool:
+        limit = settings.max_tokens_per_batch
+        inputs = collate(by_length[: min(size, max(1, limit // longest)) if limit else size]).inputs
+        if device.type == "cuda":
+            return trial.fits(inputs, kept.peak + (1 - _USABLE) * free)
+        counted = trial.count({name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name})
+        return with_activations(kept, counted, device.type).peak <= _USABLE * free
+
     most = -(-settings.global_batch_size // accelerator.num_processes)
-    sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each divides the work evenly
-    fits = _Fits(accelerator, model, train, tokenizer, settings)
-    found = bisect.bisect_left(sizes, True, key=lambda size: not fits(size))
-    smallest = min(gather_object([found]))
-    if smallest == 0:
+    sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each shares the work out evenly
+    found = min(gather_object([bisect.bisect_left(sizes, True, key=lambda size: not fits(size))]))
+    if found == 0:
         raise UserError(
-            f"--per_device_batch_size auto: not even one text of {fits.longest} tokens fits ({fits.free}): pass "
+            f"--per_device_batch_size auto: not even one text of {longest} tokens fits ({size_text(free)} free): pass "
             "--gradient_checkpointing true, a smaller --max_length, or a strategy that shards more "
             "(`toolkit estimate` shows what each takes)"
         )
-    size = sizes[smallest - 1]
-    launch.say(accelerator, f"--per_device_batch_size auto: {size} ({fits.free}, texts of up to {fits.longest} tokens)")
+    size = sizes[found - 1]
+    line = f"--per_device_batch_size auto: {size} ({size_text(free)} free, texts of up to {longest} tokens)"
+    launch.say(accelerator, line)
     return replace(settings, per_device_batch_size=size)
 
 
-class _Fits:
-    """Whether a micro-batch of so many of the longest texts fits this process's memory."""
-
-    def __init__(
-        self, accelerator: Accelerator, model: torch.nn.Module, train: Split, tokenizer: Any, settings: TrainingSettings
-    ) -> None:
-        self.accelerator, self.model, self.settings, self.device = accelerator, model, settings, accelerator.device
-        self.by_length = np.argsort(-train.lengths, kind="stable")
-        self.longest = int(train.lengths.max())
-        self.collate = collator_of(train, tokenizer, self.device)
-        self.precision = str(accelerator.mixed_precision)
-        self.strategy, zero = strategy_of(accelerator)
-        self.cast = self.strategy.startswith("zero") and self.precision != "no"
-        self.state = state(self.strategy, accelerator.num_processes, model, self.precision, self.device.type, zero)
-        self.bytes = self._free_bytes()
-        self.free = f"{size_text(self.bytes)} free"
-
-    def _free_bytes(self) -> int:
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info(self.device)[0]
-        own = sum(tensor.nbytes for tensor in self.model.parameters())  # the weights are here already
-        return free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
-
-    def __call__(self, size: int) -> bool:
-        if tokens := self.settings.max_tokens_per_batch:
-            size = min(size, max(1, tokens // self.longest))
-        inputs = self.collate(self.by_length[:size]).inputs
-        if self.device.type == "cuda":
-            return self._tried(inputs)
-        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if name != "attention_mask"}
-        counted = count_activations(self.model, shapes, self.precision, self.device.type, self.cast)  # type: ignore[arg-type]
-        return with_activations(self.state, self.strategy, counted, True, self.device.type).peak <= _USABLE * self.bytes
-
-    def _tried(self, inputs: dict[str, torch.Tensor]) -> bool:
-        dtype = _PRECISIONS[self.precision] if self.cast else torch.float32
-        try:
-            parameters = _placed(
-                self.model, lambda tensor: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
-            )
-            own = sum(tensor.nbytes * (1 + tensor.requires_grad) for tensor in parameters.values())
-            beside = torch.empty(
-                max(0, int(self.state.peak + (1 - _USABLE) * self.bytes) - own), dtype=torch.uint8, device=self.device
-            )
-            _forward_and_backward(
-                self.model,
-                parameters,
-                inputs,
-                torch.autocast(self.device.type, dtype, enabled=self.precision != "no" and not self.cast),
-            )
-            del beside
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return False
-        finally:
-            parameters = {}
-            gc.collect()
-            torch.cuda.empty_cache()
-        return True
+def free_bytes(device: torch.device, model: torch.nn.Module) -> int:
+    """For one process of this machine; on a CPU with what the model's weights take already."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    own = sum(weight.nbytes for weight in model.parameters())
+    return free_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
 
 
 def free_memory() -> int:

@@ -209,7 +209,7 @@ class Steps:
         self.stop_signal = 0
         """The number of a stop signal that any process got (SIGTERM, SIGUSR1, Ctrl-C)."""
         self.utilization: Callable[[np.ndarray, float], float] | None = None
-        """(lengths of a step's texts, seconds) -> its MFU."""
+        """(lengths of texts, seconds) -> the MFU of a training on them."""
         self.signals = StopSignals(accelerator.is_main_process)
         self.set_randomness: Callable[[], None] = self._fresh_randomness
         self._pending: list[Step] = []
@@ -280,7 +280,7 @@ class Steps:
         self._seconds_per_step = seconds / count
         samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
         lengths = self.train.lengths[np.concatenate([step.indices for step in finished])]
-        mfu = round(self.utilization(lengths, seconds), 4) if self.utilization else None
+        mfu = self.utilization and round(self.utilization(lengths, seconds), 4)
         for place, step in enumerate(finished, 3):
             step.metrics = StepMetrics(
                 step=step.number,
