@@ -11,6 +11,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training.resume import Origin, choose_origin, precision_of
+from toolkit.training.run_folder import _open_folder
 
 IDENTITY = {"recipe": "cls", "model": "bert", "labels": ["neg", "pos"], "data": "0a1b", "max_length": 128,
             "global_batch_size": 32, "group_by_length": True, "seed": 42, "lora_r": None}  # fmt: skip
@@ -144,3 +145,15 @@ def test_settings_that_do_not_matter_are_no_difference(run: Path) -> None:
     facts = {"identity": IDENTITY, "settings": {**SETTINGS, "learning_rate": 1.0, "new_setting": 3}}
     assert steps(choose_origin("auto", run / "checkpoints", facts)) == [6, 4, 2]
     assert steps(choose_origin("auto", run / "checkpoints", {**FACTS, "identity": {**IDENTITY, "new": 1}})) == [6, 4, 2]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_runs_file_that_leads_elsewhere_is_refused(there: bool, tmp_path: Path) -> None:
+    """The run would read it, and append to it."""
+    run, other = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    if there:
+        other.touch()
+    (run / "metrics.jsonl").symlink_to(other)
+    with pytest.raises(UserError, match=f"{run / 'metrics.jsonl'} is a link to {other}, outside"):
+        _open_folder(TrainingSettings(output_dir=str(run)), "cls", FACTS)
