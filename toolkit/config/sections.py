@@ -229,16 +229,6 @@ class TrainingSettings:
             )
         return self.per_device_batch_size
 
-    @property
-    def micro_batch_size(self) -> int:
-        """`per_device_batch_size` as a number. Raises UserError for an `auto` that nobody has made one of."""
-        if self.per_device_batch_size == "auto":
-            raise UserError(
-                "--per_device_batch_size auto: this recipe does not find out what fits (toolkit.training.estimate."
-                "fit_batch_size before Steps, as in recipes/cls.py): pass a number"
-            )
-        return self.per_device_batch_size
-
 
 @section
 class LongTrainingSettings(TrainingSettings):
