@@ -289,7 +289,8 @@ class Run:
         saved = [file for file in (path / "checkpoints").rglob("*") if file.is_file()]
         if saved:
             size = size_text(sum(file.stat().st_size for file in saved))
-            checkpoints = [f"  {folder}/checkpoints/      best and last ({size}): any launch can resume from them"]
+            removed = f"`toolkit clean {folder}` removes them"
+            checkpoints = [f"  {folder}/checkpoints/      {size}, any launch can resume from them; {removed}"]
         return [
             "",
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
