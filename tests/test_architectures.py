@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import ROOT, WAYS, lines_of, losses_of
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.cli import build_parser
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
@@ -123,10 +123,8 @@ def assert_converts(run: Path, out: Path) -> None:
 
 
 def assert_predicts(run: Path, rows: Path, out: Path) -> None:
-    options = argparse.Namespace(
-        model=str(run / "model"), file=str(rows), output=str(out), overwrite=True, encoding="utf-8", text_column=None,
-        text_pair=None, max_length=None, per_device_batch_size=7, max_tokens_per_batch=None, mixed_precision="no",
-    )  # fmt: skip
+    words = ["predict", run / "model", rows, "--output", out, "--overwrite", "--mixed_precision", "no"]
+    options = build_parser().parse_args([str(word) for word in words])
     predict_file(options)
     predicted = pandas.read_json(out, lines=True)["probabilities"]
     for line in lines_of(run / "predictions.jsonl"):
