@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 CONFIG ?= accelerate_configs/$(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c GPU)),single,ddp).yaml
 
 # Tests wait for each other's processes more often than they compute: more at a time than there are cores.
-WORKERS ?= 3
+WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # For test-latest; TORCH=torch for the newest, which is gigabytes.

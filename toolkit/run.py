@@ -24,6 +24,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import demo, launch
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
+from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
@@ -244,7 +245,7 @@ class Run:
         }  # fmt: skip
         more = {
             "identity": self.facts["identity"],
-            "model_class": type(self.accelerator.unwrap_model(self.checkpoints.model)).__name__,
+            "model_class": type(unwrapped(self.checkpoints.model)).__name__,
             "optimizer": _optimizer_name(self.checkpoints.optimizer),
             "resumed_from": str(resumed.folder) if resumed else None,
         }

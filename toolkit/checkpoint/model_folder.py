@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint.live import live_state, reshard, tied_names
+from toolkit.checkpoint.live import live_state, reshard, tied_names, unwrapped
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.errors import UserError, listing
 from toolkit.files import refuse_link_out, replace_folder, write_new
@@ -49,14 +49,14 @@ def save_model(
     `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
     the optimizer steps taken, is kept in the folder: see `step_of`.
     """
-    unwrapped = accelerator.unwrap_model(model)
-    state = _whole_state(accelerator, model, unwrapped)  # a collective where the parameters are sharded
+    module = unwrapped(model)
+    state = _whole_state(accelerator, model, module)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
-        tied = tied_names(unwrapped)
+        tied = tied_names(module)
         state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in state.items() if name not in tied}
         state |= {other: state[name] for other, name in tied.items()}
-        lora = lora_config(unwrapped)
-        plain = unwrapped.get_base_model() if lora else unwrapped
+        lora = lora_config(module)
+        plain = module.get_base_model() if lora else module
         merged = merge_lora(state, lora.lora_alpha / lora.r) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
             _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
@@ -68,18 +68,19 @@ def save_model(
             _make_readable(draft)
         if lora:  # after the model, whose step tells a resumed run whether both are of one step
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
-                write_adapter(unwrapped, state, draft)
+                write_adapter(module, state, draft)
                 _make_readable(draft)
     accelerator.wait_for_everyone()
 
 
-def _whole_state(accelerator: Accelerator, model: Any, unwrapped: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _whole_state(accelerator: Accelerator, model: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By name, on the main process; a tied parameter under one name, or all."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED and model.zero_optimization_stage():
         with contextlib.suppress(UserError):  # an optimizer on NVMe
             state = live_state(accelerator, model).whole_weights(accelerator.device)
-            return {name: state[name] for name in unwrapped.state_dict() if name in state}
-    return dict(accelerator.get_state_dict(model))
+            return {name: state[name] for name in module.state_dict() if name in state}
+    sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+    return dict(accelerator.get_state_dict(model) if sharded else module.state_dict())
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -172,11 +173,11 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     """
     plugin = accelerator.state.deepspeed_plugin
     if accelerator.distributed_type != DistributedType.DEEPSPEED or plugin.zero_stage != 3:
-        load_into_shards(accelerator.unwrap_model(model), folder, accelerator.is_main_process)
+        load_into_shards(unwrapped(model), folder, accelerator.is_main_process)
         return
     import deepspeed
 
-    module = accelerator.unwrap_model(model)
+    module = unwrapped(model)
     parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
         read = _tensors(module, folder, stack) if accelerator.is_main_process else {}

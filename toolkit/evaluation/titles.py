@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
+from toolkit.checkpoint.live import unwrapped
 from toolkit.data.batches import Batch
 from toolkit.data.readable import readable
 from toolkit.data.tokens import Split, TitleSplit
@@ -79,7 +80,7 @@ class Writer:
 
     def __init__(self, accelerator: Accelerator, model: Any) -> None:
         model.eval()
-        self.module = accelerator.unwrap_model(model)
+        self.module = unwrapped(model)
         saved = self.module.generation_config
         self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
         self.padding = saved.pad_token_id or 0

@@ -21,7 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, unwrapped, whole_shape
 from toolkit.checkpoint.machines import collect, far_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
@@ -154,7 +154,7 @@ class Checkpoints:
 
     def _write_model_folder(self, folder: Path) -> None:
         """What a conversion needs besides the weights."""
-        module = self.accelerator.unwrap_model(self.model)
+        module = unwrapped(self.model)
         config: Any = getattr(module, "config", None)
         if hasattr(config, "save_pretrained"):  # a model class of one's own may have none
             config.save_pretrained(folder)

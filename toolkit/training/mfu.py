@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from toolkit.checkpoint.live import unwrapped
 from toolkit.pretrained import full_attention_up_to
 
 # Dense bf16 or fp16 operations a second, as NVIDIA's data sheets have them (without sparsity).
@@ -60,7 +61,7 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
 def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[np.ndarray, float], float] | None:
     """(lengths of a step's texts, its seconds) -> its MFU over all devices; None where it cannot be known."""
     name = torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else ""
-    peak, count = peak_flops(name, accelerator.mixed_precision), training_flops(accelerator.unwrap_model(model))
+    peak, count = peak_flops(name, accelerator.mixed_precision), training_flops(unwrapped(model))
     if peak is None or count is None:
         return None
     available = peak * accelerator.num_processes
@@ -75,6 +76,6 @@ def describe(steps: Iterable[Mapping[str, Any]]) -> str:
     tokens = sum(line["tokens"] for line in found)
     padded = sum(line["tokens"] / (1 - line["padding"]) for line in found)
     seconds = [line["samples"] / line["samples_per_second"] for line in found]
-    used = sum(line.get("mfu", 0) * each for line, each in zip(found, seconds, strict=True)) / sum(seconds)
-    mfu = f"; {used:.1%} of the devices' peak arithmetic used (MFU)" if any("mfu" in line for line in found) else ""
+    used = sum((line.get("mfu") or 0) * each for line, each in zip(found, seconds, strict=True)) / sum(seconds)
+    mfu = f"; {used:.1%} of the devices' peak arithmetic used (MFU)" if any(line.get("mfu") for line in found) else ""
     return f"training: {1 - tokens / padded:.1%} of all tokens were padding{mfu}"
