@@ -122,7 +122,7 @@ def test_the_summary_is_about_this_run(settings: list[str], server: Server, tmp_
     assert predict.endswith(f"toolkit predict '{run}'/model YOUR_FILE.csv")
     words = shlex.split(again)
     assert words[1:] == ["recipes/cls.py", *settings, "--max_steps", "4", "--checkpoint_every", "4", "--output_dir",
-                         str(run), "--learning_rate", "2.5e-05", "--output_dir", f"{run}-2"]  # fmt: skip
+                         f"{run}-2", "--learning_rate", "2.5e-05"]  # fmt: skip
     assert "f1_micro" not in said
 
 

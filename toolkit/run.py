@@ -227,13 +227,16 @@ class Run:
         write_report_of_folder(self.folder.path)
 
     def _command(self, **settings: Any) -> str:
-        """What was typed, with these settings over it; nothing in a notebook or a script that has its own."""
+        """What was typed, with these settings in it; nothing in a notebook or a script that has its own."""
         from_demo = str(self.settings.data.dataset_name).startswith(demo.PREFIX)
         if "ipykernel" in sys.modules or not (from_demo or sys.argv[1:]):
             return ""
         words = shlex.split(launch.how_launched()["command"])
         for name, value in settings.items():
-            words += [f"--{name}", str(value)] if value is not None else []
+            if value is not None:
+                place = words.index(f"--{name}") if f"--{name}" in words else len(words)
+                given = 2 if len(words) > place + 1 and not words[place + 1].startswith("--") else 1
+                words[place : place + given] = [f"--{name}", str(value)]
         return shlex.join([typed(words[0]), *words[1:]])
 
     def _write_config(self, resumed: Resumed | None) -> None:
