@@ -112,7 +112,7 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
     assert done % 7 == 0
     (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
     again = told.split("to continue: ")[1]
-    assert shlex.split(again)[1:] == command[1:]
+    assert shlex.split(again)[1:] == [*command[1:], "--output_dir", str(folder)]
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 200" in report
     assert f"<pre>{again}</pre>" in report
