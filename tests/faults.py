@@ -62,6 +62,7 @@ def fault(request: pytest.FixtureRequest, tmp_path: Path) -> Fault:
         line = " ".join(map(str.strip, lines[first:] if lines[first].endswith(":") else [lines[first]]))
         for path, name in ((str(tmp_path), "DIR"), (str(Path.cwd()), "HERE"), (platform.node(), "HOST")):
             line = line.replace(path, name)
+        line = re.sub(r"[^\s'=]*/pytest-of-[^\s/]*/\S*?(?=/)", "DIR", line)  # other folders of the session
         request.node.user_properties.append(("fault", (what, re.sub(r"^.*?(\[rank|error: )", r"\1", line), lost)))
 
     return add
@@ -81,7 +82,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Ite
                 found = found or [(report.nodeid, "", "")]
                 found = [(what, f"**the test {outcome}**", "unknown") for what, *_ in found]
             rows += [(*row, f"{report.duration:.1f}") for row in found]
-    facts = {"count": len(rows), "cores": os.cpu_count(), "versions": _versions(), "rows": "\n".join(map(_row, rows))}
+    facts = {
+        "count": len(rows),
+        "cores": os.cpu_count(),
+        "versions": _versions(),
+        "rows": "\n".join(map(_row, sorted(rows))),
+    }
     for path, text in ((page, PAGE), (page.with_suffix(".zh.md"), CHINESE)):
         path.write_text(text.format(**facts), encoding="utf-8")
     terminalreporter.write_line(f"{len(rows)} faults: {page}")
