@@ -11,14 +11,12 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 INTERRUPTED = 130
 # Names the file in which a run leaves its exit code for our own launcher, where it is not to be started again.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
 # as torch's launchers, Open MPI, Hydra and Slurm name it
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_before = sys.excepthook
 
 
 def say_interrupted() -> None:
@@ -51,11 +49,4 @@ def _leave(*_: object) -> None:
     os._exit(INTERRUPTED)
 
 
-def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if issubclass(kind, KeyboardInterrupt) and not hasattr(sys, "ps1"):
-        _leave()
-    _before(kind, error, trace)
-
-
-sys.excepthook = _hook
 answer_at_once()
