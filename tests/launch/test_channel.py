@@ -235,6 +235,6 @@ def test_a_peer_that_does_not_get_through_is_called_by_the_coordinator(port: int
     own, nobody = free_port(), free_port()
     with ThreadPoolExecutor() as pool, Listener(listen(port), TOKEN) as there, Listener(listen(own), TOKEN) as here:
         joined = pool.submit(join, HERE, nobody, TOKEN, {"number": 1}, 10, listener=here)
-        call_peer(there, HERE, own, TOKEN)
+        call_peer(there, {}, HERE, own, TOKEN)
         with coordinate(there, {}, 2, 10) as first, joined.result() as second:
             assert list(first.hellos) == list(second.hellos) == [0, 1]

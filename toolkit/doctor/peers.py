@@ -108,7 +108,7 @@ def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener 
     if listener is None:
         return Rendezvous({0: hello})
     for address in machines.addresses[1:]:
-        call_peer(listener, address, machines.port, token)
+        call_peer(listener, hello, address, machines.port, token)
     found = coordinate(
         listener, hello, machines.count, seconds, _conflict, lambda absent, _, waited: waiting(absent[0], waited)
     )

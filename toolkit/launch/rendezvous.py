@@ -161,14 +161,17 @@ def _verdict(channel: Channel, hello: Message, seconds: float) -> Rendezvous:
         raise ChannelError(f"{channel.peer} sent no verdict: it runs another version of this toolkit") from error
 
 
-def call_peer(listener: Listener, address: str, port: int, token: str) -> None:
-    """The coordinator calls a peer, too, that may not get through itself; `coordinate` takes either channel."""
+def call_peer(listener: Listener, hello: Message, address: str, port: int, token: str) -> None:
+    """The coordinator calls a peer, too, that may not get through itself; `coordinate` takes either channel.
+
+    It says its hello, so that another coordinator knows it for one.
+    """
 
     def call() -> None:
         while not listener.closed:
             with contextlib.suppress(ChannelError):
                 channel = dial(address, port, token, _DIAL_SECONDS)
-                channel.send({"number": 0})
+                channel.send({**hello, "number": 0})
                 listener.take(channel)
             time.sleep(_PAUSE_SECONDS)
 
