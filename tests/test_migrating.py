@@ -1,0 +1,83 @@
+"""docs/migrating.md: the scripts that it shows run, and have the faults that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.runs import ROOT, Finished, recipe, start
+
+PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
+VALIDATION = 101
+
+
+def scripts_of(page: Path) -> dict[str, str]:
+    return dict(
+        re.findall(r"<!-- file: (\w+\.py) -->\n```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
+    """The scripts of the page, and reviews for them: an odd number in validation."""
+    folder = tmp_path_factory.mktemp("migrating")
+    for name, text in scripts_of(PAGES[0]).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    rows = pd.read_csv(reviews)
+    rows[VALIDATION:].to_csv(folder / "train.csv", index=False)
+    rows[:VALIDATION].to_csv(folder / "valid.csv", index=False)
+    return folder
+
+
+def run(folder: Path, command: list[str | Path]) -> Finished:
+    """In that folder, where the scripts leave their files."""
+    ended = start(["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", folder, *command])
+    assert ended.code == 0, ended.err[-2000:]
+    return ended
+
+
+def test_both_languages_show_the_same_scripts() -> None:
+    english, chinese = map(scripts_of, PAGES)
+    # comments are translated
+    assert [re.sub(r"#.*", "", text) for text in english.values()] == [
+        re.sub(r"#.*", "", text) for text in chinese.values()
+    ]
+    assert list(english) == ["old_ddp.py", "to_folder.py", "old_spawn.py", "old_trainer.py"]
+
+
+@pytest.mark.multiprocess
+def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(folder: Path, tiny_model: Path) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    files: list[str | Path] = [tiny_model, "train.csv", "valid.csv"]
+    old = run(
+        folder,
+        [torchrun, "--nproc_per_node", "2", "--master_port", str(29600 + os.getpid() % 300), "old_ddp.py", *files],
+    )
+    assert f"of {VALIDATION + 1} samples" in old.out
+    run(folder, [sys.executable, "to_folder.py", tiny_model, "carried"])
+    ended = recipe("--train_file", folder / "train.csv", "--validation_file", folder / "valid.csv", "--max_steps", 1,
+                   "--model_name_or_path", folder / "carried", "--output_dir", folder / "run",
+                   "--config_file", "accelerate_configs/ddp.yaml", "--report_to", "none")  # fmt: skip
+    assert ended.code == 0, ended.err[-2000:]
+    assert json.loads((folder / "run" / "eval.jsonl").read_text().splitlines()[-1])["num_samples"] == VALIDATION
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_mp_spawn(folder: Path, tiny_model: Path) -> None:
+    ended = run(folder, [sys.executable, "old_spawn.py", tiny_model, "train.csv", "valid.csv"])
+    assert f"of {VALIDATION + 1} samples" in ended.out
+
+
+def test_trainer_multiplies_the_gradient_by_the_accumulation_steps(folder: Path) -> None:
+    """Where this fails, transformers has mended it: the page has to say so."""
+    said = run(folder, [sys.executable, "old_trainer.py"]).out
+    losses = [float(loss) for loss in re.findall(r"accumulation steps: loss ([\d.]+)", said)]
+    assert losses == pytest.approx([losses[0], 2 * losses[0], 4 * losses[0]], rel=1e-2)
+    assert losses[0] == pytest.approx(0.69, abs=0.02)
