@@ -45,7 +45,20 @@ def build_parser() -> argparse.ArgumentParser:
     to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html anew")
     report.add_argument("run", help="a run's folder")
+    _add_compare(commands)
     return parser
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="which of several runs is better, and what each took",
+        description="Compares runs on the rows they predicted: metrics with intervals, paired tests, speed, memory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    parser.add_argument("--output", metavar="FILE.html", help="also write one page with the curves over each other")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_predict(commands: argparse._SubParsersAction) -> None:
@@ -183,6 +196,12 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report_of_folder(options.run))
 
 
+def _compare(options: argparse.Namespace) -> None:
+    from toolkit.report.compare import run
+
+    run(options)
+
+
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
     "predict": _predict,
@@ -193,6 +212,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "clean": clean.run,
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
+    "compare": _compare,
     "doctor": _doctor,
 }
 

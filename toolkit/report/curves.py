@@ -25,9 +25,10 @@ from toolkit.report.record import METRICS, Record
 _MOST_DOTS = 2000
 # drawn colour -> the page's
 _DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
-_COLOURS = {"#00a001": "var(--one)", "#00b002": "var(--two)", "#00c003": "var(--three)", "#00d004": "var(--faint)",
-            "#00e005": "var(--line)"}  # fmt: skip
-_ONE, _TWO, _THREE, _FAINT, _LINE = _COLOURS
+_COLOURS = {"#00a001": "var(--one)", "#00b002": "var(--two)", "#00c003": "var(--three)", "#00f006": "var(--four)",
+            "#00f007": "var(--five)", "#00f008": "var(--six)", "#00f009": "var(--seven)", "#00f00a": "var(--eight)",
+            "#00d004": "var(--faint)", "#00e005": "var(--line)"}  # fmt: skip
+_ONE, *_, _FAINT, _LINE = _COLOURS
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -74,8 +75,8 @@ class Line(NamedTuple):
 
     name: str
     values: pd.Series
-    kind: Literal["plain", "points", "smooth"] = "plain"
-    """With a dot for each value, where they are few; as a moving average over the pale values."""
+    kind: Literal["plain", "points", "smooth", "mean"] = "plain"
+    """With a dot for each value, where they are few; as a moving average over the pale values, or without them."""
 
 
 def window_of(count: int) -> int:
@@ -89,29 +90,30 @@ def charts(record: Record) -> list[Chart]:
     if not steps:
         return []
     end, clip = steps[-1]["step"], record.settings.get("max_grad_norm")
-    loss = [Line("training", _values(steps, "loss"), "smooth")]
+    loss = [Line("training", values_of(steps, "loss"), "smooth")]
     metrics = []
     if evaluations:
         split = evaluations[0]["split"]
         during = [line for line in evaluations if line["split"] == split]
-        loss.append(Line(split, _values(during, "loss"), "points"))
+        loss.append(Line(split, values_of(during, "loss"), "points"))
         metrics = [_metrics_chart(record, names, during, end) for names in _charted(record, during)]
     return [
         _chart("Loss", loss, end),
         *metrics,
-        _chart("Learning rate", [Line("", _values(steps, "learning_rate"))], end, from_zero=True),
+        _chart("Learning rate", [Line("", values_of(steps, "learning_rate"))], end, from_zero=True),
         _chart(
             "Gradient norm",
-            [Line("", _values(steps, "grad_norm"), "smooth")],
+            [Line("", values_of(steps, "grad_norm"), "smooth")],
             end,
             note=f"before clipping at {clip:g}" if clip else "",
         ),
-        _chart("Samples per second", [Line("", _values(steps, "samples_per_second"), "smooth")], end, from_zero=True),
-        _chart("Peak memory, GiB", [Line("", _values(steps, "peak_memory_bytes") / 2**30)], end, from_zero=True),
+        _chart("Samples per second", [Line("", values_of(steps, "samples_per_second"), "smooth")], end, from_zero=True),
+        _chart("Peak memory, GiB", [Line("", values_of(steps, "peak_memory_bytes") / 2**30)], end, from_zero=True),
     ]
 
 
-def _values(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
+def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
+    """By step; NaN where a value is not finite."""
     values = pd.Series({line["step"]: line[name] for line in lines if name in line}, dtype=float)
     return values.where(np.isfinite(values)).sort_index()
 
@@ -125,7 +127,7 @@ def _charted(record: Record, evaluations: Sequence[dict[str, Any]]) -> list[tupl
 def _metrics_chart(record: Record, names: Sequence[str], evaluations: Sequence[dict[str, Any]], end: int) -> Chart:
     shared = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
     title = record.metric_title(names[0]) if len(names) == 1 else shared
-    lines = [Line(record.metric_title(name), _values(evaluations, name), "points") for name in names]
+    lines = [Line(record.metric_title(name), values_of(evaluations, name), "points") for name in names]
     saved = record.saved_step
     note = f"dashed: the saved model, step {saved:,}" if saved else ""
     return _chart(f"{title} on {evaluations[0]['split']}", lines, end, dashed_at=saved, note=note)
@@ -154,8 +156,14 @@ def _chart(
         axes.set_xlim(0, 1.02 * end)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
 
-    legend = tuple(zip(("one", "two", "three"), [line.name for line in lines], strict=False)) if len(lines) > 1 else ()
+    names = [colour[len("var(--") : -1] for colour in _COLOURS.values()]
+    legend = tuple(zip(names, [line.name for line in lines], strict=False)) if len(lines) > 1 else ()
     return Chart(title, _svg(title, draw), legend, ", ".join(filter(None, (note, outlier))))
+
+
+def overlaid(title: str, lines: Sequence[Line]) -> Chart:
+    """The same curve of several runs."""
+    return _chart(title, lines, max([int(line.values.index.max()) for line in lines if len(line.values)], default=1))
 
 
 def _outlier(values: pd.Series) -> str:
@@ -173,7 +181,8 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
         axes.plot(values, color=colour, linewidth=1.6)
     else:
         mean = values.rolling(window // 2 * 2 + 1, center=True, min_periods=1).mean()
-        axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
+        if line.kind == "smooth":
+            axes.plot(values, color=colour, linewidth=0.8, alpha=0.35)
         axes.plot(mean, color=colour, linewidth=1.8)
 
 

@@ -19,11 +19,10 @@ import numpy as np
 from toolkit.cache import cache_folder
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
-from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import read_lines, write_whole
-from toolkit.report.record import Record, last_evaluation, render
+from toolkit.report.record import Record, last_evaluation, render, run_config
 
 MOST_MATRIX_CLASSES = 40
 """Above it, the pairs that are confused most stand for the whole matrix."""
@@ -95,12 +94,7 @@ def write_report_of_folder(folder: str | Path) -> Path:
     `folder` holds no run.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a run folder: it has no config.json")
-    data = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("data")
-    if data is None:
-        near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
-        raise UserError(f"{folder} is not a run folder, its config.json is a model's{near}")
+    data = run_config(folder)["data"]
     last = last_evaluation(folder)
     prepared = cache_folder() / "tokens" / data["digest"]
     there = last.numbers and (prepared / last.split).is_dir()

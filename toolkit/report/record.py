@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 from toolkit import demo
 from toolkit.config import Task
+from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import without_repetition
 from toolkit.report.files import by_step, read_lines
@@ -136,6 +138,22 @@ def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
     return Evaluation(last.pop("split", "validation"), last, None)
 
 
+def run_config(folder: Path) -> dict[str, Any]:
+    """config.json of a run. Raises UserError where `folder` holds none."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
+        held = f": did you mean {folder / inside[0]}?" if inside else ""
+        raise UserError(f"{folder} is not a run folder: it has no config.json{held}")
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON ({error})") from None
+    if "data" not in config:
+        near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
+        raise UserError(f"{folder} is not a run folder, its config.json is a model's{near}")
+    return dict(config)
+
+
 def is_local(name: str) -> bool:
     """Whether a model or data set is a folder here, and not a name on the hub."""
     return name.startswith(("/", "./", "../", "~")) or Path(name).exists()
@@ -161,6 +179,8 @@ def render(template: str, context: dict[str, Any], **filters: Any) -> str:
         autoescape=template.endswith(".html"),
     )
     environment.filters |= {"number": number, **filters}
+    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    environment.globals["style"] = Markup(page[page.index("<style>") + 7 : page.index("</style>")])  # of all pages
     return environment.get_template(template).render(context)
 
 
