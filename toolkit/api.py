@@ -17,12 +17,11 @@ from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import TASKS, ModelSettings, build
-from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_texts
 from toolkit.data.read import Table
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.evaluation import classification_metrics, outputs
-from toolkit.evaluation.classification import decide, probabilities_of
+from toolkit.evaluation.decisions import Decisions, saved_decisions
 from toolkit.evaluation.predict_file import labels_of
 from toolkit.evaluation.titles import generate_titles, title_metrics
 from toolkit.launch import failure_detector
@@ -38,26 +37,27 @@ def settings(task: str = "cls", **given: Any) -> Any:
 
 def predict(model: str | Path, texts: Sequence[str], **sizes: int) -> list[dict[str, Any]]:
     """What a saved model says of each text, in their order: `prediction`, and `probabilities` in the order of its
-    classes; a title model's `prediction` is a title.
+    classes; a title model's `prediction` is a title. Thresholds, a temperature and where it gives no answer (None) are
+    those of the model's decisions.json, where it has one.
 
     `sizes`: `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. In several processes all call it, and
     all but the main one get an empty list. Raises UserError for a model that cannot be loaded.
     """
-    labels, found = _outputs(model, _table(text=texts), **sizes)
-    if labels is None or found is None:
+    decisions, found = _outputs(model, _table(text=texts), **sizes)
+    if decisions is None or found is None:
         return [{"prediction": title} for title in found or ()]
-    return [decide(row, labels) for row in probabilities_of(found, labels.problem_type)]
+    return list(decisions.answers(found))
 
 
 def evaluate(model: str | Path, texts: Sequence[str], truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
     """The numbers of eval.jsonl, but for the loss, of a saved model on texts and what is true of them: class names,
     lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`."""
     table = _table(text=texts, label=truth)
-    labels, found = _outputs(model, table, **sizes)
-    if labels is None or found is None:
+    decisions, found = _outputs(model, table, **sizes)
+    if decisions is None or found is None:
         return title_metrics(found, truth) if found else {}
-    encoded = replace(labels, columns=("label",)).encode(table, np.arange(len(texts)))
-    return classification_metrics(found, encoded, labels)
+    encoded = replace(decisions.labels, columns=("label",)).encode(table, np.arange(len(texts)))
+    return classification_metrics(decisions.adjusted(found), encoded, decisions.labels)
 
 
 def _table(**columns: Sequence[Any]) -> Table:
@@ -66,8 +66,8 @@ def _table(**columns: Sequence[Any]) -> Table:
 
 def _outputs(
     model: str | Path, table: Table, per_device_batch_size: int = 64, max_tokens: int | None = 16384
-) -> tuple[Labels | None, Any]:
-    """(the model's labels, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
+) -> tuple[Decisions | None, Any]:
+    """(how it decides, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
     accelerator, named = launch.make_accelerator(), ModelSettings(model_name_or_path=str(model))
     tokenizer, writes = load_tokenizer(named), load_config(named).model_type == title_model.KIND
     loaded = title_model.load_saved_title_model(named) if writes else load_saved_classifier(named)
@@ -76,7 +76,7 @@ def _outputs(
     prepared = accelerator.prepare_model(loaded, evaluation_mode=True)
     predicts: Any = generate_titles if writes else outputs.predict
     found = predicts(accelerator, prepared, split, tokenizer, per_device_batch_size, max_tokens)
-    return None if writes else labels_of(loaded.config), found
+    return None if writes else saved_decisions(str(model), labels_of(loaded.config)), found
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:

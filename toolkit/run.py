@@ -24,19 +24,20 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import demo, launch
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
+from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation import ComputeMetrics, Evaluation
+from toolkit.evaluation import ComputeMetrics, Evaluation, decided_evaluation, decisions
 from toolkit.evaluation.best import make_best
 from toolkit.files import writing
 from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
-from toolkit.report.files import RunFiles, by_step, read_lines
+from toolkit.report.files import RunFiles, by_step, read_lines, write_whole
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
 from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
@@ -77,6 +78,10 @@ class Run:
         self.best = make_best(accelerator, settings.training, problem_type, compute_metrics, data.validation, size)
         self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
+        asked = getattr(settings, "decisions", None)
+        self._asked = asked if asked and decisions.check_asked(asked, data.labels) else None
+        self._decisions: decisions.Decisions | None = None
+        self._compute_metrics = compute_metrics
         self.stopped = False
         """Whether a stop signal ended the training, with a checkpoint."""
         self._evaluated: tuple[int, str] | None = None
@@ -88,8 +93,11 @@ class Run:
         self, model: torch.nn.Module, optimizer: Any, scheduler: AcceleratedScheduler, evaluate: Evaluate | None = None
     ) -> None:
         """Loads the newest sound checkpoint of this run, where there is one, into what it is given, and opens the
-        log. `evaluate` makes up for an evaluation that a stop signal put off. Raises UserError when its checkpoints are
-        damaged or do not fit."""
+        log. `evaluate` makes up for an evaluation that a stop signal put off, and finds thresholds and a temperature.
+        Raises UserError when its checkpoints are damaged or do not fit."""
+        if self._asked and evaluate is None:
+            raise UserError("--tune_thresholds, --calibrate and --abstain_below need run.resume(..., evaluate)")
+        self._evaluate_split = evaluate
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
@@ -193,9 +201,26 @@ class Run:
         self._log.close()
 
     def load_best_model(self) -> None:
-        """Puts the weights of model/ into the model, where training went on after them."""
+        """Puts the weights of model/ into the model, where training went on after them, and finds its thresholds and
+        temperature on the validation rows, where they are asked for."""
         if self.best.step != self._steps.done:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
+        path, validation = self.folder.model / DECISIONS, self.data.validation
+        if self._asked and self._evaluate_split and self.evaluation_of(validation) is None:
+            self._last, self._evaluated = self._evaluate_split(validation), (self.best.step, validation.name)
+        if not self.accelerator.is_main_process:
+            return
+        path.unlink(missing_ok=True)  # of the same run with other settings
+        if self._asked and self._last:
+            self._decisions, said = decisions.tuned(self._asked, self.data.labels, self._last)
+            write_whole(path, [decisions.write_text(self._decisions, self._asked, self.best.step)])
+            for line in said:
+                self.say(line)
+
+    def _decided(self, evaluation: Evaluation) -> Evaluation:
+        if self._decisions is None:
+            return evaluation
+        return decided_evaluation(evaluation, self._decisions, self._compute_metrics)
 
     def evaluation_of(self, split: Split) -> Evaluation | None:
         """The last evaluation, where it was of the best model and this split."""
@@ -203,12 +228,14 @@ class Run:
 
     def log_comparison(self, evaluation: Evaluation, max_length: int) -> None:
         """Records what the best model makes of the same samples, cut at `max_length` tokens."""
+        evaluation = self._decided(evaluation)
         self.files.append_evaluation(evaluation, self.best.step, max_length=max_length)
         self._compared = (max_length, evaluation)
 
     def finish(self, evaluation: Evaluation) -> None:
         """Logs the evaluation of the best model, writes the model card and report.html, and says where everything
         is."""
+        evaluation = self._decided(evaluation)
         if evaluation is not self._last:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
@@ -300,6 +327,7 @@ class Run:
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
             f"({last.numbers['num_samples']} samples): {last}",
             *class_lines(last),
+            *decisions.lines_of(last),
             *filter(None, [mfu.describe(by_step(read_lines(self.folder.path / "metrics.jsonl")))]),
             *compared,
             f"  {folder}/model/            {loads}, weights in {self.settings.training.save_dtype}",

@@ -140,6 +140,8 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         faults.add("--length_penalty has no effect with --num_beams 1: use more beams, or drop it")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
+    if given.get("positive_class") is not None and given.get("tune_thresholds") is None:
+        faults.add("--positive_class is given without --tune_thresholds, which it is for")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
         if given.get(needs) is not None and given.get("lora_r") is None:
             faults.add(f"--{needs} is given without --lora_r, which turns LoRA on: give it (8 is usual)")

@@ -6,9 +6,10 @@ A recipe's settings are a dataclass whose fields are sections.
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Literal, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from toolkit.errors import UserError
@@ -238,6 +239,29 @@ class LongTrainingSettings(TrainingSettings):
     """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
 
 
+def _criterion(given: str | None) -> str | None:
+    if given is None or re.fullmatch(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", given):
+        return given
+    raise ValueError(
+        "give f1, precision_at_recall=0.9 (the best precision that still finds 90 %), or cost=1:5 (what a false alarm "
+        "and a miss cost)"
+    )
+
+
+@section
+class DecisionSettings:
+    """How probabilities become answers, tuned on the validation rows at the end and kept with the model."""
+
+    tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
+    """For two classes or several labels: f1, precision_at_recall=0.9, or cost=1:5 (of a false alarm : of a miss)."""
+    positive_class: str | None = None
+    """Of two classes the one that the threshold is for; the second in their order when not given."""
+    calibrate: bool = False
+    """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
+    abstain_below: float | None = Field(default=None, gt=0, lt=1)
+    """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     """The settings of a recipe on labelled texts."""
@@ -245,6 +269,7 @@ class TaskSettings:
     model: ModelSettings
     data: DataSettings
     training: TrainingSettings
+    decisions: DecisionSettings = dataclasses.field(default_factory=DecisionSettings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from toolkit.config import ProblemType
 from toolkit.data.labels import Labels
+from toolkit.evaluation.decisions import Decisions, brought, readable
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Lines, Outputs
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
@@ -20,12 +20,15 @@ MOST_CONFUSABLE = 100
 def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation of gathered logits (N, C) and losses (N,); every process gets the numbers."""
 
+    kept: list[np.ndarray] = []
+
     def numbers_of(arrays: list[np.ndarray]) -> tuple[np.ndarray, dict[str, Any], Lines]:
         logits, losses = arrays
-        lines = partial(prediction_lines, outputs.split.rows, logits, outputs.split.labels, labels)
+        kept.append(logits)
+        lines = partial(prediction_lines, outputs.split.rows, logits, outputs.split.labels, Decisions(labels))
         return losses, compute_metrics(logits, outputs.split.labels), lines
 
-    return outputs.evaluation(numbers_of)
+    return replace(outputs.evaluation(numbers_of), outputs=(outputs.split, kept[0]) if kept else None)
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
@@ -77,37 +80,19 @@ def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     }
 
 
-def probabilities_of(logits: np.ndarray, problem_type: ProblemType) -> np.ndarray:
-    """(N, C) logits -> (N, C) float32: softmax, or a sigmoid per class; regression keeps its numbers."""
-    tensor = torch.from_numpy(logits)
-    if problem_type == "single_label_classification":
-        return tensor.softmax(dim=-1).numpy()
-    return tensor.sigmoid().numpy() if problem_type == "multi_label_classification" else logits
-
-
 def prediction_lines(
-    rows: np.ndarray, logits: np.ndarray, truth: np.ndarray, labels: Labels
+    rows: np.ndarray, logits: np.ndarray, truth: np.ndarray, decisions: Decisions
 ) -> Iterator[dict[str, Any]]:
     """id (row in the source, from 0), label, prediction, probabilities (in the order of the classes)."""
-    probabilities = probabilities_of(logits, labels.problem_type)
-    for row, label, chances in zip(rows, truth, probabilities, strict=True):
-        yield {"id": int(row), "label": readable(label, labels), **decide(chances, labels)}
+    for row, label, answer in zip(rows, truth, decisions.answers(logits), strict=True):
+        yield {"id": int(row), "label": readable(label, decisions.labels), **answer}
 
 
-def decide(chances: np.ndarray, labels: Labels) -> dict[str, Any]:
-    """(C,) probabilities -> prediction and probabilities as they are written."""
-    rounded = [round(float(chance), 6) for chance in chances]
-    if labels.problem_type == "regression":
-        return {"prediction": rounded[0] if labels.size == 1 else rounded}
-    if labels.problem_type == "single_label_classification":
-        return {"prediction": labels.names[int(chances.argmax())], "probabilities": rounded}
-    return {"prediction": readable(chances > 0.5, labels), "probabilities": rounded}
-
-
-def readable(label: Any, labels: Labels) -> Any:
-    """A label as its name, its names (multi-label), its number or its numbers."""
-    if labels.problem_type == "single_label_classification":
-        return labels.names[int(label)]
-    if labels.problem_type == "multi_label_classification":
-        return [name for name, present in zip(labels.names, label, strict=True) if present]
-    return float(label) if labels.size == 1 else [float(number) for number in label]
+def decided_evaluation(evaluation: Evaluation, decisions: Decisions, compute_metrics: ComputeMetrics) -> Evaluation:
+    """The same evaluation with numbers and predictions by these decisions; on the main process."""
+    if evaluation.outputs is None:
+        return evaluation
+    split, logits = evaluation.outputs
+    more = brought(evaluation.single_numbers, logits, split.labels, decisions, compute_metrics)
+    lines = partial(prediction_lines, split.rows, logits, split.labels, decisions)
+    return replace(evaluation, numbers=evaluation.numbers | more, predictions=lines)

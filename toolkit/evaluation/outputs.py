@@ -40,6 +40,8 @@ class Evaluation:
     """`num_samples`, `loss` and what the recipe's metrics are."""
     predictions: Lines | None
     """Makes the lines of predictions.jsonl."""
+    outputs: tuple[Split, np.ndarray] | None = None
+    """(the split, its logits (N, C)) of a classification, on the main process."""
 
     @property
     def single_numbers(self) -> dict[str, float]:

@@ -21,7 +21,7 @@ from toolkit.data.read import Table, columns_of, find_columns, read_file
 from toolkit.data.rows import pair_column, text_column, texts_of
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.classification import decide, probabilities_of
+from toolkit.evaluation.decisions import Decisions, saved_decisions
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
 from toolkit.files import replace_file, writing
@@ -48,9 +48,10 @@ def predict_file(options: Any) -> None:
     tokenizer, config = load_tokenizer(named), load_config(named)
     writes_titles = config.model_type == title_model.KIND
     model = title_model.load_saved_title_model(named) if writes_titles else load_saved_classifier(named)
-    labels = None if writes_titles else labels_of(model.config)
+    decisions = None if writes_titles else saved_decisions(options.model, labels_of(model.config))
     flat = output is not None and format_of(output) in _SEPARATORS
-    added = class_columns(np.zeros((0, labels.size), np.float32), labels, flat) if labels else ["prediction"]
+    nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
+    added = class_columns(nothing, decisions, flat) if decisions else ["prediction"]
     table = read_file(options.file, _reading(options)) if options.file else _table_of(options.text)
     _refuse_columns(table, added)
     column, pair = _columns_read(options, table)
@@ -63,15 +64,15 @@ def predict_file(options: Any) -> None:
     model = accelerator.prepare_model(model, evaluation_mode=True)
     started = time.monotonic()
     sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
-    predicts: Any = predict if labels else generate_titles
+    predicts: Any = predict if decisions else generate_titles
     found = predicts(accelerator, model, split, tokenizer, *sizes)
     if found is None:  # not the main process
         return
     if output is None:
-        for text, answer in zip(options.text, _answers(found, labels), strict=True):
+        for text, answer in zip(options.text, _answers(found, decisions), strict=True):
             print(f"{answer}  {text}")
         return
-    columns = {"prediction": found} if labels is None else class_columns(found, labels, flat)
+    columns = class_columns(found, decisions, flat) if decisions else {"prediction": found}
     write(table, columns, output, options.encoding)
     empty = sum(not text.strip() for text in texts_of(table, column, "\n"))
     if empty:
@@ -113,18 +114,18 @@ def _columns_read(options: Any, table: Table) -> tuple[str, str | None]:
     return column, pair_column(table, pair, column)
 
 
-def _answers(found: Any, labels: Labels | None) -> list[str]:
+def _answers(found: Any, decisions: Decisions | None) -> list[str]:
     """What is printed of each text: a title, numbers, or classes with their probabilities."""
-    if labels is None:
+    if decisions is None:
         return list(found)
-    answers = []
-    for line in (decide(row, labels) for row in probabilities_of(found, labels.problem_type)):
+    answers, labels = [], decisions.labels
+    for line in decisions.answers(found):
         if labels.problem_type == "regression":
             numbers = np.atleast_1d(line["prediction"])
             answers.append(" ".join(f"{name} {number:.4g}" for name, number in zip(labels.names, numbers, strict=True)))
         else:
             chances = dict(zip(labels.names, line["probabilities"], strict=True))
-            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
+            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"] or []
             answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
     return answers
 
@@ -153,9 +154,9 @@ def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) ->
             frame.to_json(draft, orient="records", lines=lines, force_ascii=False, compression=packed)
 
 
-def class_columns(logits: np.ndarray, labels: Labels, flat: bool) -> dict[str, list[Any]]:
+def class_columns(logits: np.ndarray, decisions: Decisions, flat: bool) -> dict[str, list[Any]]:
     """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class."""
-    decided = [decide(row, labels) for row in probabilities_of(logits, labels.problem_type)]
+    labels, decided = decisions.labels, list(decisions.answers(logits))
     columns = {"prediction": [line["prediction"] for line in decided]}
     if labels.problem_type == "regression":
         if labels.size == 1 or not flat:

@@ -114,7 +114,8 @@ def charts(record: Record) -> list[Chart]:
 
 def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
     """By step; NaN where a value is not finite."""
-    values = pd.Series({line["step"]: line[name] for line in lines if name in line}, dtype=float)
+    # the first of a step: the last evaluation may be of the same step once more, by tuned decisions
+    values = pd.Series({line["step"]: line[name] for line in reversed(lines) if name in line}, dtype=float)
     return values.where(np.isfinite(values)).sort_index()
 
 
@@ -204,6 +205,35 @@ def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
 
     thinned = f"; {len(chosen):,} of {len(pairs):,} samples are drawn" if len(chosen) < len(pairs) else ""
     return Chart("Predicted against true", _svg("scatter", draw, (5.2, 4.2)), (), f"dashed: exactly right{thinned}")
+
+
+def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
+    """Of probabilities (`toolkit.evaluation.decisions.truthfulness`), how many were right in each bin."""
+    changed = before["bins"] != after["bins"]
+    shown = [(before, _TWO), (after, _ONE)] if changed else [(after, _ONE)]
+
+    def draw(axes: Axes) -> None:
+        axes.plot((0, 1), (0, 1), **_DASHED)
+        for found, colour in shown:
+            sure, right = zip(*((sure, right) for _, sure, right in found["bins"]), strict=True)
+            axes.plot(sure, right, color=colour, linewidth=1.4, marker="o", markersize=3.5)
+        axes.set(xlabel="probability", ylabel="share that is right", xlim=(0, 1), ylim=(0, 1.02))
+
+    legend = (("two", "before"), ("one", "after the temperature")) if changed else ()
+    return Chart("Reliability", _svg("reliability", draw, (5.2, 3.6)), legend, "dashed: as often right as it says")
+
+
+def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
+    """Points (share answered, share of right ones among them, probability), and where a run abstains."""
+
+    def draw(axes: Axes) -> None:
+        axes.plot([point[0] for point in points], [point[1] for point in points], color=_ONE, linewidth=1.6)
+        if below is not None:
+            axes.axvline(max((share for share, _, chance in points if chance >= below), default=0), **_DASHED)
+        axes.set(xlabel="share of the rows that is answered", ylabel="share that is right", xlim=(0, 1.02))
+
+    note = "" if below is None else f"dashed: no answer below {below:g}"
+    return Chart("Accuracy of what is answered", _svg("coverage", draw, (5.2, 3.6)), (), note)
 
 
 def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5.2, 2.3)) -> Markup:

@@ -79,6 +79,7 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "charts": curves.charts(record),
         "smoothed": curves.window_of(len(record.steps)) > 1,
         "has_texts": bool(texts),
+        "sureness": _sureness(last),
         "confusion": None,
         "num_samples": 0,
         "examples": {},
@@ -100,6 +101,15 @@ def write_report_of_folder(folder: str | Path) -> Path:
     there = last.numbers and (prepared / last.split).is_dir()
     write_report(folder, last, load_split(prepared, last.split).texts() if there else [])
     return folder / "report.html"
+
+
+def _sureness(last: Evaluation) -> list[curves.Chart]:
+    """The drawings of tuned decisions."""
+    found = last.numbers.get("decisions")
+    if found is None:
+        return []
+    drawn = [curves.reliability(found["before"], found["after"])]
+    return drawn + ([curves.coverage(found["coverage"], found["abstain_below"])] if "coverage" in found else [])
 
 
 def _is_stacked(name: str) -> bool:
@@ -166,7 +176,7 @@ def _scatter(samples: Sequence[Sample]) -> curves.Chart | None:
 
 def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     label, prediction = line["label"], line["prediction"]
-    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction)
+    sample = Sample(place, line["id"] + 1, label, prediction, prediction is not None and label != prediction)
     if labels.problem_type == "regression":
         sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
@@ -186,6 +196,7 @@ def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
 
 def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
     """The matrix where it can be read, and the pairs that are confused most where it is large."""
+    samples = [sample for sample in samples if sample.prediction is not None]  # None: no answer
     counts = collections.Counter((sample.label, sample.prediction) for sample in samples)
     totals = collections.Counter(sample.label for sample in samples)
     whole = labels.size <= MOST_MATRIX_CLASSES

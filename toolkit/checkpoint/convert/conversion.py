@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.checkpoint import lora
-from toolkit.checkpoint.convert.model_files import CONFIG, check_config, files_beside, verify_names, write_files
+from toolkit.checkpoint.convert.model_files import (
+    CONFIG,
+    check_config,
+    decisions_of_run,
+    files_beside,
+    verify_names,
+    write_files,
+)
 from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -27,7 +34,7 @@ DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # What conversions write: --overwrite removes nothing else.
 _OURS = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
-    r"|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
+    r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
 )
 # Layers of wrapping that are no part of a model: torch.compile, FSDP, activation checkpointing.
 _WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -74,6 +81,7 @@ def convert(settings: ConvertSettings) -> list[str]:
     _refuse_unchecked(settings, [*reader.weights.values(), *(stored for stored, _ in weights.values())])
     folder = adapter.path.parent if adapter and is_adapter else _config_folder(settings, reader)
     config, files = files_beside(folder, is_adapter, dtype)
+    files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
     with_tied = weights | {other: weights[name] for other, name in tied.items()}
     if config is not None and folder is not None:
         shapes = {name: stored.shape for name, (stored, _) in with_tied.items()}

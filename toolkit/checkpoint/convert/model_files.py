@@ -16,11 +16,13 @@ from toolkit.errors import Faults, UserError, listing
 from toolkit.files import create_file, read_table, refuse_link_out
 
 CONFIG = "config.json"
+DECISIONS = "decisions.json"
+"""How the model's probabilities become answers; toolkit.evaluation.decisions writes and reads it."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
 _KEPT = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
-    "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*",
+    "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
 )  # fmt: skip
 
@@ -66,6 +68,16 @@ def files_beside(
     config, name = _read_config(folder), _TORCH_NAMES[dtype]
     changed = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
     return config, {CONFIG: json.dumps(changed, ensure_ascii=False, indent=2) + "\n", **copied}
+
+
+def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, Path | str]:
+    """The thresholds and the temperature of a run's model, where the checkpoint with `model_folder` has its weights."""
+    parents = model_folder.resolve().parents if model_folder else ()  # RUN/checkpoints/STEP/model
+    path = parents[2] / "model" / DECISIONS if len(parents) > 2 and parents[1].name == "checkpoints" else None
+    if path is None or not path.is_file() or read_table(path, {}).get("step") != step:
+        return {}
+    refuse_link_out(path, path.parent)
+    return {DECISIONS: path}
 
 
 def write_files(folder: Path, files: Mapping[str, Path | str]) -> None:

@@ -1,0 +1,146 @@
+"""Tuned decisions in whole runs: the same under every launch, kept with the model, followed by whatever reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import toolkit
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS, lines_of, start
+from tests.test_jobs import write_rows
+from toolkit.evaluation.decisions import Decisions, saved_decisions
+from toolkit.evaluation.predict_file import labels_of
+from toolkit.pretrained import load_config
+
+COMMON = ["--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--global_batch_size", 20, "--dropout", 0,
+          "--per_device_batch_size", 6, "--learning_rate", "1e-2", "--report_to", "none", "--mixed_precision", "no",
+          "--metric_for_best_model", "loss"]  # fmt: skip
+JOBS = {
+    "plain": [],
+    "two": ["--tune_thresholds", "cost=1:4", "--positive_class", "neg", "--calibrate", "--abstain_below", "0.55"],
+    "several": ["--tune_thresholds", "f1", "--calibrate"],
+}
+
+
+def jobs(folder: Path, model: Path, reviews: Path) -> list[list[Any]]:
+    folder.mkdir()
+    table = pd.read_csv(reviews)
+    table[:70].to_csv(folder / "train.csv", index=False)
+    table[70:].to_csv(folder / "test.csv", index=False)
+    several = write_rows(folder / "several.jsonl", "multi-label")
+    found = []
+    for name, settings in JOBS.items():
+        data = ["--train_file", several] if name == "several" else ["--train_file", folder / "train.csv"]
+        data += [] if name == "several" else ["--test_file", folder / "test.csv"]
+        found.append(["recipes.cls", "--model_name_or_path", model, *data, *COMMON, *settings, "--output_dir",
+                      folder / name])  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> dict[str, Path]:
+    """The folder of each way; under two processes each job is typed a second time, when it has finished."""
+    root = tmp_path_factory.mktemp("decisions")
+    found = {}
+    for way, again in (("single", 1), ("ddp x2", 2)):
+        folder = found[way] = root / way
+        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews))
+    return found
+
+
+def saved(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "model" / "decisions.json").read_text()))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["two", "several"])
+def test_the_same_under_every_launch_and_when_resumed_at_the_end(name: str, runs: dict[str, Path]) -> None:
+    one, two = runs["single"] / name, runs["ddp x2"] / name
+    assert saved(one)["temperature"] != 1
+    assert saved(two)["temperature"] == pytest.approx(saved(one)["temperature"], rel=1e-3)
+    assert saved(two)["thresholds"] == pytest.approx(saved(one)["thresholds"], abs=1e-4)
+    assert saved(two)["step"] == saved(one)["step"]
+    mine, theirs = (lines_of(run / "predictions.jsonl") for run in (two, one))
+    assert [line["prediction"] for line in mine] == [line["prediction"] for line in theirs]
+    for step in ("loss", "accuracy", "f1_macro"):
+        assert lines_of(two / "eval.jsonl")[-1][step] == pytest.approx(lines_of(one / "eval.jsonl")[-1][step], rel=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_the_test_rows_are_judged_with_and_without(runs: dict[str, Path]) -> None:
+    run, plain = runs["single"] / "two", runs["single"] / "plain"
+    last, without = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, plain))
+    assert (last["split"], last["num_samples"]) == ("test", 141)
+    assert "decisions" not in without
+    assert not (plain / "model" / "decisions.json").exists()
+    found = last.pop("decisions")
+    assert last["loss"] == without["loss"]
+    assert found["before"] | without == without | {name: found["before"][name] for name in ("ece", "brier", "bins")}
+    assert {name: last[name] for name in ("accuracy", "f1_macro")} == {
+        name: found["after"][name] for name in ("accuracy", "f1_macro")
+    }
+    lines, names = lines_of(run / "predictions.jsonl"), ("neg", "pos")
+    chances = np.array([line["probabilities"] for line in lines])
+    guess = np.where(chances[:, 0] > found["thresholds"]["neg"], 0, 1)
+    right = np.array([names[place] == line["label"] for place, line in zip(guess, lines, strict=True)])
+    assert last["accuracy"] == pytest.approx(right.mean())
+    sure = chances[np.arange(141), guess] >= 0.55
+    assert [line["prediction"] for line in lines] == [
+        names[place] if known else None for place, known in zip(guess, sure, strict=True)
+    ]
+    assert 0 < found["answered"] == sure.sum() < 141
+    assert found["accuracy_of_answered"] == pytest.approx(right[sure].mean())
+    assert sum(count for count, _, _ in found["after"]["bins"]) == 141
+    for page in ("report.html", "model/README.md"):
+        text = " ".join((run / page).read_text().split())
+        assert f"below 0.55, none is given: {sure.sum()} of 141 are answered" in text
+        assert "Expected calibration error" in text
+    assert "<b>Reliability</b>" in (run / "report.html").read_text()
+    assert "decisions.json" not in (plain / "model" / "README.md").read_text()
+
+
+@pytest.mark.multiprocess
+def test_whatever_reads_the_model_follows_it(runs: dict[str, Path], tmp_path: Path, no_launcher: None) -> None:
+    root = runs["ddp x2"]
+    run, rows = root / "two", pd.read_csv(root / "test.csv")
+    known = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
+    assert None in known
+    done = start(["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"])
+    assert done.code == 0, done.err
+    written = pd.read_csv(tmp_path / "out.csv")["prediction"]
+    assert [None if pd.isna(cell) else cell for cell in written] == known
+    found = toolkit.predict(run / "model", rows["text"])
+    assert [line["prediction"] for line in found] == known
+    numbers, last = toolkit.evaluate(run / "model", rows["text"], rows["label"]), lines_of(run / "eval.jsonl")[-1]
+    assert numbers["accuracy"] == pytest.approx(last["accuracy"])
+    # a conversion keeps the file of the same weights, and of no others
+    for name, there in (("best", True), ("model", True), ("step-00000004", saved(run)["step"] == 4)):
+        source = run / "model" if name == "model" else run / "checkpoints" / name
+        toolkit.convert(source, tmp_path / name)
+        labels = labels_of(load_config(toolkit.settings(model_name_or_path=str(tmp_path / name)).model))
+        assert (saved_decisions(str(tmp_path / name), labels) == Decisions(labels)) is not there
+
+
+@pytest.mark.multiprocess
+def test_a_finished_run_is_tuned_otherwise_by_the_same_command(
+    runs: dict[str, Path], tiny_model: Path, reviews: Path, server: Any
+) -> None:
+    folder = runs["ddp x2"]
+    *plain, where, _ = next(job[1:] for job in jobs(folder / "more", tiny_model, reviews) if job[-1].name == "two")
+    plain = [str(word).replace(str(folder / "more"), str(folder)) for word in plain]
+    weights = (folder / "two" / "model" / "model.safetensors").read_bytes()
+    plain[plain.index("cost=1:4")] = "f1"
+    said = server.run(*plain, where, folder / "two")
+    assert "thresholds from the validation rows: neg 0." in said
+    assert saved(folder / "two")["asked"]["tune_thresholds"] == "f1"
+    assert (folder / "two" / "model" / "model.safetensors").read_bytes() == weights
+    start_of = plain.index("--tune_thresholds")
+    server.run(*plain[:start_of], where, folder / "two")
+    assert not (folder / "two" / "model" / "decisions.json").exists()
+    assert None not in [line["prediction"] for line in lines_of(folder / "two" / "predictions.jsonl")]
