@@ -121,7 +121,7 @@ def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_refused(changed: dict[str, Any], told: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="decisions.json") as error:
+    with pytest.raises(UserError, match=r"decisions\.json") as error:
         saved_decisions(written(tmp_path, **changed), TWO)
     assert told in str(error.value)
 
