@@ -28,7 +28,7 @@ _DASHED: Any = {"color": "#00d004", "linewidth": 0.9, "linestyle": (0, (3, 3))}
 _COLOURS = {"#00a001": "var(--one)", "#00b002": "var(--two)", "#00c003": "var(--three)", "#00f006": "var(--four)",
             "#00f007": "var(--five)", "#00f008": "var(--six)", "#00f009": "var(--seven)", "#00f00a": "var(--eight)",
             "#00d004": "var(--faint)", "#00e005": "var(--line)"}  # fmt: skip
-_ONE, *_, _FAINT, _LINE = _COLOURS
+_ONE, _TWO, *_, _FAINT, _LINE = _COLOURS
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 9,
