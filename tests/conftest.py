@@ -203,6 +203,13 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_job(tiny_model: Path, reviews: Path) -> list[str]:
+    """Settings of a run whose losses can be compared; it wants its steps and its global batch."""
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--per_device_batch_size", "4",
+            "--dropout", "0", "--mixed_precision", "no", "--report_to", "none"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
 def long_reviews(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """90 real film reviews with `neg` and `pos` labels, as a CSV file: in the tiny model's tokens 30 of them are too
     short for BigBird's sparse pattern (up to 704 tokens) and 60 are not (800 to 1500)."""

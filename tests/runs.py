@@ -96,6 +96,13 @@ def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: floa
     return forks().run([script, *arguments], seconds, **options)
 
 
+def run_of(settings: Sequence[str], folder: Path) -> Path:
+    """The folder of a run of one process with these settings, to compare others with."""
+    finished = recipe(*settings, "--output_dir", folder)
+    assert finished.code == 0, finished.err[-3000:]
+    return folder
+
+
 @dataclass
 class Forks:
     """Processes started by tests/fork_server.py, one after the other."""

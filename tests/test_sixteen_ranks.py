@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.hosts import ADDRESSES, TwoHosts, two_hosts
-from tests.runs import lines_of, losses_of, recipe
+from tests.runs import lines_of, losses_of, run_of
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -31,19 +31,14 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "6", "--dropout", "0",
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "37",
-            "--per_device_batch_size", "4"]  # fmt: skip
+def settings(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "6", "--global_batch_size", "37"]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
     """One process on one machine."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    finished = recipe(*settings, "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
-    return folder
+    return run_of(settings, tmp_path_factory.mktemp("reference") / "run")
 
 
 @pytest.mark.parametrize("name", BYTES)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts, two_hosts
-from tests.runs import Finished, lines_of, losses_of, recipe, start
+from tests.runs import Finished, lines_of, losses_of, recipe, run_of, start
 from toolkit.checkpoint import folder as folders
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -33,19 +33,24 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "8", "--dropout", "0",
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
-            "--per_device_batch_size", "4", "--checkpoint_every", "2", "--eval_every", "100"]  # fmt: skip
+def settings(tiny_job: list[str]) -> list[str]:
+    return [
+        *tiny_job,
+        "--max_steps",
+        "8",
+        "--global_batch_size",
+        "12",
+        "--checkpoint_every",
+        "2",
+        "--eval_every",
+        "100",
+    ]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> list[float]:
     """The losses of one process on one machine, undisturbed."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    finished = recipe(*settings, "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
-    return losses_of(folder)
+    return losses_of(run_of(settings, tmp_path_factory.mktemp("reference") / "run"))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.faults import Fault
 from tests.hosts import ADDRESSES, INTERFACE, NAMES, TwoHosts, two_hosts
-from tests.runs import ROOT, Finished, losses_of, recipe
+from tests.runs import ROOT, Finished, losses_of, run_of
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
@@ -38,19 +38,14 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "6", "--dropout", "0",
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
-            "--per_device_batch_size", "4"]  # fmt: skip
+def settings(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "6", "--global_batch_size", "12"]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> list[float]:
     """The losses of one process on one machine."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    finished = recipe(*settings, "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
-    return losses_of(folder)
+    return losses_of(run_of(settings, tmp_path_factory.mktemp("reference") / "run"))
 
 
 def on_both(*command: str | Path) -> dict[str, list[str]]:
@@ -302,10 +297,8 @@ def long_settings(settings: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
-    folder = tmp_path_factory.mktemp("long-reference") / "run"
-    finished = recipe(*long_settings, "--max_steps", "40", "--lr_scheduler_type", "constant", "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
-    return losses_of(folder)
+    more = ["--max_steps", "40", "--lr_scheduler_type", "constant"]
+    return losses_of(run_of([*long_settings, *more], tmp_path_factory.mktemp("long-reference") / "run"))
 
 
 BREAKS = {

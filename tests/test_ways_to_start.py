@@ -16,7 +16,7 @@ import psutil
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from tests.runs import ROOT, Finished, environment, losses_of, recipe, start
+from tests.runs import ROOT, Finished, environment, losses_of, run_of, start
 
 AFTER = ["accelerate", "launch", "recipes/cls.py"]
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
@@ -41,19 +41,14 @@ MORE: dict[str, tuple[list[str], int, str]] = {
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, reviews: Path) -> list[str]:
-    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "3", "--dropout", "0",
-            "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "12",
-            "--per_device_batch_size", "4"]  # fmt: skip
+def settings(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "3", "--global_batch_size", "12"]
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
     """`python recipes/cls.py`: one process."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    finished = recipe(*settings, "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
-    return folder
+    return run_of(settings, tmp_path_factory.mktemp("reference") / "run")
 
 
 def assert_run(finished: Finished, folder: Path, reference: Path, processes: int, kind: str) -> None:
