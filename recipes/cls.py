@@ -65,7 +65,8 @@ def main() -> None:
     scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
 
     def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (B, C), (B,) or (B, C) -> (B,)
-        return sample_losses(logits, truth, labels.problem_type, training.label_smoothing_factor)
+        smoothing, gamma = training.label_smoothing_factor, settings.objective.gamma
+        return sample_losses(logits, truth, labels.problem_type, smoothing, gamma, data.pos_weight)
 
     def compute_metrics(logits: np.ndarray, truth: np.ndarray) -> dict[str, Any]:  # (N, C), (N,) or (N, C)
         return classification_metrics(logits, truth, labels)

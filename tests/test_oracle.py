@@ -66,7 +66,11 @@ def batches(reviews: Rows, start: Path) -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def plain(reviews: Rows, start: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a plain PyTorch loop."""
+    return plain_loop(reviews, start)
+
+
+def plain_loop(reviews: Rows, start: Path, weight: torch.Tensor | None = None) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of a plain PyTorch loop; `weight` is that of each class."""
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32).to(DEVICE).train()
     whole = [weight for name, weight in model.named_parameters() if "bias" in name or "LayerNorm" in name]
     decayed = [weight for name, weight in model.named_parameters() if not ("bias" in name or "LayerNorm" in name)]
@@ -78,7 +82,7 @@ def plain(reviews: Rows, start: Path) -> list[tuple[float, float]]:
             group["lr"] = RATE * (step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP))
         inputs = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
         labels = inputs.pop("labels")
-        loss = F.cross_entropy(model(**inputs).logits, labels)
+        loss = F.cross_entropy(model(**inputs).logits, labels, weight)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -98,6 +102,22 @@ def write(path: Path, rows: Rows) -> Path:
 def test_the_recipe_trains_as_a_plain_loop_does(
     per_device: int, reviews: Rows, start: Path, plain: list[tuple[float, float]], tmp_path: Path
 ) -> None:
+    assert trained(per_device, reviews, start, tmp_path) == [pytest.approx(pair, rel=CLOSE) for pair in plain]
+
+
+def test_class_weights_are_those_of_torchs_cross_entropy(reviews: Rows, start: Path, tmp_path: Path) -> None:
+    """Over the whole global batch, though a micro-batch holds a third of it: the sum of weights is no micro-batch's."""
+    weight = torch.tensor([3.0, 0.7], device=DEVICE)
+    expected = [pytest.approx(pair, rel=CLOSE) for pair in plain_loop(reviews, start, weight)]
+    assert trained(6, reviews, start, tmp_path, "--class_weights", "0=3,1=0.7") == expected
+    lines = lines_of(tmp_path / "run" / "predictions.jsonl")
+    probabilities, truth = ([line[name] for line in lines] for name in ("probabilities", "label"))
+    loss = F.nll_loss(torch.tensor(probabilities).log(), torch.tensor([int(label) for label in truth]), weight.cpu())
+    assert lines_of(tmp_path / "run" / "eval.jsonl")[-1]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of the recipe."""
     finished = recipe(
         "--model_name_or_path", start, "--train_file", write(tmp_path / "train.csv", reviews),
         "--validation_file", write(tmp_path / "validation.csv", reviews[:4]), "--output_dir", tmp_path / "run",
@@ -105,11 +125,10 @@ def test_the_recipe_trains_as_a_plain_loop_does(
         "--max_length", str(MAX_LENGTH), "--group_by_length", "false", "--seed", str(SEED),
         "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_steps", str(WARMUP),
         "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
-        "--eval_every", str(STEPS),
+        "--eval_every", str(STEPS), *more,
     )  # fmt: skip
     assert finished.code == 0, finished.err
-    lines = lines_of(tmp_path / "run" / "metrics.jsonl")
-    assert [(line["loss"], line["grad_norm"]) for line in lines] == [pytest.approx(pair, rel=CLOSE) for pair in plain]
+    return [(line["loss"], line["grad_norm"]) for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
 
 
 class FixedOrder(Trainer):

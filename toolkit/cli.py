@@ -147,7 +147,7 @@ def _prepare(arguments: list[str]) -> None:
         if split is not None:
             lengths = split.lengths
             print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
-    for note in data.notes:
+    for note in filter(None, (*data.notes, data.advice)):
         print(note)
     print(data.targets.describe())
     print(f"kept in {data.folder}")

@@ -298,6 +298,7 @@ class Run:
             + f"; {data.targets.describe()}",
             f"texts: column {data.text_column}, at most {data.max_length} tokens",
             *data.notes,
+            data.advice,
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.about(settings.model.model_name_or_path).note,
             demo.about(settings.data.dataset_name).note,
@@ -373,6 +374,7 @@ def _identity(
         "global_batch_size": training.global_batch_size,
         "group_by_length": training.group_by_length,
         "seed": training.seed,
+        "sampling": settings.objective.sampling if isinstance(settings, TaskSettings) else None,
         **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
     }
 

@@ -50,6 +50,34 @@ def test_label_smoothing_is_torchs() -> None:
     assert not torch.allclose(smoothed, sample_losses(logits, labels, "single_label_classification"))
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
+def test_the_focal_loss_is_that_of_its_paper(gamma: float) -> None:
+    """Equation 4 of Lin et al., 2017, in its own terms; no NaN where the model is as sure as float32 can be."""
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    logits[0, 0] = 200.0
+    for problem in ("single_label_classification", "multi_label_classification"):
+        labels = LABELS[problem][1]
+        leaf = logits.clone().requires_grad_()
+        found = sample_losses(leaf, labels, problem, focal_gamma=gamma)
+        if problem == "single_label_classification":
+            p = logits.softmax(-1).gather(1, labels[:, None])[:, 0]
+            expected = -((1 - p) ** gamma) * p.log()
+        else:
+            p = torch.where(labels == 1, logits.sigmoid(), (-logits).sigmoid())
+            expected = (-((1 - p) ** gamma) * p.log()).mean(-1)
+        torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=1e-6)
+        found.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.isfinite().all()
+
+
+def test_pos_weight_is_torchs() -> None:
+    _, labels = LABELS["multi_label_classification"]
+    logits, weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([3.0, 1.0, 0.25])
+    found = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight.numpy())
+    assert found.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
+
+
 TITLES = torch.tensor([[5, 6, 3, -100], [3, -100, -100, -100], [9, 9, 9, 3]])  # (B, T)
 
 

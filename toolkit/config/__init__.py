@@ -11,6 +11,7 @@ from toolkit.config.sections import DecisionSettings as DecisionSettings
 from toolkit.config.sections import GenerationSettings as GenerationSettings
 from toolkit.config.sections import LongTaskSettings as LongTaskSettings
 from toolkit.config.sections import ModelSettings as ModelSettings
+from toolkit.config.sections import ObjectiveSettings as ObjectiveSettings
 from toolkit.config.sections import PretrainedSettings as PretrainedSettings
 from toolkit.config.sections import ProblemType as ProblemType
 from toolkit.config.sections import SchedulerName as SchedulerName

@@ -131,6 +131,10 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     smoothed = given.get("label_smoothing_factor")
     if smoothed and given.get("problem_type") in ("regression", "multi_label_classification"):
         faults.add(f"--label_smoothing_factor {smoothed} has no effect with --problem_type {given['problem_type']}")
+    if smoothed and given.get("loss") == "focal":
+        faults.add(f"--label_smoothing_factor {smoothed} has no effect with --loss focal: leave one of them out")
+    if given.get("focal_gamma") is not None and given.get("loss") != "focal":
+        faults.add("--focal_gamma is given without --loss focal, which it belongs to")
     for needs in ("validation_file", "test_file"):
         alone = given.get("train_file") is None and given.get("dataset_name") is None
         if given.get(needs) is not None and alone:

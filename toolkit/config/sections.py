@@ -70,6 +70,32 @@ class ModelSettings(PretrainedSettings):
 
 
 @section
+class ObjectiveSettings:
+    """The loss, and uneven classes."""
+
+    loss: Literal["cross_entropy", "focal"] = "cross_entropy"
+    """Of classes; focal (Lin et al., 2017): a row counts less the surer the model is of it."""
+    focal_gamma: float = Field(default=2.0, ge=0)
+    """How much less, for `--loss focal`; 0 is the cross entropy."""
+    class_weights: str | None = None
+    """What a row weighs, by its class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
+    pos_weight: str | None = None
+    """Multi-label: what a label weighs where it is present: `balanced`, or `A=3,B=10` (others 1)."""
+    sampling: Literal["balanced", "sqrt"] | None = None
+    """Draw rows with replacement: every class alike, or by the root of its rows; each row once when not given."""
+
+    @property
+    def gamma(self) -> float | None:
+        """`focal_gamma`, where that is the loss."""
+        return self.focal_gamma if self.loss == "focal" else None
+
+    @property
+    def changes_classes(self) -> bool:
+        """Whether anything is done about rare classes."""
+        return bool(self.class_weights or self.pos_weight or self.sampling or self.loss == "focal")
+
+
+@section
 class TextSettings:
     """Where the texts are."""
 
@@ -268,6 +294,7 @@ class TaskSettings:
 
     model: ModelSettings
     data: DataSettings
+    objective: ObjectiveSettings
     training: TrainingSettings
     decisions: DecisionSettings = dataclasses.field(default_factory=DecisionSettings)
 

@@ -37,7 +37,7 @@ class Batch:
     labels: torch.Tensor
     """(B,) int64, (B, classes) float32 or (B,) float32; of titles (B, T) int64."""
     weights: torch.Tensor
-    """(B,) float32: 1, or 0 for a sample that only keeps the processes in step."""
+    """(B,) float32: `Split.weights`, or 1; 0 for a sample that only keeps the processes in step."""
     ids: torch.Tensor
     """(B,) int64: row in the source."""
     samples: int
@@ -47,11 +47,18 @@ class Batch:
 
 
 def global_batches(
-    lengths: np.ndarray, global_batch_size: int, seed: int, epoch: int, group_by_length: bool = True
+    lengths: np.ndarray,
+    global_batch_size: int,
+    seed: int,
+    epoch: int,
+    group_by_length: bool = True,
+    chances: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """Sample indices of each global batch of an epoch: every sample once, the last batch may be smaller."""
+    """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
+    `chances` (samples,). The last batch may be smaller."""
     generator = np.random.default_rng([seed, epoch])
-    order = generator.permutation(len(lengths))
+    count = len(lengths)
+    order = generator.permutation(count) if chances is None else generator.choice(count, count, p=chances)
     if not group_by_length:
         return _cut(order, global_batch_size)
     # small sets get smaller windows, or every epoch would be one sorted list
@@ -91,6 +98,8 @@ def most_micro_batches(split: Split, samples: int, per_device: int, world: int, 
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
     longest = np.argsort(-split.lengths, kind="stable")[:samples]
+    if split.chances is not None:  # one text may be drawn again and again
+        longest = np.full_like(longest, longest[0])
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.buckets is not None:  # where one bucket ends, a micro-batch can end before it is full
         most = min(len(longest), most + len(np.unique(split.buckets.of(split.lengths))) - 1)
@@ -164,11 +173,14 @@ class Collator:
         return Batch(
             inputs=inputs,
             labels=self._move(self.split.labels[indices]),
-            weights=self._move(np.full(len(samples), float(real), np.float32)),
+            weights=self._move(self._weights(indices) if real else np.zeros(1, np.float32)),
             ids=self._move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
             samples=len(samples) if real else 0,
             tokens=sum(lengths) if real else 0,
         )
+
+    def _weights(self, indices: np.ndarray) -> np.ndarray:
+        return np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
 
     def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int) -> torch.Tensor:
         """Arrays (length,) -> (B, S) int64 on the device."""

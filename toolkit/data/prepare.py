@@ -13,8 +13,8 @@ import numpy as np
 
 from toolkit import launch
 from toolkit.cache import made_once
-from toolkit.config import ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
-from toolkit.data import labels, titles, tokens
+from toolkit.config import ObjectiveSettings, ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
+from toolkit.data import balance, labels, titles, tokens
 from toolkit.data import rows as selection
 from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table, columns_of, find_columns, read_tables
@@ -47,6 +47,10 @@ class Prepared:
     train: Split
     validation: Split
     test: Split | None
+    pos_weight: np.ndarray | None = None
+    """(classes,) float32: what a label that is present weighs in the loss (--pos_weight)."""
+    advice: str = ""
+    """A line where the classes are uneven and nothing is done about it."""
 
     @property
     def labels(self) -> Labels:
@@ -88,7 +92,18 @@ def prepare_data(
         launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
     digest = _digest({**asked, "tables": digests, "tokenizer": kind})
     source = ", ".join(table.name for table in tables.values())
-    return job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
+    loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
+    return loaded if isinstance(settings, TitleSettings) else _balanced(loaded, settings.objective)
+
+
+def _balanced(data: Prepared, asked: ObjectiveSettings) -> Prepared:
+    """With what is asked for uneven classes."""
+    labels, every = data.labels, {"train": data.train, "validation": data.validation, "test": data.test}
+    balance.refuse_unfit(labels, asked)
+    splits: Any = balance.balanced({name: split for name, split in every.items() if split}, labels, asked)
+    weight = balance.positive_weights(data.train, labels, asked)
+    lines, advice = balance.describe(splits["train"], labels, asked)
+    return replace(data, **splits, pos_weight=weight, notes=(*data.notes, *lines), advice=advice)
 
 
 def prepare_texts(

@@ -67,6 +67,10 @@ class Split:
     """Where the model reads a text differently in a wider batch."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
     """(tokens,) int8, of pairs of texts: which of the two each token is of; None where the tokenizer does not say."""
+    weights: np.ndarray | None = field(default=None, kw_only=True)
+    """(samples,) float32: what each sample's loss counts (--class_weights); 1 where None."""
+    chances: np.ndarray | None = field(default=None, kw_only=True)
+    """(samples,) float64, their sum is 1: how likely each is to be drawn (--sampling); None: an epoch has each once."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,8 +90,8 @@ class Split:
 
     @functools.cached_property
     def loss_denominators(self) -> np.ndarray:
-        """(samples,) int64: what each sample adds to the loss denominator: 1."""
-        return np.broadcast_to(np.int64(1), len(self))
+        """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight, float64."""
+        return np.broadcast_to(np.int64(1), len(self)) if self.weights is None else self.weights.astype(np.float64)
 
     def texts(self) -> list[str]:
         """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""

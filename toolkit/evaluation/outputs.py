@@ -152,12 +152,13 @@ class Outputs:
         """Checks that each sample is there once, and computes the numbers on the main process; all call this.
 
         `numbers_of` turns the outputs, (N, ...) each, into (losses (N,), the metrics, the prediction lines). The loss
-        is the sum of all over the split's loss denominator, as a training step has it.
+        is the sum of all, weighted, over the split's loss denominator, as a training step has it.
         """
         arrays, numbers, lines = self.in_order(), {}, None
         if self.accelerator.is_main_process:
             losses, metrics, lines = numbers_of(arrays)
-            loss = float(losses.sum(dtype=np.float64) / self.split.loss_denominators.sum())
+            weights = 1 if self.split.weights is None else self.split.weights
+            loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators.sum())
             numbers = {"num_samples": len(self.split), "loss": loss, **metrics}
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], lines)
 

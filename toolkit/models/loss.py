@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -9,21 +10,40 @@ from toolkit.config import ProblemType
 
 
 def sample_losses(
-    logits: torch.Tensor, labels: torch.Tensor, problem_type: ProblemType, label_smoothing: float = 0.0
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    problem_type: ProblemType,
+    label_smoothing: float = 0.0,
+    focal_gamma: float | None = None,
+    pos_weight: np.ndarray | None = None,
 ) -> torch.Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
     Cross entropy for (B,) class ids; the mean over classes of binary cross entropy for (B, C) 0/1
     rows; the squared error for (B,) numbers, its mean over the outputs for (B, C): as in transformers, before its mean
     over the batch.
+
+    With `focal_gamma` each cross entropy is multiplied by (1 - p)^gamma, p the probability of what is true (Lin et al.,
+    2017, "Focal Loss"). `pos_weight` (C,) multiplies the loss of a 1, as in `torch.nn.BCEWithLogitsLoss`.
     """
     logits = logits.float()
     if problem_type == "single_label_classification":
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+        losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+        return losses if focal_gamma is None else _focal(losses, focal_gamma)
     if problem_type == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=-1)
+        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")  # (B, C)
+        if focal_gamma is not None:
+            losses = _focal(losses, focal_gamma)
+        if pos_weight is not None:
+            losses = losses * (1 + (logits.new_tensor(pos_weight) - 1) * labels)
+        return losses.mean(dim=-1)
     squares = (logits - labels.reshape(logits.shape)).square()
     return squares.mean(dim=-1)
+
+
+def _focal(losses: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Cross entropies -> those times (1 - p)^gamma; p = exp(-loss). A root has no slope at 0."""
+    return losses * (-torch.expm1(-losses)).clamp(min=1e-9) ** gamma
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -102,6 +102,8 @@ class Record:
             return "Accuracy (all labels right)"
         if name == "loss" and self.problem_type == "title_generation":
             return "Loss (of a title's token)"
+        if name == "loss" and self.settings.get("class_weights"):
+            return "Loss (weighted by class)"
         return METRICS.get(name) or name.replace("_", " ")
 
     def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:

@@ -2,8 +2,9 @@
 
 **Where the loss is normalised: `Step.mean`.** The gradient of a step is that of the mean loss over its
 *global* batch, whatever the number of processes and micro-batches. Each process sums the losses of its own
-samples and divides by the loss denominator of the whole global batch: its number of samples, or of target
-tokens where the loss is theirs. Which samples those are is decided in `toolkit.data.batches`.
+samples and divides by the loss denominator of the whole global batch: its number of samples (the sum of their
+weights, where they have some), or of target tokens where the loss is theirs. Which samples those are is decided
+in `toolkit.data.batches`.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ class Step:
     """Samples of the global batch."""
     tokens: int
     """Real tokens of the global batch."""
-    loss_denominator: int
-    """What the sum of the global batch's losses is divided by: its samples, or the tokens of its titles."""
+    loss_denominator: float
+    """What the sum of the global batch's losses is divided by: its samples, the sum of their weights, or the tokens of
+    its titles."""
     learning_rate: float = math.nan
     """Of this step's update."""
     following: Step | None = None
@@ -160,7 +162,7 @@ class Step:
                 f"step.mean() wants one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        weighted = losses * batch.weights  # (B,); weight 0: a sample that only keeps the processes in step
+        weighted = losses * batch.weights  # (B,); 1, or its class's; 0: it only keeps the processes in step
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
@@ -237,10 +239,10 @@ class Steps:
         size, seed, by_length = self.settings.global_batch_size, self.settings.seed, self.settings.group_by_length
         done = self.done
         for epoch in range(done // per_epoch, -(-total // per_epoch)):
-            order = global_batches(lengths, size, seed, epoch, by_length)
+            order = global_batches(lengths, size, seed, epoch, by_length, self.train.chances)
             for number, indices in enumerate(order, epoch * per_epoch + 1):
                 if done < number <= total:
-                    tokens, denominator = int(lengths[indices].sum()), int(denominators[indices].sum())
+                    tokens, denominator = int(lengths[indices].sum()), denominators[indices].sum().item()
                     yield Step(self, number, indices, tokens, denominator)
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:

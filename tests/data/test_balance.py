@@ -1,0 +1,169 @@
+"""toolkit/data/balance.py: what a row weighs and how often it is drawn, by its class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.utils.class_weight import compute_class_weight
+
+from tests.splits import of_lengths
+from toolkit.config import ObjectiveSettings, ProblemType
+from toolkit.data import balance
+from toolkit.data.batches import global_batches, most_micro_batches
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
+from toolkit.errors import UserError
+
+COUNTS = {"often": 160, "rare": 10, "never": 0, "some": 40}
+
+
+def labels_of(problem: ProblemType = "single_label_classification") -> Labels:
+    return Labels(problem, tuple(COUNTS), ("label",))
+
+
+def split_of(name: str = "train", labels: Any = None) -> Split:
+    every = np.repeat(np.arange(len(COUNTS)), list(COUNTS.values())) if labels is None else labels
+    every = np.random.default_rng(3).permutation(every)
+    return replace(of_lengths(np.arange(len(every)) % 50 + 3), name=name, labels=every)
+
+
+def balanced(**asked: Any) -> dict[str, Split]:
+    splits = {"train": split_of(), "validation": split_of("validation", np.array([0, 1, 1, 2]))}
+    return balance.balanced(splits, labels_of(), ObjectiveSettings(**asked))
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    found = balanced(class_weights="balanced")
+    train = found["train"]
+    classes = np.unique(train.labels)
+    expected = dict(zip(classes, compute_class_weight("balanced", classes=classes, y=train.labels), strict=True))
+    assert train.weights == pytest.approx([expected[label] for label in train.labels])
+    assert train.loss_denominators.sum() == pytest.approx(len(train))
+    other = found["validation"]  # by the training rows' counts; a class that training has none of weighs 1
+    assert other.weights == pytest.approx([{**expected, 2: 1.0}[label] for label in other.labels])
+
+
+def test_effective_weights_are_those_of_the_paper() -> None:
+    train = balanced(class_weights="effective")["train"]
+    assert train.weights is not None
+    each = {name: train.weights[train.labels == place] for place, name in enumerate(COUNTS)}
+    effective = {name: (1 - 0.999**count) / (1 - 0.999) for name, count in COUNTS.items()}
+    for name in ("rare", "some"):
+        assert each[name][0] / each["often"][0] == pytest.approx(effective["often"] / effective[name])
+    assert train.weights.mean() == pytest.approx(1)
+
+
+def test_named_weights_leave_other_classes_at_one() -> None:
+    train = balanced(class_weights="rare=7.5, some = 0.5")["train"]
+    assert train.weights is not None
+    assert {name: set(train.weights[train.labels == place]) for place, name in enumerate(COUNTS) if name != "never"} == {
+        "often": {1.0}, "rare": {7.5}, "some": {0.5}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("rara=2,often=1", r"rara=2: there is no class 'rara' \(did you mean rare\?\): there are often, rare, "),
+        ("rare=0", "a number above 0"),
+        ("rare=nan", "a number above 0"),
+        ("even", "there is no class ''"),
+        ("rare=x,often=-1", "^2 faults"),
+    ],
+)
+def test_weights_that_cannot_be_meant(given: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        balanced(class_weights=given)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "shares"),
+    [("balanced", {0: 1 / 3, 1: 1 / 3, 3: 1 / 3}), ("sqrt", {0: 0.5715, 1: 0.1429, 3: 0.2857})],
+)
+def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]) -> None:
+    train = balanced(sampling=sampling)["train"]
+    assert train.chances is not None
+    assert train.chances.sum() == pytest.approx(1)
+    every = [batch for epoch in range(60) for batch in order_of(train, epoch)]
+    drawn = np.bincount(train.labels[np.concatenate(every)]) / (60 * len(train))
+    assert {place: drawn[place] for place in shares} == pytest.approx(shares, abs=0.02)
+    assert balanced(sampling=sampling)["validation"].chances is None
+
+
+def order_of(train: Split, epoch: int, seed: int = 1) -> list[np.ndarray]:
+    return global_batches(train.lengths, 32, seed, epoch, chances=train.chances)
+
+
+def test_a_drawn_epoch_follows_seed_and_epoch_and_is_as_long() -> None:
+    train = balanced(sampling="balanced")["train"]
+    again = [np.concatenate(order_of(train, 2)).tolist() for _ in range(2)]
+    assert again[0] == again[1] != np.concatenate(order_of(train, 3)).tolist()
+    assert [len(batch) for batch in order_of(train, 0)] == [32] * 6 + [18]
+
+
+def test_one_long_text_may_be_drawn_again_and_again() -> None:
+    """DeepSpeed is told the most micro-batches of a step before it begins."""
+    train = of_lengths(np.array([100, *[8] * 63]))
+    assert most_micro_batches(train, 32, 32, 1, 128) == 4
+    drawn = replace(train, chances=np.array([1.0, *[0.0] * 63]))
+    assert most_micro_batches(drawn, 32, 32, 1, 128) == 32
+
+
+def flags() -> Split:
+    rows = np.zeros((200, 4), np.float32)
+    rows[:150, 0], rows[:8, 1], rows[::2, 3] = 1, 1, 1
+    return replace(of_lengths(np.full(200, 5)), labels=rows)
+
+
+def test_positive_weights_are_negatives_over_positives() -> None:
+    labels = labels_of("multi_label_classification")
+    weight = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="balanced"))
+    assert weight == pytest.approx([50 / 150, 192 / 8, 1, 1])
+    named = balance.positive_weights(flags(), labels, ObjectiveSettings(pos_weight="rare=9"))
+    assert named == pytest.approx([1, 9, 1, 1])
+    assert balance.positive_weights(flags(), labels, ObjectiveSettings()) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "asked", "said"),
+    [
+        ("regression", {"class_weights": "balanced"}, "--class_weights balanced does not fit regression"),
+        ("regression", {"loss": "focal"}, "--loss focal is for classes"),
+        ("multi_label_classification", {"class_weights": "balanced"}, "use --pos_weight"),
+        ("multi_label_classification", {"sampling": "sqrt"}, "--sampling sqrt does not fit multi label"),
+        ("single_label_classification", {"pos_weight": "balanced"}, "use --class_weights"),
+    ],
+)
+def test_what_does_not_fit_the_labels_is_refused(problem: ProblemType, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        balance.refuse_unfit(labels_of(problem), ObjectiveSettings(**asked))
+
+
+def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
+    lines, advice = balance.describe(split_of(), labels_of(), ObjectiveSettings())
+    assert lines == ["rows of each class in train: often 160, some 40, rare 10, never 0"]
+    assert "often has 16 times as many rows as rare; --class_weights balanced, --sampling balanced" in advice
+    even = replace(split_of(), labels=np.arange(210) % 4)
+    assert balance.describe(even, labels_of(), ObjectiveSettings())[1] == ""
+    lines, advice = balance.describe(flags(), labels_of("multi_label_classification"), ObjectiveSettings())
+    assert "rare is present in 4 % of the rows; --pos_weight balanced" in advice
+    assert lines == ["rows of each class in train: often 150, some 100, rare 8, never 0"]
+    assert balance.describe(split_of(), labels_of("regression"), ObjectiveSettings()) == ([], "")
+
+
+def test_what_is_done_about_it_is_said_instead() -> None:
+    train, asked = (
+        balanced(sampling="balanced")["train"],
+        ObjectiveSettings(class_weights="rare=4", sampling="balanced"),
+    )
+    lines, advice = balance.describe(train, labels_of(), asked)
+    assert advice == ""
+    assert "a row weighs in the loss (--class_weights): often 1, some 1, rare 4, never 1" in lines
+    assert "an epoch draws (--sampling), in %: often 33.3, some 33.3, rare 33.3, never 0" in lines
+    assert any("one of them is usual" in line for line in lines)
+    many = Labels("single_label_classification", tuple(f"c{place}" for place in range(20)), ("label",))
+    listed = balance.describe(replace(train, labels=np.arange(210) % 20), many, ObjectiveSettings())[0][0]
+    assert listed.count(" c") == 8
+    assert ", ..., " in listed

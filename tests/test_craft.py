@@ -1,0 +1,82 @@
+"""What one asks for of a fine-tuning: the same losses under every launch, and after a resume, with each setting on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS, lines_of, losses_of
+
+STEPS = 6
+COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+          "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
+          "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
+HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
+# what a run is asked for; all of them are resumed in their middle too
+JOBS: dict[str, list[Any]] = {
+    "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
+    "pos_weight": ["--label_column", "tags", "--problem_type", "multi_label_classification", "--pos_weight", "balanced",
+                   "--loss", "focal", "--focal_gamma", 1],
+}  # fmt: skip
+TRIED = ["ddp x2", "zero2 x2", "zero3 x2", pytest.param("fsdp2 x2", marks=pytest.mark.slow)]
+Runs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Runs:
+    """A way to start -> the folder with its runs; each way is started once."""
+    folder = tmp_path_factory.mktemp("craft")
+    table = pd.read_csv(reviews)
+    table = table[(table["label"] == "neg") | (table.index % 5 == 0)]  # uneven
+    table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+    table.to_csv(folder / "rows.csv", index=False)
+
+    def run(way: str) -> Path:
+        runs = folder / way
+        if not runs.exists():
+            data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
+            jobs: list[list[Any]] = []
+            for name, asked in JOBS.items():
+                job = ["recipes.cls", *data, *COMMON, *asked]
+                jobs += [[*job, "--output_dir", runs / f"{name} again", *HALF]]
+                jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, f"{name} again")]
+            (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
+        return runs
+
+    return run
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("way", TRIED)
+def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> None:
+    found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
+    assert len(set(found)) == STEPS
+    assert found == pytest.approx(expected, rel=1e-5)
+    mine, theirs = (lines_of(runs_of(run) / name / "eval.jsonl") for run in (way, "single"))
+    assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("way", ["single", *TRIED])
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Runs) -> None:
+    undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
+    assert resumed == pytest.approx(undisturbed, rel=1e-6)
+    mine, theirs = (lines_of(runs_of(way) / run / "eval.jsonl")[-1]["loss"] for run in (f"{name} again", name))
+    assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_uneven_classes_are_told_and_shown(runs_of: Runs) -> None:
+    run, said = runs_of("single") / "weights", runs_of("single").with_suffix(".err").read_text(encoding="utf-8")
+    assert "rows of each class in train: neg " in said
+    assert "a row weighs in the loss (--class_weights): neg 0.6" in said
+    assert "the classes are uneven" not in said  # something was done about it
+    card = (run / "model" / "README.md").read_text(encoding="utf-8")
+    for part in ("| class_weights | balanced |", "| loss | focal, gamma 2 |", "| sampling | sqrt |", "Loss (weighted"):
+        assert part in card
+    assert "Loss (weighted by class)" in (run / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,146 @@
+"""Uneven classes: how many rows each has, what a row of it weighs in the loss, and how often it is drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from toolkit.config import ObjectiveSettings
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
+from toolkit.errors import Faults, UserError, did_you_mean, listing
+
+# of Cui et al. 2019, "Class-Balanced Loss Based on Effective Number of Samples": their choice for large sets
+_BETA = 0.999
+_UNEVEN = 3.0
+_RARE_SHARE = 0.1
+_MOST_NAMED = 8
+
+
+def refuse_unfit(labels: Labels, asked: ObjectiveSettings) -> None:
+    """Raises UserError with every setting that these labels leave without a meaning."""
+    faults, kind = Faults(), labels.problem_type.replace("_", " ")
+    given = {"class_weights": asked.class_weights, "pos_weight": asked.pos_weight, "sampling": asked.sampling}
+    instead: dict[str, str | None] = {}
+    if labels.problem_type == "regression":
+        instead = dict.fromkeys(given, "it is for classes")
+        if asked.loss != "cross_entropy":
+            faults.add(f"--loss {asked.loss} is for classes, and this is regression: leave it out")
+    elif labels.problem_type == "multi_label_classification":
+        instead = {"class_weights": "use --pos_weight, which weighs where a label is present",
+                   "sampling": "a row has no single class to be drawn by; use --pos_weight"}  # fmt: skip
+    else:
+        instead = {"pos_weight": "use --class_weights"}
+    for name, why in instead.items():
+        if given[name]:
+            faults.add(f"--{name} {given[name]} does not fit {kind}: {why}")
+    faults.raise_if_any()
+
+
+def class_counts(labels: Labels, split: Split) -> np.ndarray:
+    """(classes,) int64: the rows of a split that have each class; nothing for regression."""
+    if labels.problem_type == "regression":
+        return np.zeros(0, np.int64)
+    if labels.problem_type == "multi_label_classification":
+        return np.asarray(split.labels.sum(axis=0, dtype=np.float64)).astype(np.int64)
+    return np.bincount(split.labels, minlength=labels.size)
+
+
+def balanced(splits: dict[str, Split], labels: Labels, asked: ObjectiveSettings) -> dict[str, Split]:
+    """The splits with a weight for each row (`--class_weights`), the training rows with how likely each is drawn
+    (`--sampling`). Both follow from the training rows alone."""
+    counts = class_counts(labels, splits["train"])
+    if asked.class_weights:
+        weights = _class_weights(asked.class_weights, counts, labels.names).astype(np.float32)
+        splits = {name: replace(split, weights=weights[split.labels]) for name, split in splits.items()}
+    if asked.sampling:
+        share = (counts > 0) / (counts > 0).sum() if asked.sampling == "balanced" else np.sqrt(counts)
+        each = share / share.sum() / np.maximum(counts, 1)
+        splits |= {"train": replace(splits["train"], chances=each[splits["train"].labels])}
+    return splits
+
+
+def positive_weights(train: Split, labels: Labels, asked: ObjectiveSettings) -> np.ndarray | None:
+    """(classes,) float32: what a label that is present weighs in the loss (`--pos_weight`); 1 for one that is not."""
+    if not asked.pos_weight:
+        return None
+    if asked.pos_weight != "balanced":
+        return _named("pos_weight", asked.pos_weight, labels.names).astype(np.float32)
+    counts = class_counts(labels, train)
+    return np.where(counts > 0, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
+
+
+def _class_weights(asked: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+    """(classes,) float64; the mean over training rows is 1 for those that follow from the counts."""
+    if asked not in ("balanced", "effective"):
+        return _named("class_weights", asked, names)
+    rows = np.maximum(counts, 1)
+    weights = 1 / rows if asked == "balanced" else (1 - _BETA) / (1 - _BETA**rows)
+    return np.where(counts > 0, weights * counts.sum() / (weights * counts).sum(), 1)
+
+
+def _named(setting: str, text: str, names: tuple[str, ...]) -> np.ndarray:
+    """`A=2.0,B=1.0` -> (classes,) float64; a class that is not named has 1."""
+    weights, faults = dict.fromkeys(names, 1.0), Faults()
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.rpartition("="))
+        try:
+            if name not in weights:
+                raise UserError(f"there is no class {name!r}{did_you_mean(name, names)}: there are {listing(names)}")
+            weights[name] = float(number)
+            if not 0 < weights[name] < np.inf:
+                raise ValueError
+        except ValueError:
+            faults.add(f"--{setting} {part.strip()}: write balanced, or a number above 0 for each class, {names[0]}=2")
+        except UserError as error:
+            faults.add(f"--{setting} {part.strip()}: {error}")
+    faults.raise_if_any()
+    return np.array(list(weights.values()))
+
+
+def describe(train: Split, labels: Labels, asked: ObjectiveSettings) -> tuple[list[str], str]:
+    """(lines on the classes of the training rows and what was asked for them, the advice that nobody asked for)."""
+    counts, weigh = class_counts(labels, train), positive_weights(train, labels, asked)
+    if not len(counts):
+        return [], ""
+    order = [int(place) for place in np.argsort(-counts, kind="stable")]
+    lines = [f"rows of each class in train: {_listed(order, labels.names, counts, '{:d}')}"]
+    if asked.class_weights:
+        weights = _class_weights(asked.class_weights, counts, labels.names)
+        lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, labels.names, weights, '{:.3g}')}")
+    if weigh is not None:
+        lines.append(f"a present label weighs (--pos_weight): {_listed(order, labels.names, weigh, '{:.3g}')}")
+    if asked.sampling:
+        drawn = np.bincount(train.labels, weights=train.chances, minlength=labels.size) * 100
+        lines.append(f"an epoch draws (--sampling), in %: {_listed(order, labels.names, drawn, '{:.3g}')}")
+    if asked.class_weights and asked.sampling == "balanced":
+        lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
+    return lines, "" if asked.changes_classes else _advice(order, counts, len(train), labels)
+
+
+def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, written: str) -> str:
+    shown = order if len(order) <= _MOST_NAMED else [*order[: _MOST_NAMED // 2], -1, *order[-_MOST_NAMED // 2 :]]
+    return ", ".join("..." if place < 0 else f"{names[place]} {written.format(numbers[place])}" for place in shown)
+
+
+def _advice(order: list[int], counts: np.ndarray, rows: int, labels: Labels) -> str:
+    """What helps, in a line, where the rarest class is likely to be ignored."""
+    present = [place for place in order if counts[place]]
+    if not present:
+        return ""
+    most, least = present[0], present[-1]
+    if labels.problem_type == "multi_label_classification":
+        if counts[least] >= _RARE_SHARE * rows:
+            return ""
+        return (
+            f"the labels are uneven: {labels.names[least]} is present in {100 * counts[least] / rows:.2g} % of the "
+            "rows; --pos_weight balanced makes the rare ones count, and f1_macro shows them (docs/uneven-classes.md)"
+        )
+    if counts[most] < _UNEVEN * counts[least]:
+        return ""
+    return (
+        f"the classes are uneven: {labels.names[most]} has {counts[most] / counts[least]:.3g} times as many rows as "
+        f"{labels.names[least]}; --class_weights balanced, --sampling balanced or --loss focal make the rare ones "
+        "count, and f1_macro shows them (docs/uneven-classes.md)"
+    )
