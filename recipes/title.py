@@ -31,7 +31,7 @@ from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
 
@@ -52,8 +52,7 @@ def main() -> None:
 
     # Model and optimizer: the same weights in every process, then placed as the launch asks
     model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
-    groups = parameter_groups(model, training.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
+    optimizer = make_optimizer(model, training)
     training = fit_batch_size(accelerator, model, data.train, tokenizer, training)  # --per_device_batch_size auto
     steps = Steps(accelerator, data.train, tokenizer, training)
     align_strategy(accelerator, model, optimizer, training, steps.schedule)

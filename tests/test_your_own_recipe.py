@@ -34,8 +34,6 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
     "sgd": ("sgd", []),
     "sgd again": ("sgd", []),
-    "adafactor": ("adafactor", []),
-    "adafactor again": ("adafactor", []),
     "frozen": ("frozen", []),
     "own_model": ("own_model", []),
     "own_model again": ("own_model", []),
@@ -43,7 +41,6 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
 }
 # its loss looks at a micro-batch, and two processes have others than one
 DIFFERENT = ("contrastive in fewer",)
-REFUSED = {"zero3 x2": ("adafactor", "adafactor again")}
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:
@@ -98,8 +95,6 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
             data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
             jobs: list[list[Any]] = []
             for name, (edit, settings) in JOBS.items():
-                if name in REFUSED.get(way, ()):
-                    continue
                 settings = [folder / word if word == "PAIRS" else word for word in settings]
                 job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, *settings, "--output_dir", runs / name]
                 jobs += [[*job, *HALF]] if name.endswith("again") else []
@@ -148,12 +143,10 @@ def test_a_model_of_ones_own_saves_what_it_takes_to_build_it(runs_of: Callable[[
     assert (model / "encoder" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor", "own_model"])
+@pytest.mark.parametrize("name", ["sgd", "own_model"])
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
                                  pytest.param("zero3 x2", marks=pytest.mark.multiprocess)])  # fmt: skip
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
-    if name in REFUSED.get(way, ()):
-        pytest.skip("refused at the start, with a line: tests/training/test_optimizer.py")
     undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert len(resumed) == STEPS
     assert resumed == pytest.approx(undisturbed, rel=1e-6)
@@ -164,8 +157,6 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
 @pytest.mark.parametrize("way", ["ddp x2", "zero3 x2"])
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
-    if name in REFUSED.get(way, ()):
-        pytest.skip("refused at the start, with a line: tests/training/test_optimizer.py")
     found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
     assert len(found) == STEPS
     if name in DIFFERENT:

@@ -59,8 +59,7 @@ def test_effective_weights_are_those_of_the_paper() -> None:
 def test_named_weights_leave_other_classes_at_one() -> None:
     train = balanced(class_weights="rare=7.5, some = 0.5")["train"]
     assert train.weights is not None
-    assert {name: set(train.weights[train.labels == place]) for place, name in enumerate(COUNTS) if name != "never"} == {
-        "often": {1.0}, "rare": {7.5}, "some": {0.5}}  # fmt: skip
+    assert [train.weights[train.labels == place][0] for place in (0, 1, 3)] == [1.0, 7.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_a_drawn_epoch_follows_seed_and_epoch_and_is_as_long() -> None:
 def test_one_long_text_may_be_drawn_again_and_again() -> None:
     """DeepSpeed is told the most micro-batches of a step before it begins."""
     train = of_lengths(np.array([100, *[8] * 63]))
-    assert most_micro_batches(train, 32, 32, 1, 128) == 4
+    assert most_micro_batches(train, 32, 32, 1, 128) == 3
     drawn = replace(train, chances=np.array([1.0, *[0.0] * 63]))
     assert most_micro_batches(drawn, 32, 32, 1, 128) == 32
 
@@ -165,5 +164,4 @@ def test_what_is_done_about_it_is_said_instead() -> None:
     assert any("one of them is usual" in line for line in lines)
     many = Labels("single_label_classification", tuple(f"c{place}" for place in range(20)), ("label",))
     listed = balance.describe(replace(train, labels=np.arange(210) % 20), many, ObjectiveSettings())[0][0]
-    assert listed.count(" c") == 8
-    assert ", ..., " in listed
+    assert listed.endswith("c0 11, c1 11, c2 11, c3 11, ..., c16 10, c17 10, c18 10, c19 10")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.training.optimizer import align_strategy, parameter_groups
+from toolkit.training.lion import Lion
+from toolkit.training.optimizer import align_strategy, make_optimizer, parameter_groups
 from toolkit.training.steps import make_schedule
 
 TINY: dict[str, dict[str, Any]] = {
@@ -76,6 +78,82 @@ def test_frozen_parameters_are_left_out() -> None:
     model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
     found = groups_of(parameter_groups(model, 0.1), model)
     assert found == {"classifier.weight": 0.1, "classifier.bias": 0.0}
+
+
+@pytest.mark.parametrize("model_type", [*TINY, "big_bird"])
+def test_each_layer_learns_slower_than_that_above_it(model_type: str) -> None:
+    model = tiny(model_type)
+    groups = parameter_groups(model, 0.1, learning_rate=1.0, layer_decay=0.5)
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    layers = 1 if model_type == "albert" else 2  # which has one, used twice
+    for name, parameter in model.named_parameters():
+        if "embed" in name:
+            expected = 0.5 ** (layers + 1)
+        elif found := re.search(r"layers?\.(\d)|layer_groups", name):
+            expected = 0.5 if not found[1] or found[1] == "1" else 0.25
+        else:
+            expected = 1.0
+        assert rates[id(parameter)] == expected, name
+    assert groups[0]["lr"] == 1.0  # the one that a run shows
+    assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
+
+
+def test_layers_are_needed_for_a_decay_by_layer() -> None:
+    with pytest.raises(UserError, match=r"--layerwise_lr_decay 0\.9: Linear has no list of layers"):
+        parameter_groups(torch.nn.Linear(2, 2), 0.1, 1.0, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "expected"),
+    [
+        ({}, torch.optim.AdamW, {"fused": True}),
+        ({"optimizer_args": "betas=(0.8,0.95), eps=1e-6"}, torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
+        ({"optimizer": "SGD", "optimizer_args": "momentum=0.9,nesterov=True"}, torch.optim.SGD, {"nesterov": True}),
+        ({"optimizer": "lion"}, Lion, {"betas": (0.9, 0.99)}),
+        ({"optimizer": "adafactor"}, torch.optim.Adafactor, {}),
+        ({"optimizer": "torch.optim.RMSprop"}, torch.optim.RMSprop, {}),
+    ],
+)
+def test_optimizers_by_name(asked: dict[str, Any], kind: type, expected: dict[str, Any]) -> None:
+    optimizer = make_optimizer(tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, **asked))
+    assert type(optimizer) is kind
+    assert optimizer.defaults["lr"] == 0.25
+    assert {name: optimizer.defaults[name] for name in expected} == expected
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"optimizer": "adamm"}, r"--optimizer adamm \(did you mean adamw\?\): there are adamw, adafactor, lion, sgd"),
+        ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
+        ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
+        ({"optimizer": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
+        ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
+        ({"optimizer_args": "lr=1e-3"}, "lr is --learning_rate's"),
+        ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
+        ({"optimizer_args": "0.9"}, "an argument has no name"),
+        ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
+        ({"optimizer_args": "**{}"}, "write momentum=0.9"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_optimizer(tiny("bert"), TrainingSettings(**asked))
+
+
+def test_lion_is_its_papers_algorithm() -> None:
+    """Algorithm 2 of Chen et al., 2023, written once more on numbers."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = Lion([weight], lr=0.1, weight_decay=0.5)
+    expected, momentum = np.array([1.0, -2.0]), np.zeros(2)
+    for gradient in ([0.3, -0.1], [-2.0, 0.0], [0.5, 0.5]):
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        direction = np.sign(0.9 * momentum + 0.1 * np.array(gradient))
+        expected = expected - 0.1 * (direction + 0.5 * expected)
+        momentum = 0.99 * momentum + 0.01 * np.array(gradient)
+    assert weight.detach().numpy() == pytest.approx(expected)
 
 
 def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: int = 2) -> Any:

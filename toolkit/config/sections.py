@@ -67,6 +67,10 @@ class ModelSettings(PretrainedSettings):
     """On the input of LoRA's matrices; 0 when not given, or `dropout` where that is given."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
+    freeze_layers: int | None = Field(default=None, ge=0)
+    """Do not train the embeddings and the first so many layers; 0 freezes the embeddings alone."""
+    reinit_layers: int | None = Field(default=None, ge=1)
+    """Begin the top so many layers anew: pretrained ones may be too much of their own task."""
 
 
 @section
@@ -202,7 +206,13 @@ class TrainingSettings:
     group_by_length: bool = True
     """Put texts of similar length into the same batch."""
     learning_rate: float = Field(default=5e-5, gt=0)
-    """The peak learning rate of AdamW."""
+    """The peak learning rate; Lion wants a tenth of AdamW's, SGD some hundred times as much."""
+    optimizer: str = "adamw"
+    """adamw, adafactor, lion, sgd, or any `MODULE.CLASS` that is a `torch.optim.Optimizer`."""
+    optimizer_args: str | None = None
+    """What it takes beside the learning rate and the weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
+    layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)
+    """Each layer's learning rate is so much of that above it, 0.95 say; the head has `learning_rate`."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of the weights; biases and norms have none."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)

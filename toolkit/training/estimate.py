@@ -32,7 +32,7 @@ from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.memory import is_out_of_memory
-from toolkit.training.optimizer import outer_layers
+from toolkit.models.layers import outer_layers
 from toolkit.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)

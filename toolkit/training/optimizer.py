@@ -1,8 +1,11 @@
-"""Weight decay chosen by name, a schedule counted in optimizer steps, and the strategy's own config brought in
-line with the settings."""
+"""The optimizer and its groups of parameters, a schedule counted in optimizer steps, and the strategy's own config
+brought in line with the settings."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,28 +18,96 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
-from toolkit.errors import Faults
+from toolkit.errors import Faults, UserError, did_you_mean, first_line
+from toolkit.models.layers import distances, outer_layers
+from toolkit.training.lion import Lion
 from toolkit.training.steps import Schedule
 
 # transformers.Trainer's: biases and every kind of norm are not decayed
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+    "lion": Lion,
+    "sgd": torch.optim.SGD,
+}
+
 # They look at a parameter's rows and columns, or at its norm
 _NEEDS_WHOLE_PARAMETERS = ("adafactor", "came", "lamb", "lars", "muon", "shampoo", "soap")
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
+    """`--optimizer` for the trained parameters. Raises UserError for one that cannot be made."""
+    name = settings.optimizer
+    kind, given = _optimizer_class(name), _arguments(settings.optimizer_args)
+    if kind is torch.optim.AdamW:
+        given = {"fused": True} | given
+    groups = parameter_groups(model, settings.weight_decay, settings.learning_rate, settings.layerwise_lr_decay)
+    try:
+        return kind(groups, lr=settings.learning_rate, **given)
+    except (TypeError, ValueError) as error:
+        takes = [known for known in inspect.signature(kind).parameters if known not in ("params", "lr", "weight_decay")]
+        asked = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
+        raise UserError(f"{asked}: {first_line(error)}; {kind.__name__} takes {', '.join(takes)}") from error
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    if name.lower() in _OPTIMIZERS:
+        return _OPTIMIZERS[name.lower()]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        known = [*_OPTIMIZERS, "MODULE.CLASS"]
+        raise UserError(f"--optimizer {name}{did_you_mean(name, known)}: there are {', '.join(known)}")
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"--optimizer {name} cannot be imported: {first_line(error)}") from error
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise UserError(f"--optimizer {name} is no torch.optim.Optimizer")
+    return kind
+
+
+def _arguments(text: str | None) -> dict[str, Any]:
+    """`momentum=0.9,betas=(0.9,0.95)` as Python reads the arguments of a call; nothing in it is run."""
+    try:
+        call = ast.parse(f"_({text or ''})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args:
+            raise ValueError("an argument has no name")
+        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"--optimizer_args {text}: {first_line(error)}; write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
+        ) from error
+    for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if name in given:
+            raise UserError(f"--optimizer_args {text}: {name} is --{setting}'s: give it there")
+    return given
+
+
+def parameter_groups(
+    model: torch.nn.Module, weight_decay: float, learning_rate: float = 0.0, layer_decay: float | None = None
+) -> list[dict[str, Any]]:
     """The trained parameters as an optimizer takes them: decayed ones, and those without decay (biases, norms).
 
-    The groups are made by name: a strategy that shards parameters leaves them without a shape.
+    The groups are made by name: a strategy that shards parameters leaves them without a shape. With `layer_decay`
+    there are two for each layer, the head's first, and each layer's learning rate is so much of that above it (Howard
+    and Ruder, 2018; Clark et al., 2020, "ELECTRA"). Raises UserError for a model without layers.
     """
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], _NO_DECAY))
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for name, parameter in named if name in decayed], "weight_decay": weight_decay},
-        {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    far = distances(model) if layer_decay is not None else {}
+    if layer_decay is not None and not far:
+        raise UserError(f"--layerwise_lr_decay {layer_decay}: {type(model).__name__} has no list of layers")
+    found: dict[tuple[int, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault((far.get(id(parameter), 0), name not in decayed), []).append(parameter)
+    groups: list[dict[str, Any]] = []
+    for (distance, plain), parameters in sorted(found.items()):
+        rate = {} if layer_decay is None else {"lr": learning_rate * layer_decay**distance}
+        groups.append({"params": parameters, "weight_decay": 0.0 if plain else weight_decay, **rate})
+    return groups
 
 
 def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int) -> AcceleratedScheduler:
@@ -100,7 +171,7 @@ def align_strategy(
         faults.add(
             f"{name} computes with whole parameters, and ZeRO hands an optimizer flat pieces of many: its updates "
             "would be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight "
-            "(AdamW, SGD)"
+            "(--optimizer adamw, lion or sgd)"
         )
     faults.raise_if_any()
     config.update(meant)
@@ -121,13 +192,6 @@ def _choose_units(plugin: Any, model: Any) -> None:
     if sum(parameter is head.weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1:
         # a decoder's embedding too: accelerate would give the head a unit of its own, and the weight would be in two
         model.get_output_embeddings = lambda: None
-
-
-def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What stands in a model's `ModuleList`s, but for those inside another layer."""
-    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
-    outer = [part for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return [layer for part in outer for layer in part]
 
 
 def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:

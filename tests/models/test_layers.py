@@ -1,0 +1,63 @@
+"""toolkit/models/layers.py: frozen layers and new ones, of any model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.test_optimizer import LAYERS, tiny
+from toolkit.errors import UserError
+from toolkit.models.layers import freeze_layers, outer_layers, renew_layers
+
+FAMILIES = [family for family in LAYERS if family != "albert"]
+
+
+def names(model: Any, layer: torch.nn.Module) -> set[str]:
+    own = {id(parameter) for parameter in layer.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embeddings_and_the_first_layers_are_frozen(family: str) -> None:
+    for count in (0, 1, 2):
+        model: Any = tiny(family)
+        freeze_layers(model, count, family)
+        expected = {name for name, _ in model.named_parameters() if "embed" in name}
+        expected |= {name for layer in outer_layers(model)[:count] for name in names(model, layer)}
+        assert {name for name, each in model.named_parameters() if not each.requires_grad} == expected
+        assert expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_top_layers_begin_anew_and_alike_in_every_process(family: str) -> None:
+    model: Any = tiny(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)  # as no initialisation makes them
+    before = copy.deepcopy(model.state_dict())
+    found = []
+    for seed in (3, 3, 4):
+        model.load_state_dict(before)
+        state = torch.random.get_rng_state()
+        renew_layers(model, 1, family, seed)
+        assert torch.equal(state, torch.random.get_rng_state())  # the head's weights stay as they were
+        found.append(copy.deepcopy(model.state_dict()))
+    changed = {name for name in before if not torch.equal(before[name], found[0][name])}
+    renewed = names(model, outer_layers(model)[-1])
+    assert renewed <= changed
+    assert all("pooler" in name for name in changed - renewed)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in before)
+    assert any(not torch.equal(found[0][name], found[2][name]) for name in changed)
+    assert all(abs(float(found[0][name].mean())) < 0.5 for name in changed if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("change", [lambda model, n: freeze_layers(model, n, "M"),
+                                    lambda model, n: renew_layers(model, n, "M", 1)])  # fmt: skip
+def test_layers_that_are_not_there(change: Any) -> None:
+    with pytest.raises(UserError, match="_layers 3: M has 2 layers: name at most that"):
+        change(tiny("bert"), 3)
+    with pytest.raises(UserError, match="_layers 1: the 2 layers of M share their weights"):
+        change(tiny("albert"), 1)

@@ -1,0 +1,74 @@
+"""A model's layers: which they are, how far each is from the head, frozen ones and new ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+
+from toolkit.errors import UserError
+from toolkit.pretrained import whole_weights
+
+
+def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What stands in a model's `ModuleList`s, but for those inside another layer."""
+    return [layer for stack in _stacks(model) for layer in stack]
+
+
+def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
+    lists = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)}
+    return [list(part) for name, part in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
+
+
+def distances(model: torch.nn.Module) -> dict[int, int]:
+    """id of a parameter -> how far it is from the head: 0 for the head (a pooler, a last norm), 1 for the top layer, one
+    more than there are layers for the embeddings. A decoder counts its own layers. Empty without layers."""
+    stacks = _stacks(model)
+    found = {
+        id(parameter): len(stack) - place
+        for stack in stacks
+        for place, layer in enumerate(stack)
+        for parameter in layer.parameters()
+    }
+    bottom, below = 1 + max(map(len, stacks), default=0), True
+    for name, parameter in model.named_parameters() if found else ():
+        below = below and id(parameter) not in found  # what comes before the first layer
+        if id(parameter) not in found:
+            found[id(parameter)] = bottom if below or "embed" in name else 0
+    return found
+
+
+def freeze_layers(model: Any, count: int, name: str) -> None:
+    """Freezes the embeddings and the first `count` layers. Raises UserError where there are fewer, or all would be."""
+    layers = _layers_of(model, count, "freeze_layers", name)
+    far = distances(model)
+    for parameter in model.parameters():
+        if far[id(parameter)] > len(layers) - count:
+            parameter.requires_grad_(False)
+
+
+def renew_layers(model: Any, count: int, name: str, seed: int) -> None:
+    """Gives the top `count` layers (and a pooler) the weights that a model of this config begins its pretraining with,
+    the same in every process (Zhang et al., 2021, "Revisiting Few-sample BERT Fine-tuning")."""
+    layers = _layers_of(model, count, "reinit_layers", name)
+    with torch.random.fork_rng(devices=[]), whole_weights():
+        set_seed(seed)
+        fresh = type(model)(model.config)
+    for old, new in list(zip(layers, _longest(fresh), strict=True))[-count:]:
+        old.load_state_dict(new.state_dict())
+    if pooler := getattr(model.base_model, "pooler", None):
+        pooler.load_state_dict(fresh.base_model.pooler.state_dict())
+
+
+def _longest(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return max(_stacks(model), key=len, default=[])
+
+
+def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn.Module]:
+    layers, said = _longest(model), getattr(model.config, "num_hidden_layers", 0)
+    if len(layers) < said:
+        raise UserError(f"--{setting} {count}: the {said} layers of {name} share their weights: leave it out")
+    if count > len(layers):
+        raise UserError(f"--{setting} {count}: {name} has {len(layers)} layers: name at most that")
+    return layers
