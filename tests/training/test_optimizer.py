@@ -132,7 +132,7 @@ def test_optimizers_by_name(asked: dict[str, Any], kind: type, expected: dict[st
         ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
         ({"optimizer_args": "lr=1e-3"}, "lr is --learning_rate's"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
-        ({"optimizer_args": "0.9"}, "an argument has no name"),
+        ({"optimizer_args": "0.9"}, "each argument has a name"),
         ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),
         ({"optimizer_args": "**{}"}, "write momentum=0.9"),
     ],

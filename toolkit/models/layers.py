@@ -22,8 +22,8 @@ def _stacks(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
 
 
 def distances(model: torch.nn.Module) -> dict[int, int]:
-    """id of a parameter -> how far it is from the head: 0 for the head (a pooler, a last norm), 1 for the top layer, one
-    more than there are layers for the embeddings. A decoder counts its own layers. Empty without layers."""
+    """id of a parameter -> how far it is from the head: 0 for the head (a pooler, a last norm), 1 for the top layer,
+    one more than there are layers for the embeddings. A decoder counts its own layers. Empty without layers."""
     stacks = _stacks(model)
     found = {
         id(parameter): len(stack) - place

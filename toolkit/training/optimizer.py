@@ -52,7 +52,7 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
         raise UserError(f"{asked}: {first_line(error)}; {kind.__name__} takes {', '.join(takes)}") from error
 
 
-def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+def _optimizer_class(name: str) -> Any:
     if name.lower() in _OPTIMIZERS:
         return _OPTIMIZERS[name.lower()]
     module, _, attribute = name.rpartition(".")
@@ -73,8 +73,8 @@ def _arguments(text: str | None) -> dict[str, Any]:
     try:
         call = ast.parse(f"_({text or ''})", mode="eval").body
         assert isinstance(call, ast.Call)
-        if call.args:
-            raise ValueError("an argument has no name")
+        if call.args or any(word.arg is None for word in call.keywords) or not isinstance(call.func, ast.Name):
+            raise ValueError("each argument has a name")
         given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
         raise UserError(

@@ -1,0 +1,114 @@
+"""What the settings for uneven classes, and those of docs/fine-tuning-craft.md, are worth on the English demo data.
+
+    python benchmarks/craft.py uneven [NAME ...]     one review in eleven is positive
+    python benchmarks/craft.py craft [NAME ...]      few rows: 200 reviews, both classes alike
+
+MiniLM (6 layers) of the demo, one process. Each NAME is trained with three seeds; a line per name with the means over
+them, and the spread (largest - smallest) of macro F1, on test rows that no training has seen. Figures and conditions:
+benchmarks/results/craft.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.jobs_worker import run_jobs
+from tests.runs import lines_of
+from toolkit.data.read import read_demo
+
+SEEDS = (1, 2, 3)
+COMMON = ["--model_name_or_path", "demo:minilm", "--max_length", 64, "--report_to", "none", "--warmup_ratio", 0.1]
+# rows of (neg, pos) in train, validation, test; what all runs have; what each has
+KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[Any]]]] = {
+    "uneven": (
+        ((2000, 200), (400, 40), (1000, 100)),
+        ["--num_train_epochs", 2, "--learning_rate", "1e-4", "--eval_every", 23],
+        {
+            "nothing": [],
+            "class_weights": ["--class_weights", "balanced"],
+            "sampling": ["--sampling", "balanced"],
+            "sampling-sqrt": ["--sampling", "sqrt"],
+            "focal": ["--loss", "focal"],
+        },
+    ),
+    "craft": (
+        ((100, 100), (100, 100), (500, 500)),
+        ["--num_train_epochs", 6, "--learning_rate", "2e-4", "--eval_every", 14],
+        {
+            "nothing": [],
+            "layerwise_lr_decay": ["--layerwise_lr_decay", 0.8],
+            "freeze_layers": ["--freeze_layers", 3],
+            "reinit_layers": ["--reinit_layers", 1],
+            "lion": ["--optimizer", "lion", "--learning_rate", "2e-5"],
+            "adafactor": ["--optimizer", "adafactor"],
+        },
+    ),
+}
+
+
+def main() -> None:
+    kind, *names = sys.argv[1:]
+    sizes, common, every = KINDS[kind]
+    with tempfile.TemporaryDirectory() as folder:
+        data = write(Path(folder), sizes)
+        jobs = [
+            [
+                "recipes.cls",
+                *COMMON,
+                *common,
+                *every[name],
+                *data,
+                "--seed",
+                seed,
+                "--output_dir",
+                f"{folder}/{name}{seed}",
+            ]
+            for name in names or every
+            for seed in SEEDS
+        ]
+        run_jobs(Path(folder), [], jobs, seconds=3000)
+        for name in names or every:
+            found = [last(Path(folder, f"{name}{seed}")) for seed in SEEDS]
+            means = {key: round(float(np.mean([one[key] for one in found])), 4) for key in found[0]}
+            f1 = [one["f1_macro"] for one in found]
+            print(json.dumps({"name": name, **means, "spread": round(max(f1) - min(f1), 4)}), flush=True)
+
+
+def last(run: Path) -> dict[str, float]:
+    """The numbers of the saved model on the test rows."""
+    line = lines_of(run / "eval.jsonl")[-1]
+    assert line["split"] == "test"
+    rare = {f"pos_{name}": line["per_class"]["pos"][name] for name in ("precision", "recall", "f1")}
+    seconds = sum(step["samples"] / step["samples_per_second"] for step in lines_of(run / "metrics.jsonl"))
+    return {"accuracy": line["accuracy"], "f1_macro": line["f1_macro"], **rare, "training_seconds": seconds}
+
+
+def write(folder: Path, sizes: tuple[tuple[int, int], ...]) -> list[str]:
+    """Draws the rows of each split, none twice; returns the settings that name the files."""
+    frame = read_demo("demo:rotten-tomatoes")["train"].rows.to_pandas().drop_duplicates("text")
+    frame = frame.sample(frac=1, random_state=7)
+    left = {name: frame[frame["label"] == name] for name in ("neg", "pos")}
+    settings: list[str] = []
+    for split, counts in zip(("train", "validation", "test"), sizes, strict=True):
+        parts = []
+        for name, count in zip(left, counts, strict=True):
+            parts.append(left[name][:count])
+            left[name] = left[name][count:]
+            assert len(parts[-1]) == count
+
+        pd.concat(parts).sample(frac=1, random_state=7).to_csv(folder / f"{split}.csv", index=False)
+        settings += [f"--{split}_file", str(folder / f"{split}.csv")]
+    return settings
+
+
+if __name__ == "__main__":
+    main()
