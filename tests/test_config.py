@@ -297,7 +297,7 @@ def test_help_has_the_first_settings_or_all(option: str, capsys: pytest.CaptureF
     assert len(listed) == (15 if option == "--help" else len(ALL_NAMES))
     assert listed == [name for name in ALL_NAMES if name in listed]
     assert "--mixed_precision auto|no|bf16|fp16\n" in shown
-    assert "  --learning_rate NUMBER      The peak learning rate of AdamW. [5e-05]" in shown
+    assert "  --learning_rate NUMBER      The peak learning rate. [5e-05]" in shown
     for part in ("--config_file", "VALUE"):
         assert (part in shown) == (part == "--config_file")
 

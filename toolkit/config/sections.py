@@ -79,8 +79,8 @@ class ObjectiveSettings:
 
     loss: Literal["cross_entropy", "focal"] = "cross_entropy"
     """Of classes; focal (Lin et al., 2017): a row counts less the surer the model is of it."""
-    focal_gamma: float = Field(default=2.0, ge=0)
-    """How much less, for `--loss focal`; 0 is the cross entropy."""
+    focal_gamma: float | None = Field(default=None, ge=0)
+    """How much less, for `--loss focal`: 2 when not given; 0 is the cross entropy."""
     class_weights: str | None = None
     """What a row weighs, by its class: `balanced`, `effective` (Cui et al., 2019), or `A=2.0,B=0.5` (others 1)."""
     pos_weight: str | None = None
@@ -91,7 +91,7 @@ class ObjectiveSettings:
     @property
     def gamma(self) -> float | None:
         """`focal_gamma`, where that is the loss."""
-        return self.focal_gamma if self.loss == "focal" else None
+        return None if self.loss != "focal" else 2.0 if self.focal_gamma is None else self.focal_gamma
 
     @property
     def changes_classes(self) -> bool:
@@ -206,9 +206,9 @@ class TrainingSettings:
     group_by_length: bool = True
     """Put texts of similar length into the same batch."""
     learning_rate: float = Field(default=5e-5, gt=0)
-    """The peak learning rate; Lion wants a tenth of AdamW's, SGD some hundred times as much."""
+    """The peak learning rate."""
     optimizer: str = "adamw"
-    """adamw, adafactor, lion, sgd, or any `MODULE.CLASS` that is a `torch.optim.Optimizer`."""
+    """adamw, adafactor, lion (at a tenth of the learning rate), sgd, or any torch optimizer: `MODULE.CLASS`."""
     optimizer_args: str | None = None
     """What it takes beside the learning rate and the weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
     layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)

@@ -23,9 +23,9 @@ _FEW_SAMPLES = 30
 # what the table of settings shows, in this order, where it is set
 _HYPERPARAMETERS = (
     "optimizer", "learning_rate", "lr_scheduler_type", "warm-up", "optimizer steps", "global_batch_size",
-    "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "loss", "class_weights",
-    "pos_weight", "sampling", "dropout", "LoRA", "min_length", "max_length", "max_target_length", "num_beams",
-    "length_penalty", "no_repeat_ngram_size", "mixed_precision", "seed", "processes", "device",
+    "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "loss", "focal_gamma",
+    "class_weights", "pos_weight", "sampling", "dropout", "LoRA", "min_length", "max_length", "max_target_length",
+    "num_beams", "length_penalty", "no_repeat_ngram_size", "mixed_precision", "seed", "processes", "device",
 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _hyperparameters(record: Record, run_folder: Path) -> dict[str, Any]:
         "warm-up": f"{settings.get('warmup_steps') or 0} steps" if ratio is None else f"{ratio:g} of all steps",
         "optimizer steps": f"{done} of {data['total_steps']}, {data['steps_per_epoch']} an epoch",
         "label_smoothing_factor": settings.get("label_smoothing_factor") or None,
-        "loss": f"focal, gamma {settings['focal_gamma']:g}" if settings.get("loss") == "focal" else None,
+        "loss": "focal" if settings.get("loss") == "focal" else None,
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size") or None,
         "LoRA": _lora(run_folder / "adapter") if settings.get("lora_r") else None,
         "max_length": data["max_length"],
