@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
-             "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird", "recipes.title")  # fmt: skip
+             "toolkit.report.compare", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
+             "recipes.title")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -82,13 +83,17 @@ def execute_child(self: Any, args: Any, *others: Any) -> Any:
     """As `Popen._execute_child`, whose arguments stand in this order: ..., cwd, env, ..., the six ends of the pipes,
     restore_signals, ..., start_new_session, process_group."""
     env, pipes, new_session = others[5], others[9:15], others[-2]
-    if not is_python(args) or pipes != (-1,) * 6:
+    given = dict(enumerate((pipes[0], pipes[3], pipes[5])))  # what it is to have as its streams
+    if not is_python(args) or (pipes[1], pipes[2], pipes[4]) != (-1,) * 3:
         return _execute_child(self, args, *others)
     sys.stdout.flush()
     sys.stderr.flush()
     if not (child := os.fork()):
         if new_session:
             os.setsid()
+        for stream, end in given.items():
+            if end != -1:
+                os.dup2(end, stream)
         become([str(word) for word in args], os.environ.copy() if env is None else env)
     self.pid, self._child_created = child, True
     return None

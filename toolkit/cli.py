@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, cache, init, launch
+from toolkit import __version__, cache, init, launch, sweep
 from toolkit.checkpoint import clean
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import UserError, did_you_mean
@@ -46,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write a run's report.html anew")
     report.add_argument("run", help="a run's folder")
     _add_compare(commands)
+    sweep.add_parser(commands)
     return parser
 
 
@@ -100,8 +101,8 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    # the doctor and the estimate read launch options of a run, and start none
-    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] not in (["doctor"], ["estimate"]))
+    # the doctor and the estimate read launch options of a run, and start none; a sweep hands them on
+    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] not in (["doctor"], ["estimate"], ["sweep"]))
 
 
 def _run() -> None:
@@ -115,6 +116,8 @@ def _run() -> None:
         raise UserError(f"there is no `toolkit {arguments[0]}`{hint}: {', '.join(COMMANDS)}")
     if arguments[0] in ("prepare", "estimate", "doctor"):  # they read their own settings
         COMMANDS[arguments[0]](arguments[1:])
+    elif arguments[0] == "sweep":
+        sweep.run(*parser.parse_known_args(arguments))
     else:
         options = parser.parse_args(arguments)
         COMMANDS[options.command](options)
@@ -213,6 +216,7 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
     "compare": _compare,
+    "sweep": lambda options: None,  # which takes a recipe's settings too
     "doctor": _doctor,
 }
 

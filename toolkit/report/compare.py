@@ -211,7 +211,8 @@ def _seeds(runs: Sequence[Compared]) -> list[dict[str, Any]]:
     """Runs that only the seed tells apart: mean and spread."""
     found = []
     for group in _alike(runs, lambda run: [run.settings({*_FILES, "seed"}), run.record.data["digest"], run.strategy]):
-        if len({run.record.settings.get("seed") for run in group}) < len(group):
+        group = list({run.record.settings.get("seed"): run for run in group}.values())
+        if len(group) < 2:
             continue
         spread = {}
         for name in ["loss", *(group[0].scores.values if group[0].scores else ())]:
