@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import TASKS, ModelSettings, build
-from toolkit.data.prepare import prepare_texts
+from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import Table
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.evaluation import classification_metrics, outputs
@@ -43,7 +43,7 @@ def predict(model: str | Path, texts: Sequence[str], **sizes: int) -> list[dict[
     `sizes`: `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. In several processes all call it, and
     all but the main one get an empty list. Raises UserError for a model that cannot be loaded.
     """
-    decisions, found = _outputs(model, _table(text=texts), **sizes)
+    decisions, found = _outputs(model, texts, **sizes)
     if decisions is None or found is None:
         return [{"prediction": title} for title in found or ()]
     return list(decisions.answers(found))
@@ -52,27 +52,23 @@ def predict(model: str | Path, texts: Sequence[str], **sizes: int) -> list[dict[
 def evaluate(model: str | Path, texts: Sequence[str], truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
     """The numbers of eval.jsonl, but for the loss, of a saved model on texts and what is true of them: class names,
     lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`."""
-    table = _table(text=texts, label=truth)
-    decisions, found = _outputs(model, table, **sizes)
+    decisions, found = _outputs(model, texts, **sizes)
     if decisions is None or found is None:
         return title_metrics(found, truth) if found else {}
+    table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
     encoded = replace(decisions.labels, columns=("label",)).encode(table, np.arange(len(texts)))
     return classification_metrics(decisions.adjusted(found), encoded, decisions.labels)
 
 
-def _table(**columns: Sequence[Any]) -> Table:
-    return Table(datasets.Dataset.from_dict({name: list(cells) for name, cells in columns.items()}), "texts", "")
-
-
 def _outputs(
-    model: str | Path, table: Table, per_device_batch_size: int = 64, max_tokens: int | None = 16384
+    model: str | Path, texts: Sequence[str], per_device_batch_size: int = 64, max_tokens: int | None = 16384
 ) -> tuple[Decisions | None, Any]:
     """(how it decides, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
     accelerator, named = launch.make_accelerator(), ModelSettings(model_name_or_path=str(model))
     tokenizer, writes = load_tokenizer(named), load_config(named).model_type == title_model.KIND
     loaded = title_model.load_saved_title_model(named) if writes else load_saved_classifier(named)
     length = choose_max_length(None, tokenizer, loaded.config)
-    split = prepare_texts(table, "text", tokenizer, loaded.config, length, accelerator)
+    split = split_of_texts("texts", tokenizer, loaded.config, length, list(map(str, texts)))
     prepared = accelerator.prepare_model(loaded, evaluation_mode=True)
     predicts: Any = generate_titles if writes else outputs.predict
     found = predicts(accelerator, prepared, split, tokenizer, per_device_batch_size, max_tokens)

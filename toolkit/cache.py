@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -129,6 +130,11 @@ def digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def digest_of_text(text: str) -> str:
+    """24 letters."""
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
 def digest_of_files(folder: Path, files: Iterable[Path]) -> str:
     """Of the names in `folder` and the contents of files; hidden ones do not count."""
     names = {path.relative_to(folder): path for path in files if path.is_file()}
@@ -161,7 +167,7 @@ def run(options: argparse.Namespace) -> None:
         size = sum(path.stat().st_size for path in _files_of(folder).values())
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             source = json.loads((folder / _FILES).read_bytes())["source"]
-        gone = options.action == "prune" and days >= options.unused_days and _remove(folder)
+        gone = options.action == "prune" and days >= options.unused_days and remove(folder)
         if gone or options.action == "list":
             name = folder.relative_to(cache_folder())
             print(f"{'removed ' * gone}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
@@ -169,7 +175,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"{cache_folder()} is empty")
 
 
-def _remove(folder: Path) -> bool:
+def remove(folder: Path) -> bool:
     """Whether it is gone: one that is being made again is left alone."""
     from filelock import FileLock, Timeout
 

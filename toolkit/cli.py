@@ -72,13 +72,18 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     )
     predict.add_argument("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
     predict.add_argument(
-        "file", nargs="?", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz; .txt: a text per line"
+        "file", nargs="?", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz, or 'part-*.csv'; .txt: a text per line"
     )
     predict.add_argument(
         "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
     )
     predict.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
     predict.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    predict.add_argument(
+        "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
+    )
+    predict.add_argument("--shard", metavar="3/64", help="label only this part of the file, beside others that do so")
+    predict.add_argument("--join", action="store_true", help="only write the output of what the shards have finished")
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
     predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
@@ -97,6 +102,12 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     predict.add_argument(
         "--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]"
     )
+
+
+def _probabilities(asked: str) -> str:
+    if not re.fullmatch(r"all|none|top-[1-9]\d*", asked):
+        raise argparse.ArgumentTypeError(f"{asked!r} is not all, none or top-3")
+    return asked
 
 
 def main() -> None:

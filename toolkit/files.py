@@ -125,17 +125,15 @@ def remove_drafts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raises UserError where the disk does not take what the block writes at `path`, which leaves nothing behind."""
+def writing(path: Path, left: str = "nothing was left behind") -> Iterator[None]:
+    """Raises UserError where the disk does not take what the block writes at `path`; `left` says what is there then."""
     try:
         yield
     except Exception as error:
         # safetensors and tokenizers say it in their own way
         if not isinstance(error, OSError) and not re.search(r"\(os error \d+\)", str(error)):
             raise
-        raise UserError(
-            f"cannot write {path}: {getattr(error, 'strerror', None) or error}; nothing was left behind"
-        ) from error
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; {left}") from error
 
 
 def finite(content: Any) -> Any:

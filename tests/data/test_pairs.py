@@ -16,7 +16,7 @@ from tests.data.conftest import MODEL
 from tests.runs import Server, start
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
-from toolkit.data.tokens import encode, load_split, save_split
+from toolkit.data.tokens import encode, encoded, load_split, save_strings, save_tokens
 from toolkit.errors import UserError
 
 ROWS = [
@@ -38,10 +38,12 @@ def as_roberta(tokenizer: Any) -> Any:
 @pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, as_roberta, words_first])
 def test_a_batch_of_pairs_is_the_tokenizers_own(tiny_model: Path, tmp_path: Path, kind: Any, side: str) -> None:
     tokenizer = kind(AutoTokenizer.from_pretrained(tiny_model, padding_side=side))
-    arrays, cut = encode(tokenizer, QUESTIONS, 24, pairs=ANSWERS)
-    save_split(
-        tmp_path / "test", {**arrays, "labels": np.zeros(4), "rows": np.arange(4)}, texts=QUESTIONS, pairs=ANSWERS
-    )
+    (folder := tmp_path / "test").mkdir()
+    cut = save_tokens(folder, encoded(tokenizer, [(QUESTIONS, ANSWERS)], 24, 4)).cut
+    for name, values in {"labels": np.zeros(4), "rows": np.arange(4)}.items():
+        np.save(folder / f"{name}.npy", values)
+    for name, texts in {"texts": QUESTIONS, "pairs": ANSWERS}.items():
+        save_strings(folder / f"{name}.jsonl", [texts])
     split = load_split(tmp_path, "test")
     batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
     theirs = tokenizer(QUESTIONS, ANSWERS, truncation="longest_first", max_length=24, padding=True, return_tensors="pt")
@@ -57,7 +59,7 @@ def test_a_batch_of_pairs_is_the_tokenizers_own(tiny_model: Path, tmp_path: Path
 
 
 def test_a_text_alone_has_no_token_types(tokenizer: Any) -> None:
-    assert set(encode(tokenizer, QUESTIONS, 24)[0]) == {"input_ids", "offsets"}
+    assert set(encode(tokenizer, QUESTIONS, 24)) == {"input_ids", "offsets"}
 
 
 @pytest.fixture

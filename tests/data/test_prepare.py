@@ -300,7 +300,7 @@ def test_several_columns_are_one_text_with_a_separator(
 ) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert text_column(table, wanted) == wanted
-    assert texts_of(table, wanted, "\n") == texts
+    assert [text for block in texts_of(table, wanted, "\n") for text in block] == texts
 
 
 def test_the_separator_is_a_token_that_stays(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
@@ -412,10 +412,11 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
     labels = find_labels(table, None, None, "text")
     assert isinstance(labels, Labels)
     every = np.arange(30)
-    rows = Rows(table, texts_of(table, "text", ""), every, labels.encode(table, every))
+    rows = Rows(table, ("text",), "", every, every, labels.encode(table, every))
     parts = hold_back(rows, labels, 0.2, seed, [])
     assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
     assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
     for part in parts.values():
-        assert list(part.texts) == [rows.texts[number] for number in part.numbers]
+        read = [text for texts, _ in part.texts() for text in texts]
+        assert read == [growing(30)[number]["text"] for number in part.numbers]
         assert part.targets.tolist() == [number % 2 for number in part.numbers]

@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults import Fault
 from toolkit.config import TextSettings
-from toolkit.data import parse
+from toolkit.data import opening
 from toolkit.data.read import Table, find_columns, read_hub
 from toolkit.data.read import read_file as read_with
 from toolkit.errors import UserError
@@ -234,7 +234,7 @@ def test_a_file_that_unpacks_to_all_memory(
     path = tmp_path / f"a.csv.{ {gzip: 'gz', bz2: 'bz2', lzma: 'xz'}[packing] }"
     path.write_bytes(packing.compress(b"text,label\n" + b"good,1\n" * 30_000))
     assert len(read_file(str(path)).rows) == 30_000
-    monkeypatch.setattr(parse, "_UNPACKED_BYTES", 100_000)
+    monkeypatch.setattr(opening, "_UNPACKED_BYTES", 100_000)
     told = fault_of(str(path))
     assert "becomes more than 100 kB unpacked" in told
     assert "TOOLKIT_MAX_UNPACKED_BYTES" in told

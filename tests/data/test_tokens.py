@@ -12,7 +12,16 @@ import pytest
 from transformers import AutoTokenizer
 
 from toolkit.data import progress, tokens
-from toolkit.data.tokens import choose_max_length, encode, fingerprint, load_split, save_split
+from toolkit.data.tokens import (
+    Counts,
+    choose_max_length,
+    encode,
+    encoded,
+    fingerprint,
+    load_split,
+    save_strings,
+    save_tokens,
+)
 from toolkit.errors import UserError
 
 TEXTS = ["good film", "", "很好 的 书店", "the " * 50, "a"]
@@ -23,19 +32,27 @@ def config(model_type: str = "bert", positions: int | None = 512, pad: int | Non
 
 
 def test_tokens_are_the_tokenizers_own(tokenizer: Any) -> None:
-    arrays, cut = encode(tokenizer, TEXTS, 20)
+    arrays = encode(tokenizer, TEXTS, 20)
     expected = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
     assert arrays["input_ids"].tolist() == [token for sample in expected for token in sample]
     assert arrays["offsets"].tolist() == np.cumsum([0, *map(len, expected)]).tolist()
     assert (arrays["input_ids"].dtype, arrays["offsets"].dtype) == (np.int32, np.int64)
-    assert cut == 1
+    assert [block.cut for block in encoded(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5)] == [0, 1]
 
 
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
-    arrays, _ = encode(tokenizer, TEXTS, 20)
     labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
-    save_split(tmp_path / "train", {**arrays, "labels": labels, "rows": rows}, texts=lines)
+    (folder := tmp_path / "train").mkdir()
+    counts = save_tokens(folder, encoded(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5), unknown=1)
+    arrays = encode(tokenizer, TEXTS, 20)
+    assert counts == Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
+    for name, array in arrays.items():  # appended, and as numpy writes it whole
+        np.save(tmp_path / "whole.npy", array)
+        assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
+    np.save(folder / "labels.npy", labels)
+    np.save(folder / "rows.npy", rows)
+    save_strings(folder / "texts.jsonl", [lines[:2], lines[2:]])
     split = load_split(tmp_path, "train")
     assert len(split) == 5
     assert split.tokens(3).tolist() == tokenizer(TEXTS[3], truncation=True, max_length=20)["input_ids"]
@@ -63,7 +80,7 @@ def test_the_fingerprint_changes_with_the_tokens(tiny_model: Path, change: str) 
 
         after.backend_tokenizer.normalizer = NFC()
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
-    tokens_before, tokens_after = (encode(side, texts, 9)[0]["input_ids"].tolist() for side in (before, after))
+    tokens_before, tokens_after = (encode(side, texts, 9)["input_ids"].tolist() for side in (before, after))
     assert tokens_before != tokens_after
     assert fingerprint(before) != fingerprint(after)
 

@@ -10,17 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
+import pyarrow
 import pytest
 
 from tests.faults import Fault
 from tests.report.made import make_run
 from tests.resume_server import largest_file
 from toolkit.data.labels import Labels
-from toolkit.data.read import Table
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.predict_file import write
+from toolkit.evaluation.parts import Parts
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFiles, by_step, dumps, read_lines, write_whole
 from toolkit.report.html import write_report_of_folder
@@ -45,7 +44,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
 
 
 EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}]))
-TABLE = Table(datasets.Dataset.from_dict({"text": ["x" * 90] * 99}), "new.csv", "digest")
+TABLE = pyarrow.table({"text": ["x" * 90] * 99})
 WRITERS: dict[str, Callable[[Path], object]] = {
     "config.json": lambda run: RunFiles(MAIN, run).mark_stopped(command="x" * 5000),
     "metrics.jsonl": lambda run: RunFiles(MAIN, run).append_metrics({"step": "x" * 5000}),
@@ -53,7 +52,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "predictions.jsonl": lambda run: RunFiles(MAIN, run).write_predictions(EVALUATION),
     "report.html": write_report_of_folder,
     "README.md": lambda run: write_card(run, run, last_evaluation(run)),
-    **{f"out{kind}": lambda run, kind=kind: write(TABLE, {"prediction": range(99)}, run / f"out{kind}", "utf-8")
+    **{f"out{kind}": lambda run, kind=kind: Parts(run / f"out{kind}", "utf-8").write(0, TABLE, {"number": range(99)})
        for kind in (".csv", ".jsonl", ".json", ".parquet", ".csv.gz")},
 }  # fmt: skip
 
@@ -68,8 +67,10 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
     largest = len(before[name]) + 100 if name.endswith(".jsonl") and name in before else 100
     with largest_file(largest), pytest.raises(UserError) as caught:
         WRITERS[name](run)
-    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; nothing was left behind", str(caught.value))
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    left = rf"what is finished is kept in {run / name}\.parts" if "out." in name else "nothing was left behind"
+    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {left}", str(caught.value))
+    assert not list(run.glob("*.parts/*"))
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     fault(f"a full disk while writing {name}", f"error: {caught.value}")
 
 

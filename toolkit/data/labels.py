@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,15 @@ from natsort import natsorted
 from toolkit.config import ProblemType
 from toolkit.data.parse import read_json
 from toolkit.data.read import Table, columns_of, find_columns
-from toolkit.data.rows import Targets
+from toolkit.data.rows import Rows, Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MULTI: ProblemType = "multi_label_classification"
 MOST_CLASSES, _FEW_CLASSES = 2000, 50
+_MOST_DISTINCT = 200_000
+"""Values of a column that are looked at to tell what it holds: more are neither classes nor few enough to keep."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _SEPARATORS = r"[|,;，；]"
@@ -58,17 +61,36 @@ class Labels(Targets):
 
         Raises UserError naming the row with a label unseen in training, or with none at all.
         """
-        single = self.problem_type == "single_label_classification"
-        read = self._id if single else self._numbers if self.problem_type == "regression" else self._flags
-        cells = zip(kept, _cells(table, self.columns, kept), strict=True)
-        found = [read(value, f"{table.name}, row {row + 1}") for row, value in cells]
-        return np.array(found, np.int64 if single else np.float32)
+        if self.problem_type == "single_label_classification":
+            known: dict[Any, int] = {}  # a class is looked up once, not in each of its rows
+            return self._encode(table, kept, np.int64, lambda value, row: self._known(known, value, table, row))
+        read = self._numbers if self.problem_type == "regression" else self._flags
+        return self._encode(table, kept, np.float32, lambda value, row: read(value, table.where(row)))
+
+    def _encode(self, table: Table, kept: np.ndarray, kind: Any, read: Callable[[Any, int], Any]) -> np.ndarray:
+        parts = [
+            np.array(list(map(read, cells, rows.tolist())), kind) for rows, cells in _cells(table, self.columns, kept)
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, kind)
+
+    def _known(self, known: dict[Any, int], value: Any, table: Table, row: int) -> int:
+        key = value if isinstance(value, str | int | float) else repr(value)
+        if key not in known:
+            known[key] = self._id(value, table.where(row))
+        return known[key]
+
+    def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
+        np.save(folder / "labels.npy", rows.targets)
 
     def all_missing(self, table: Table) -> bool:
         if any(column not in table.rows.column_names for column in self.columns):
             return False
-        every = np.arange(len(table.rows))
-        return all(_is_missing(value) for column in self.columns for value in _cells(table, (column,), every))
+        return all(
+            _is_missing(value)
+            for column in self.columns
+            for _, cells in _cells(table, (column,), None)
+            for value in cells
+        )
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)
@@ -136,18 +158,18 @@ def find_labels(
     column -> the class's name. Raises UserError when there is no label column, an empty label, or fewer than two
     classes, and where it cannot be told what is meant.
     """
-    rows = np.arange(len(table.rows)) if kept is None else kept
+    rows = np.arange(len(table)) if kept is None else kept
     columns = find_columns(table, label_column, USUAL, "label_column")
     if not columns:
         others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
         raise table.which("label", "label_column", others, several if len(others) > 1 else "")
-    cells = _cells(table, columns, rows)
+    values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MOST_DISTINCT)]
     no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
     if len(columns) > 1:
         if class_names:
             raise no_classes
-        numbers = [[_to_float(item) for item in items] for items in cells]
+        numbers = [[_to_float(item) for item in items] for items in values]
         problem = problem_type or ("regression" if _are_measures(numbers) else MULTI)
         if problem == "single_label_classification":
             raise UserError(f"several label columns mean several labels or numbers, not --problem_type {problem}")
@@ -155,40 +177,65 @@ def find_labels(
         labels.encode(table, rows)
         return labels
     column = columns[0]
-    problem = problem_type or _guess(cells, f"{table.name}: column {column!r}")
-    _refuse_empty(table, column, rows, cells, problem)
+    problem = problem_type or _guess(values, f"{table.name}: column {column!r}")
+    _refuse_empty(table, column, rows, problem)
     if problem == "regression":
         if class_names:
             raise no_classes
-        width = len(_parsed_list(cells[0]) or [0])
+        width = len(_parsed_list(values[0]) or [0])
         return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
-    lists = [[value] for value in cells]
+    feature, multi_hot = _class_feature(table, column), False
     if problem == MULTI:
-        lists = [_list_of(value, f"{table.name}, row {row + 1}") for row, value in zip(rows, cells, strict=True)]
-    feature = _class_feature(table, column)
-    multi_hot = problem == MULTI and feature is None and _are_multi_hot(lists)
-    found = {_name(name) for items in lists for name in items}
-    values: tuple[str, ...] = ()
-    if feature is not None:
-        names = tuple(feature.names)
-    elif class_names:
-        names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
-        strange = natural_order(found - set(class_names)) if values else ()
-        if strange or (multi_hot and len(names) != len(lists[0])):
-            held = listing(strange) or f"rows of {len(lists[0])} classes"
-            raise UserError(
-                f"{table.name}: column {column!r} holds {held}, and --label_names_file names {listing(class_names)}: "
-                "name all of them there, or leave it out"
-            )
-    elif multi_hot:
-        names = tuple(str(place) for place in range(len(lists[0])))
+        found, multi_hot = _names_in_lists(table, column, rows)
+        multi_hot = multi_hot and feature is None
     else:
-        names = natural_order(found)
-        _refuse_too_many(names, len(cells), problem_type, table, column)
+        found = set(map(_name, values))
+    names, cells = _named(table, column, feature, class_names, found, multi_hot)
+    if feature is None and not class_names and not multi_hot:
+        _refuse_too_many(names, len(rows), problem_type, table, column)
     if len(names) < 2:
         held = f"one class only ({names[0]})" if names else "no class at all"
         raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
-    return Labels(problem, names, columns, multi_hot, values)
+    return Labels(problem, names, columns, multi_hot, cells)
+
+
+def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
+    """(all names in the lists of a column; of lists with a 0 or 1 for each class these classes' places, whether they
+    are such)."""
+    found: set[str] = set()
+    widths: set[int] = set()
+    hot = True
+    for row, value in _distinct(table, (column,), rows):
+        items = _list_of(value, table.where(row))
+        found.update(map(_name, items))
+        widths.add(len(items))
+        hot = hot and all(item in (0, 1) for item in items)
+    hot = hot and len(widths) == 1 and max(widths) > 1
+    return ({str(place) for place in range(max(widths))} if hot else found), hot
+
+
+def _named(
+    table: Table,
+    column: str,
+    feature: Any,
+    class_names: Mapping[str, str] | None,
+    found: set[str],
+    multi_hot: bool,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the names of the classes, what the cells hold for them where that is something else)."""
+    if feature is not None:
+        return tuple(feature.names), ()
+    if not class_names:
+        return natural_order(found), ()
+    names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
+    strange = natural_order(found - set(class_names)) if values else ()
+    if strange or (multi_hot and len(names) != len(found)):
+        held = listing(strange) or f"rows of {len(found)} classes"
+        raise UserError(
+            f"{table.name}: column {column!r} holds {held}, and --label_names_file names {listing(class_names)}: "
+            "name all of them there, or leave it out"
+        )
+    return names, values
 
 
 def read_class_names(name: str) -> dict[str, str]:
@@ -242,13 +289,30 @@ def _refuse_too_many(names: Sequence[str], count: int, asked: ProblemType | None
 # --- cells ---
 
 
-def _cells(table: Table, columns: Sequence[str], rows: np.ndarray) -> list[Any]:
-    """The values at `rows`, lists of them for several columns; a data set's own class numbers become their names."""
-    values = [table.column(column, "label") for column in columns]
-    if len(columns) > 1:
-        return [[column[row] for column in values] for row in rows.tolist()]
-    chosen, feature = [values[0][row] for row in rows.tolist()], _class_feature(table, columns[0])
-    return chosen if feature is None else [_translated(value, feature.int2str) for value in chosen]
+def _cells(table: Table, columns: Sequence[str], rows: np.ndarray | None) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """The values at `rows`, some at a time, with the rows' numbers: lists of them for several columns; a data set's own
+    class numbers become their names."""
+    for numbers, values in table.cells(columns, "label", rows):
+        if len(columns) > 1:
+            yield numbers, [list(items) for items in zip(*values, strict=True)]
+        elif (feature := _class_feature(table, columns[0])) is None:
+            yield numbers, values[0]
+        else:
+            yield numbers, [_translated(value, feature.int2str) for value in values[0]]
+
+
+def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterator[tuple[int, Any]]:
+    """Each different value once, with the first row that has it; where they are very many, some more often."""
+    seen: set[Any] = set()
+    for numbers, cells in _cells(table, columns, rows):
+        keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
+        if seen.issuperset(keys):
+            continue
+        for number, key, value in zip(numbers.tolist(), keys, cells, strict=True):
+            if key not in seen:
+                if len(seen) < _MOST_DISTINCT:
+                    seen.add(key)
+                yield number, value
 
 
 def _translated(value: Any, to_name: Callable[[int], str]) -> Any:
@@ -315,12 +379,16 @@ def _to_float(value: Any) -> float | None:
         return None
 
 
-def _refuse_empty(table: Table, column: str, rows: np.ndarray, cells: Sequence[Any], problem: ProblemType) -> None:
+def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemType) -> None:
     blank_is_none = problem == MULTI  # there an empty cell is a row without any class
-    blank = [_is_missing(value) or (not blank_is_none and not str(value).strip()) for value in cells]
-    if any(blank):
-        empty = listing(rows[blank] + 1)
-        raise UserError(f"{table.name}: no label in column {column!r} of rows {empty}: fill or remove them")
+    blank = [
+        row + 1
+        for numbers, cells in _cells(table, (column,), rows)
+        for row, value in zip(numbers.tolist(), cells, strict=True)
+        if _is_missing(value) or (not blank_is_none and not str(value).strip())
+    ]
+    if blank:
+        raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(blank)}: fill or remove them")
 
 
 def _is_missing(value: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from toolkit import launch
-from toolkit.cache import made_once
+from toolkit.cache import digest_of_text, made_once
 from toolkit.config import ObjectiveSettings, ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
 from toolkit.data import balance, labels, titles, tokens
 from toolkit.data import rows as selection
 from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table, columns_of, find_columns, read_tables
-from toolkit.data.rows import Rows, Targets, text_column, texts_of
+from toolkit.data.rows import Rows, Targets, text_column
 from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
@@ -90,7 +89,7 @@ def prepare_data(
     if accelerator is not None:  # before an hour of work on what is not the same
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
         launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
-    digest = _digest({**asked, "tables": digests, "tokenizer": kind})
+    digest = digest_of_text(json.dumps({**asked, "tables": digests, "tokenizer": kind}, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
     return loaded if isinstance(settings, TitleSettings) else _balanced(loaded, settings.objective)
@@ -106,35 +105,36 @@ def _balanced(data: Prepared, asked: ObjectiveSettings) -> Prepared:
     return replace(data, **splits, pos_weight=weight, notes=(*data.notes, *lines), advice=advice)
 
 
-def prepare_texts(
-    table: Table,
-    column: str,
+def split_of_texts(
+    name: str,
     tokenizer: Any,
     model_config: Any,
     max_length: int,
-    accelerator: Accelerator | None = None,
-    pair: str | None = None,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    shared_as: str | None = None,
 ) -> Split:
-    """Tokens of every row of a table, without labels (all 0); of a file made once per machine. `pair` is the second
-    texts' column."""
-    separator = tokens.separator_of(tokenizer)
+    """Texts in memory, without labels (all 0), as a split; and their second ones where they are pairs.
+
+    It is in memory, or, where it is `shared_as` some digest, in a folder of the cache that one process of the machine
+    makes; who asked for it removes it.
+    """
+    rows = np.arange(len(texts), dtype=np.int64)
 
     def arrays() -> dict[str, np.ndarray]:
-        texts, pairs = texts_of(table, column, separator), texts_of(table, pair, separator) if pair else None
-        rows = np.arange(len(texts), dtype=np.int64)
-        return {**tokens.encode(tokenizer, texts, max_length, pairs=pairs)[0], "rows": rows, "labels": rows * 0}
+        return {**tokens.encode(tokenizer, texts, max_length, pairs=pairs), "rows": rows, "labels": rows * 0}
 
-    if not table.digest:  # texts that were typed
-        return Split("texts", Path(), buckets=tokens.LengthBuckets.of_model(model_config), **arrays())
-    asked = [_LAYOUT, table.digest, column, tokens.fingerprint(tokenizer), max_length, *([pair] if pair else [])]
-    asked += [separator] * ("," in column)
-    save, source = (lambda draft: tokens.save_split(draft / "texts", arrays())), f"{table.name} (to predict)"
-    folder = made_once("tokens", _digest(asked), save, accelerator, source)
-    return tokens.load_split(folder, "texts", model_config)
+    def save(draft: Path) -> None:
+        (draft / name).mkdir()
+        for file, array in arrays().items():
+            np.save(draft / name / f"{file}.npy", array)
 
-
-def _digest(asked: Any) -> str:
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+    if shared_as is not None:
+        return tokens.load_split(made_once("tokens", shared_as, save, None, "texts to predict"), name, model_config)
+    made = arrays()
+    if not tokens.tells_pairs_apart(model_config):
+        made.pop("token_types", None)
+    return Split(name, Path(), buckets=tokens.LengthBuckets.of_model(model_config), **made)
 
 
 class _Job:
@@ -205,16 +205,20 @@ class _Job:
         targets, chosen = self._choose(tables, column)
         selection.note_overlap(chosen, self.notes)
         for split, rows in chosen.items():
-            arrays, cut = tokens.encode(self.tokenizer, rows.texts, self.max_length, f"tokens of {split}", rows.pairs)
-            self._check_known(split, arrays["input_ids"])
-            if cut:
-                share = f"{split}: {100 * cut / len(rows.texts):.1f} % of the texts"
+            folder = draft / split
+            folder.mkdir()
+            blocks = tokens.encoded(self.tokenizer, rows.texts(), self.max_length, len(rows), f"tokens of {split}")
+            counts = tokens.save_tokens(folder, blocks, unknown=self.tokenizer.unk_token_id)
+            self._check_known(split, counts)
+            if counts.cut:
+                share = f"{split}: {100 * counts.cut / len(rows):.1f} % of the texts"
                 self.notes.append(f"{share} are cut at {self.max_length} tokens (--max_length)")
-            own = targets.arrays(split, rows.targets, self.tokenizer, self.notes)
-            kept: dict[str, Sequence[str] | None] = {}
+            np.save(folder / "rows.npy", rows.numbers)
+            targets.save(folder, rows, self.tokenizer, self.notes)
             if split != "train":  # for reports
-                kept = {"texts": rows.texts, "pairs": rows.pairs, "titles": targets.written(rows.targets)}
-            tokens.save_split(draft / split, {**arrays, **own, "rows": rows.numbers.astype(np.int64)}, **kept)
+                tokens.save_strings(folder / "texts.jsonl", (texts for texts, _ in rows.texts()))
+                if self.pair:
+                    tokens.save_strings(folder / "pairs.jsonl", (pairs or [] for _, pairs in rows.texts()))
         meta = {"labels": asdict(targets), "text_column": column, "notes": self.notes, "splits": list(chosen)}
         (draft / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
@@ -250,9 +254,9 @@ class _Job:
             return rows
         return selection.long_enough(rows, self.data.min_length, self.tokenizer, self.notes)
 
-    def _check_known(self, split: str, input_ids: np.ndarray) -> None:
+    def _check_known(self, split: str, counts: tokens.Counts) -> None:
         """Texts in a language the model cannot read would train, to nothing. Raises UserError then."""
-        unknown = float(np.mean(input_ids == self.tokenizer.unk_token_id)) if len(input_ids) else 0.0
+        unknown = counts.unknown / max(1, counts.tokens)
         said = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
         if unknown > MOST_UNKNOWN:
             raise UserError(f"{said}: choose a --model_name_or_path that reads the language of these texts")

@@ -35,3 +35,17 @@ class Progress:
         """Removes the line that renews itself."""
         if self.shown and self.renews:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+class PartOfProgress:
+    """Says of a part of `size` rows, after `before` others, how far the whole is."""
+
+    def __init__(self, whole: Progress, before: int, size: int) -> None:
+        self.whole, self.before, self.size = whole, before, size
+
+    def update(self, done: int, part: float) -> None:
+        rows = self.before + part * self.size
+        self.whole.update(round(rows), rows / self.whole.total)
+
+    def close(self) -> None:
+        """The whole goes on."""

@@ -2,55 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+import glob
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from natsort import natsorted
+
 from toolkit import demo
-from toolkit.cache import cache_folder, digest_of_file, digest_of_files
+from toolkit.cache import cache_folder, digest_of_file, digest_of_files, digest_of_text, made_once
 from toolkit.config import TextSettings, named_in
-from toolkit.data.parse import format_of, parse_file
+from toolkit.data.opening import OPENERS
+from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.hub import reach
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
+    import pyarrow
 
+_LAYOUT = 1  # raise when what is kept of a file's rows changes
+IN_MEMORY_BYTES = 16 << 20
 # split -> the names it goes by
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and where they are from; they are read when first asked for."""
+    """Rows and where they are from; they are read when first asked for, and never whole in memory but where they are
+    few."""
 
-    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, str]]
+    source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
     name: str
-    """The file, or `data set (split)`, as messages name it."""
+    """The file, the pattern, or `data set (split)`, as messages name it."""
     digest: str
     """Changes when the content does."""
 
     @cached_property
-    def _read(self) -> tuple[datasets.Dataset, str]:
-        return self.source() if callable(self.source) else (self.source, "")
+    def _read(self) -> tuple[datasets.Dataset, dict[str, Any]]:
+        return self.source() if callable(self.source) else (self.source, {})
 
     @property
     def rows(self) -> datasets.Dataset:
         """Raises UserError when they cannot be read."""
         return self._read[0]
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     @property
     def said(self) -> str:
-        """How the file was read, where that is worth a line."""
-        return self._read[1]
+        """How the file, or the first of several, was read, where that is worth a line."""
+        return "".join(self._read[1].get("said", ()))
 
-    def column(self, name: str, what: str) -> list[Any]:
-        """Its values as they are. Raises UserError where there is none of this name; `what` it would hold."""
-        if name not in self.rows.column_names:
-            raise UserError(f"{self.name} has no {what} column {name!r}: it has {listing(self.rows.column_names)}")
-        return list(self.rows.with_format(None)[name][:])
+    def where(self, row: int) -> str:
+        """A row, from 0, as messages name it; of several files, in its own."""
+        files = self._read[1].get("files") or [[0, self.name]]
+        start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
+        return f"{name}, row {row - start + 1}"
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """All rows in their order, some at a time, as record batches or tables of pyarrow.
+
+        They are read, not mapped: pages that were mapped and seen would count as this process's memory.
+        """
+        import pyarrow
+
+        if not self.rows.cache_files:
+            yield from self.rows.select_columns(columns or self.rows.column_names).with_format("arrow").iter(BATCH_ROWS)
+        for file in self.rows.cache_files:
+            with pyarrow.OSFile(file["filename"]) as stored, pyarrow.ipc.open_stream(stored) as stream:
+                yield from (batch if columns is None else batch.select(columns) for batch in stream)
+
+    def cells(
+        self, columns: Sequence[str], what: str, rows: np.ndarray | None = None
+    ) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
+        """(numbers of rows, their values in each column), some rows at a time: of all, or of `rows`, which ascend.
+        Raises UserError where there is no column of such a name; `what` it would hold."""
+        for name in columns:
+            if name not in self.rows.column_names:
+                raise UserError(f"{self.name} has no {what} column {name!r}: it has {listing(self.rows.column_names)}")
+        start = 0
+        for batch in self.batches(list(dict.fromkeys(columns))):
+            numbers = np.arange(start, start := start + batch.num_rows)
+            if rows is not None:
+                wanted = rows[slice(*np.searchsorted(rows, [numbers[0], start]))]
+                if len(wanted) < len(numbers):
+                    batch, numbers = batch.take(wanted - numbers[0]), wanted
+            if len(numbers):
+                yield numbers, [batch.column(name).to_pylist() for name in columns]
 
     def which(self, what: str, setting: str, others: Sequence[str], more: str = "") -> UserError:
         """The error where a column cannot be told."""
@@ -82,9 +127,22 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
-    """One file -> its rows. Raises UserError when it is missing or empty, and when its rows are asked
-    for and cannot be parsed."""
-    path = Path(name)
+    """One file, or all that a pattern names, in the order of their names -> their rows. Raises UserError when one is
+    missing or empty, and when rows are asked for and cannot be parsed."""
+    paths = [Path(name)]
+    if not paths[0].is_file() and any(mark in name for mark in "*?["):
+        paths = [Path(found) for found in natsorted(glob.glob(name)) if Path(found).is_file()]  # noqa: PTH207
+        if not paths:
+            raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
+    digests = [_digest_of(path) for path in paths]
+    given = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
+    ways = [f"{name} {value}" for name, value in given.items() if value not in (None, "csv")]
+    digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
+    digest = "-".join([digest, settings.encoding, *ways])
+    return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
+
+
+def _digest_of(path: Path) -> str:
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -93,22 +151,81 @@ def read_file(name: str, settings: TextSettings) -> Table:
         raise UserError(f"{path} is empty")
     format_of(path)
     try:
-        digest = digest_of_file(path)
+        return digest_of_file(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    given = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
-    ways = [f"{name} {value}" for name, value in given.items() if value not in (None, "csv")]
-    return Table(partial(_load, path, settings), str(path), "-".join([digest, settings.encoding, *ways]))
 
 
-def _load(path: Path, settings: TextSettings) -> tuple[datasets.Dataset, str]:
+def _load(paths: list[Path], settings: TextSettings, name: str, digest: str) -> tuple[datasets.Dataset, dict[str, Any]]:
+    """Rows of small files in memory, of others in the cache, where every later pass and process finds them parsed."""
     import datasets
+    import pyarrow
 
-    table, said = parse_file(path, settings)
+    packed = 10 if any(path.suffix in OPENERS or format_of(path) == ".parquet" for path in paths) else 1
     try:
-        return datasets.Dataset(table), said
+        if packed * sum(path.stat().st_size for path in paths) <= IN_MEMORY_BYTES:
+            about, sink = _store(pyarrow.BufferOutputStream, paths, settings)
+            return datasets.Dataset(pyarrow.ipc.open_stream(sink.getvalue()).read_all()), about
+        folder = made_once("rows", digest_of_text(f"{_LAYOUT} {digest}"), partial(_keep, paths, settings), None, name)
+        rows = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+        return rows, json.loads((folder / "read.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
+        raise UserError(f"{name}: a field is nested deeper than a table can hold [{first_line(error)}]") from error
+
+
+def _keep(paths: list[Path], settings: TextSettings, draft: Path) -> None:
+    import pyarrow
+
+    about, _ = _store(lambda: pyarrow.OSFile(str(draft / "rows.arrow"), "wb"), paths, settings)
+    (draft / "read.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettings) -> tuple[dict[str, Any], Any]:
+    """Writes all rows as one stream of Arrow -> (how they were read, and the first row of each file; the sink)."""
+    import pyarrow
+
+    schema = widest = None
+    while schema is None or schema != widest:  # a second time, where a later row had another column or a wider type
+        about: dict[str, Any] = {"said": [], "files": []}
+        schema, writer, rows = widest, None, 0
+        with open_sink() as sink:
+            for path in paths:
+                about["files"].append([rows, str(path)])
+                for batch in read_batches(path, settings, [] if rows else about["said"]):
+                    widest = _checked(path, batch.schema, widest)
+                    schema = schema or widest
+                    writer = writer or pyarrow.ipc.new_stream(sink, schema)
+                    if schema == widest:
+                        writer.write_batch(fitted(batch, schema))
+                    rows += batch.num_rows
+            writer.close()
+    return about, sink
+
+
+def _checked(path: Path, found: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
+    """What holds the columns of these rows and of those before. Raises UserError where the files do not fit."""
+    if before is None:
+        return found
+    if not format_of(path).startswith(".json") and set(found.names) != set(before.names):
+        raise UserError(
+            f"{path} has the columns {listing(found.names)}, and the file before it {listing(before.names)}: make them "
+            "alike, or name a pattern that leaves it out"
+        )
+    try:
+        return wider(before, found)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
+
+
+def fitted(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+    import pyarrow
+
+    if batch.schema == schema:
+        return batch
+    there = set(batch.schema.names)
+    nulls = partial(pyarrow.nulls, batch.num_rows)
+    columns = [batch[field.name].cast(field.type) if field.name in there else nulls(field.type) for field in schema]
+    return pyarrow.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def read_demo(name: str) -> dict[str, Table]:
@@ -127,12 +244,12 @@ def read_demo(name: str) -> dict[str, Table]:
     }
 
 
-def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, str]:
+def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, dict[str, Any]]:
     import datasets
 
     rows = read()
     names = ("text", "label") if len(rows[0]) == 2 else ("text", "title", "label")
-    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), ""
+    return datasets.Dataset.from_dict(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), {}
 
 
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:

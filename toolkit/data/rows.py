@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,9 @@ class Targets:
         """The class of each sample, where there is one, so that a part held back has some of each."""
         return None
 
-    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
-        """What is kept of them with the tokens."""
-        return {"labels": encoded}
-
-    def written(self, encoded: np.ndarray) -> list[str] | None:
-        """What is kept for reports, where it cannot be read back from the arrays."""
-        return None
+    def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
+        """Keeps those of a split with its tokens: `labels.npy` and what else there is."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -60,21 +57,32 @@ class Rows:
     """Rows of a table that take part."""
 
     table: Table
-    texts: Sequence[str]
+    columns: tuple[str, ...]
+    """The text's, or several, `title,text`; and the second text's, where there is one."""
+    separator: str
+    """Between the texts of several columns."""
     numbers: np.ndarray
-    """(samples,) int64, their places in the table, from 0."""
+    """(samples,) int64, their places in the table, from 0; they ascend."""
+    hashes: np.ndarray
+    """(samples,) int64: texts that are equal have equal ones, in this process."""
     targets: np.ndarray
     """(samples, ...), as `Targets.encode` gives them; empty before they are known."""
-    pairs: Sequence[str] | None = None
-    """The second text of each."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def texts(self) -> Iterator[tuple[list[str], list[str] | None]]:
+        """Texts, and the second ones where there are any, some rows at a time."""
+        read = [texts_of(self.table, column, self.separator, self.numbers) for column in self.columns]
+        for texts in zip(*read, strict=True):
+            yield texts if len(texts) == 2 else (texts[0], None)
 
     def take(self, places: np.ndarray) -> Rows:
         return replace(
             self,
-            texts=[self.texts[place] for place in places],
             numbers=self.numbers[places],
+            hashes=self.hashes[places],
             targets=self.targets[places] if len(self.targets) else self.targets,
-            pairs=None if self.pairs is None else [self.pairs[place] for place in places],
         )
 
 
@@ -105,12 +113,19 @@ def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
     return ",".join(find_columns(table, wanted, (), "text_pair")) or None
 
 
-def texts_of(table: Table, column: str, separator: str, what: str = "text") -> list[str]:
-    """The text of every row; of several columns, with the separator between them. Raises UserError for one that is
-    missing."""
-    cells = [["" if text is None else str(text) for text in table.column(name, what)]
-             for name in columns_of(table, column)]  # fmt: skip
-    return cells[0] if len(cells) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*cells, strict=True)]
+def texts_of(
+    table: Table, column: str, separator: str, rows: np.ndarray | None = None, what: str = "text"
+) -> Iterator[list[str]]:
+    """The text of every row, or of `rows`, some at a time; of several columns, with the separator between them. Raises
+    UserError for one that is missing."""
+    for _, cells in table.cells(columns_of(table, column), what, rows):
+        yield joined_texts(cells, separator)
+
+
+def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
+    """The cells of one column or several -> a text for each row."""
+    texts = [["" if text is None else str(text) for text in column] for column in cells]
+    return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
 
 
 def usable_rows(
@@ -118,49 +133,55 @@ def usable_rows(
 ) -> Rows:
     """The rows whose text is not empty, nor what else they must have: `columns` by the settings that name them, the
     text's first. Raises UserError naming the others."""
-    cells, full = {}, np.ones(len(table.rows), bool)
-    for setting, column in columns.items():
-        if column is None:
-            continue
-        what = "title" if setting == "title_column" else "text"
-        texts = cells[setting] = texts_of(table, column, separator, what)
-        empty = np.array([not text.strip() for text in texts])
-        if empty.all():
+    there = {setting: column for setting, column in columns.items() if column is not None}
+    whats = ["title" if setting == "title_column" else "text" for setting in there]
+    blocks = [
+        texts_of(table, column, separator, None, what) for column, what in zip(there.values(), whats, strict=True)
+    ]
+    empty, hashes = [np.zeros((len(there), 0), bool)], [np.zeros(0, np.int64)]
+    for block in zip(*blocks, strict=True):
+        empty.append(np.array([[not text.strip() for text in texts] for texts in block]))
+        read = block[: 2 - (columns.get("text_pair") is None)]
+        hashes.append(np.fromiter(map(hash, zip(*read, strict=True)), np.int64, len(block[0])))
+    flags = np.concatenate(empty, axis=1)  # (columns, rows)
+    for (setting, column), what, blank in zip(there.items(), whats, flags, strict=True):
+        if blank.all():
             raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
-        if empty.any() and not drop_empty:
+        if blank.any() and not drop_empty:
             raise UserError(
-                f"{table.name}: the {what} in column {column!r} is empty in {empty.sum()} of {len(texts)} rows (rows "
-                f"{listing(np.flatnonzero(empty) + 1)}): fill them, or pass --drop_empty_text"
+                f"{table.name}: the {what} in column {column!r} is empty in {blank.sum()} of {len(blank)} rows (rows "
+                f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
             )
-        full &= ~empty
+    full = ~flags.any(axis=0)
     if not full.any():
-        raise UserError(f"{table.name}: in every row one of {listing(filter(None, columns.values()))} is empty")
+        raise UserError(f"{table.name}: in every row one of {listing(there.values())} is empty")
     if not full.all():
         kind = "text or title" if columns.get("title_column") else "text"
         notes.append(f"{table.name}: {int((~full).sum())} rows with an empty {kind} are left out")
-    rows = Rows(table, cells["text_column"], np.arange(len(full)), np.zeros(0), cells.get("text_pair"))
-    return rows.take(np.flatnonzero(full))
+    read_columns = tuple(there[setting] for setting in ("text_column", "text_pair") if setting in there)
+    numbers = np.flatnonzero(full)
+    return Rows(table, read_columns, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0))
 
 
 def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
     """Those with at least `min_length` tokens. Raises UserError when there are none."""
     name = rows.table.name
-    arrays, _ = tokens.encode(tokenizer, rows.texts, min_length, what=f"lengths of {name}", pairs=rows.pairs)
-    places = np.flatnonzero(np.diff(arrays["offsets"]) >= min_length)
+    blocks = tokens.encoded(tokenizer, rows.texts(), min_length, len(rows), f"lengths of {name}")
+    places = np.flatnonzero(np.concatenate([block.lengths for block in blocks]) >= min_length)
     if not len(places):
         raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")
     fewer = f"fewer than {min_length} tokens and are left out (--min_length)"
-    notes.append(f"{name}: {len(rows.texts) - len(places)} of {len(rows.texts)} texts have {fewer}")
+    notes.append(f"{name}: {len(rows) - len(places)} of {len(rows)} texts have {fewer}")
     return rows.take(places)
 
 
 def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str]) -> Rows:
     """At most so many rows, chosen by the seed, in their order."""
-    if most is None or most >= len(rows.texts):
+    if most is None or most >= len(rows):
         return rows
     setting = "max_train_samples" if split == "train" else "max_eval_samples"
-    notes.append(f"{split}: {most} of {len(rows.texts)} rows are used (--{setting})")
-    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows.texts))[:most]))
+    notes.append(f"{split}: {most} of {len(rows)} rows are used (--{setting})")
+    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
 
 
 def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list[str]) -> dict[str, Rows]:
@@ -168,7 +189,7 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
     from sklearn.model_selection import train_test_split  # a second's import, needed once
 
     table = rows.table
-    places = np.arange(len(rows.texts))
+    places = np.arange(len(rows))
     singles = places[:0]
     classes = targets.strata(rows.targets)
     strata = None
@@ -178,15 +199,15 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
     held = max(1, round(len(places) * share))
     if held >= len(places):
         raise UserError(
-            f"{table.name}: {len(rows.texts)} rows are too few to hold a part of {share:g} back for validation: give "
+            f"{table.name}: {len(rows)} rows are too few to hold a part of {share:g} back for validation: give "
             "--validation_file, or another --validation_split"
         )
-    if strata is not None and min(held, len(places) - held) < len(set(strata)):
+    if strata is not None and min(held, len(places) - held) < len(np.unique(strata)):
         strata = None
         notes.append(f"{table.name}: too few rows to hold some of each class back")
     train_places, validation_places = train_test_split(places, test_size=held, random_state=seed, stratify=strata)
     notes.append(
-        f"{table.name}: {held} of {len(rows.texts)} rows are held back for validation "
+        f"{table.name}: {held} of {len(rows)} rows are held back for validation "
         f"(--validation_split {share:g}, seed {seed})"
     )
     return {
@@ -197,11 +218,11 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
     """Texts (or pairs of them) of another split that are also in the training data."""
-    read = {split: list(zip(rows.texts, rows.pairs or rows.texts, strict=True)) for split, rows in chosen.items()}
-    train = set(read["train"])
-    for split in ("validation", "test"):
-        seen = sum(text in train for text in read.get(split, ()))
+    train = np.sort(chosen["train"].hashes)
+    for split in [split for split in ("validation", "test") if split in chosen]:
+        hashes = chosen[split].hashes
+        seen = int((train[np.searchsorted(train, hashes) % len(train)] == hashes).sum())
         if seen:
             notes.append(
-                f"{split}: {seen} of {len(read[split])} texts are also in the training data: its scores are too high"
+                f"{split}: {seen} of {len(hashes)} texts are also in the training data: its scores are too high"
             )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from toolkit.data.read import Table, columns_of, find_columns
-from toolkit.data.rows import Targets
-from toolkit.data.tokens import encode
+from toolkit.data.rows import Rows, Targets
+from toolkit.data.tokens import encoded, save_strings, save_tokens
 from toolkit.errors import UserError
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
@@ -24,23 +26,25 @@ class Titles(Targets):
     """Tokens that are predicted, the end counted."""
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples,) str objects."""
-        found = self._cells(table)
-        return np.array([found[row] for row in rows.tolist()], object)
+        """(samples,) int64 that mean nothing: titles are read when they are kept."""
+        return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:
-        return self.column in table.rows.column_names and not any(self._cells(table))
+        return self.column in table.rows.column_names and not any(map(any, self._titles(table, None)))
 
-    def arrays(self, split: str, encoded: np.ndarray, tokenizer: Any, notes: list[str]) -> dict[str, np.ndarray]:
-        """`target_ids`, `target_offsets`, and a `labels` that means nothing."""
-        tokens, cut = encode(tokenizer, encoded.tolist(), self.max_length + 1)  # the first is given, not predicted
-        if cut:
-            share = 100 * cut / len(encoded)
-            notes.append(
-                f"{split}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
-            )
-        labels = np.zeros(len(encoded), np.int64)
-        return {"target_ids": tokens["input_ids"], "target_offsets": tokens["offsets"], "labels": labels}
+    def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
+        """`target_ids`, `target_offsets`, a `labels` that means nothing, and, but for training, the titles."""
+        np.save(folder / "labels.npy", rows.targets)
+        blocks = ((titles, None) for titles in self._titles(rows.table, rows.numbers))
+        most = self.max_length + 1  # the first is given, not predicted
+        tokenized = encoded(tokenizer, blocks, most, len(rows), f"titles of {folder.name}")
+        counts = save_tokens(folder, tokenized, "target_ids", "target_offsets")
+        if folder.name != "train":
+            save_strings(folder / "titles.jsonl", self._titles(rows.table, rows.numbers))
+        if counts.cut:
+            share = 100 * counts.cut / len(rows)
+            said = f"{share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
+            notes.append(f"{folder.name}: {said}")
 
     def facts(self) -> dict[str, Any]:
         learned = {"title_column": self.column, "max_target_length": self.max_length}
@@ -49,11 +53,9 @@ class Titles(Targets):
     def describe(self) -> str:
         return f"titles of at most {self.max_length} tokens, from column {self.column}"
 
-    def written(self, encoded: np.ndarray) -> list[str]:
-        return list(encoded.tolist())
-
-    def _cells(self, table: Table) -> list[str]:
-        return ["" if cell is None else " ".join(str(cell).split()) for cell in table.column(self.column, "title")]
+    def _titles(self, table: Table, rows: np.ndarray | None) -> Iterator[list[str]]:
+        for _, (cells,) in table.cells((self.column,), "title", rows):
+            yield ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
 
 
 def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:

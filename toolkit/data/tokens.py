@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -101,7 +106,7 @@ class Split:
     def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
         texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
-        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs or None)[0]
+        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs or None)
         return replace(self, name=name, **arrays)
 
 
@@ -135,21 +140,69 @@ def _read_strings(path: Path) -> list[str]:
         return [json.loads(line) for line in file]
 
 
-def save_split(folder: Path, arrays: dict[str, np.ndarray], **strings: Sequence[str] | None) -> None:
-    """`arrays` as NAME.npy; `texts`, `pairs` and `titles` as NAME.jsonl, where they are kept."""
-    folder.mkdir(parents=True)
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array)
-    for name, kept in strings.items():
-        if kept is not None:
-            with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in kept)
+def save_strings(path: Path, blocks: Iterable[Iterable[str]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for strings in blocks:
+            file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
+
+
+@contextlib.contextmanager
+def growing(path: Path, kind: Any) -> Iterator[Callable[[np.ndarray], None]]:
+    """Gives what appends to an .npy file of numbers: numpy leaves room in its header for any length."""
+    length = 0
+
+    def header() -> None:
+        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(kind)), "fortran_order": False, "shape": (length,)}
+        np.lib.format.write_array_header_1_0(file, described)
+
+    def append(array: np.ndarray) -> None:
+        nonlocal length
+        length += len(array)
+        file.write(np.ascontiguousarray(array, kind))
+
+    with path.open("wb") as file:
+        header()
+        yield append
+        file.seek(0)
+        header()
+
+
+@dataclass
+class Counts:
+    """Of a split's tokens."""
+
+    cut: int = 0
+    """Texts that were cut at the longest length."""
+    unknown: int = 0
+    """Tokens that the vocabulary does not have."""
+    tokens: int = 0
+
+
+def save_tokens(
+    folder: Path, blocks: Iterable[Block], ids: str = "input_ids", offsets: str = "offsets", unknown: int | None = None
+) -> Counts:
+    """Appends tokens to files in a folder as they are made. `unknown` is the id of what the vocabulary lacks."""
+    counts = Counts()
+    with contextlib.ExitStack() as files:
+        append = files.enter_context(growing(folder / f"{ids}.npy", np.int32))
+        append_ends = files.enter_context(growing(folder / f"{offsets}.npy", np.int64))
+        append_ends(np.zeros(1, np.int64))
+        append_types = None
+        for block in blocks:
+            append(block.ids)
+            append_ends(counts.tokens + np.cumsum(block.lengths))
+            if block.types is not None:
+                append_types = append_types or files.enter_context(growing(folder / "token_types.npy", np.int8))
+                append_types(block.types)
+            counts.tokens += len(block.ids)
+            counts.cut += block.cut
+            counts.unknown += int((block.ids == unknown).sum())
+    return counts
 
 
 def load_split(folder: Path, name: str, model_config: Any = None) -> Split:
     """Maps a saved split into memory, for a model; one with titles is a `TitleSplit`."""
     arrays = {file.stem: np.load(file, mmap_mode="r") for file in (folder / name).glob("*.npy")}
-    arrays["labels"] = np.array(arrays["labels"])
     if not tells_pairs_apart(model_config):
         arrays.pop("token_types", None)
     kind = TitleSplit if "target_ids" in arrays else Split
@@ -169,43 +222,85 @@ def load_tokenizer(settings: PretrainedSettings) -> Any:
     return jieba
 
 
-def encode(
-    tokenizer: Any,
-    texts: Sequence[str],
-    max_length: int,
-    what: str = "tokens",
-    pairs: Sequence[str] | None = None,
-) -> tuple[dict[str, np.ndarray], int]:
-    """Texts -> ({input_ids, offsets}, how many were cut at `max_length` tokens).
+class Block(NamedTuple):
+    """The tokens of some texts."""
 
-    With `pairs` each text is read with its second one, the longer of the two is cut first, and `token_types` are
-    returned too where the tokenizer has them. `what` it is called where it takes long.
+    ids: np.ndarray
+    """(tokens,) int32, one text after another."""
+    lengths: np.ndarray
+    """(texts,) int64."""
+    types: np.ndarray | None
+    """(tokens,) int8, of pairs, where the tokenizer has them."""
+    cut: int
+    """Texts that were cut."""
+
+
+def encoded(
+    tokenizer: Any,
+    blocks: Iterable[tuple[Sequence[str], Sequence[str] | None]],
+    max_length: int,
+    total: int,
+    what: str = "tokens",
+) -> Iterator[Block]:
+    """Texts, and their second ones where they are pairs, some at a time -> their tokens, at most `max_length` of each.
+
+    Of a pair, the longer text is cut first. The tokenizer's own threads work on the next texts while the caller keeps
+    these tokens. `what` it is called where it takes long; `total` texts are expected.
     """
     # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
     tokenizer = copy.deepcopy(tokenizer)
-    typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
-    pieces: list[np.ndarray] = [np.zeros(0, np.int32)]
-    types: list[np.ndarray] = [np.zeros(0, np.int8)]
-    cut = 0
-    bar = Progress(what, len(texts), "texts")
-    for start in range(0, len(texts), _BATCH_TEXTS):
-        batch = slice(start, start + _BATCH_TEXTS)
-        encoded = tokenizer(
-            texts[batch],
-            text_pair=None if pairs is None else pairs[batch],
-            truncation="longest_first",
-            max_length=max_length,
-            return_attention_mask=False,
-            return_token_type_ids=typed,
-        )
-        pieces += [np.asarray(ids, np.int32) for ids in encoded["input_ids"]]
-        types += [np.asarray(kinds, np.int8) for kinds in encoded["token_type_ids"]] if typed else []
-        if encoded.encodings is not None:  # None for tokenizers written in Python
-            cut += sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        bar.update(start + len(encoded["input_ids"]))
+    bar, done = Progress(what, total, "texts"), 0
+    for block in _in_a_thread(partial(_encode, tokenizer, max_length), blocks):
+        yield block
+        done += len(block.lengths)
+        bar.update(done)
     bar.close()
-    arrays = {"input_ids": np.concatenate(pieces), "offsets": np.cumsum([len(ids) for ids in pieces], dtype=np.int64)}
-    return arrays | ({"token_types": np.concatenate(types)} if typed else {}), cut
+
+
+def _in_a_thread(make: Callable[..., Block], blocks: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
+    """Two are made ahead of the one that the caller works on."""
+    with ThreadPoolExecutor(1, "tokenize") as thread:
+        made: deque[Future[Block]] = deque()
+        for block in blocks:
+            made.append(thread.submit(make, *block))
+            if len(made) > 2:
+                yield made.popleft().result()
+        while made:
+            yield made.popleft().result()
+
+
+def _encode(tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
+    typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
+    made = tokenizer(
+        texts,
+        text_pair=pairs,
+        truncation="longest_first",
+        max_length=max_length,
+        return_attention_mask=False,
+        return_token_type_ids=typed,
+    )
+    lengths = np.fromiter(map(len, made["input_ids"]), np.int64, len(texts))
+    flat = partial(np.fromiter, count=int(lengths.sum()))
+    chain = itertools.chain.from_iterable
+    types = flat(chain(made["token_type_ids"]), np.int8) if typed else None
+    # None for tokenizers written in Python
+    cut = sum(bool(encoding.overflowing) for encoding in made.encodings or ())
+    return Block(flat(chain(made["input_ids"]), np.int32), lengths, types, cut)
+
+
+def encode(
+    tokenizer: Any, texts: Sequence[str], max_length: int, what: str = "tokens", pairs: Sequence[str] | None = None
+) -> dict[str, np.ndarray]:
+    """Texts in memory, and second ones where they are pairs -> `input_ids`, `offsets`, and `token_types` of pairs where
+    the tokenizer has them."""
+    parts = [slice(start, start + _BATCH_TEXTS) for start in range(0, len(texts), _BATCH_TEXTS)]
+    cut = ((texts[part], None if pairs is None else pairs[part]) for part in parts)
+    blocks = list(encoded(tokenizer, cut, max_length, len(texts), what))
+    joined = [np.concatenate(some) for some in zip(*((block.ids, block.lengths) for block in blocks), strict=True)]
+    ids, lengths = joined or (np.zeros(0, np.int32), np.zeros(0, np.int64))
+    arrays = {"input_ids": ids, "offsets": np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])}
+    types = [block.types for block in blocks if block.types is not None]
+    return arrays | ({"token_types": np.concatenate(types)} if types else {})
 
 
 def separator_of(tokenizer: Any) -> str:

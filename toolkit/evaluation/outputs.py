@@ -20,7 +20,7 @@ from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, collator_of, micro_batches
-from toolkit.data.progress import Progress
+from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopRequested, stop_requested
@@ -91,7 +91,12 @@ def evaluation_batches(
 
 
 def batches_of(
-    accelerator: Accelerator, split: Split, tokenizer: Any, per_device: int, max_tokens: int | None = None
+    accelerator: Accelerator,
+    split: Split,
+    tokenizer: Any,
+    per_device: int,
+    max_tokens: int | None = None,
+    bar: Progress | PartOfProgress | None = None,
 ) -> Iterator[EvaluationBatch]:
     """Yields this process's batches of a whole split, the longest texts first.
 
@@ -102,7 +107,7 @@ def batches_of(
     rank, world = accelerator.process_index, accelerator.num_processes
     mine = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
     ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in mine], axis=0)  # samples, tokens
-    bar = Progress(split.name, len(split)) if accelerator.is_main_process else None
+    bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
     for place, (indices, following) in enumerate(zip(mine, [*mine[1:], None], strict=True)):
         batch = EvaluationBatch(**vars(ahead.batch(indices, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.answer, batch, None))
@@ -176,11 +181,12 @@ def predict(
     tokenizer: Any,
     per_device_batch_size: int,
     max_tokens: int | None = None,
+    bar: Progress | PartOfProgress | None = None,
 ) -> np.ndarray | None:
     """(N, C) float32 logits of a whole split on the main process, None on the others; all must call it."""
     model.eval()
     outputs = Outputs(accelerator, split)
-    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens):
+    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
         logits = model(**batch.inputs).logits.float()  # (B, C)
         outputs.add(accelerator.gather_for_metrics(batch.padded(logits)))
     return next(iter(outputs.in_order()), None)

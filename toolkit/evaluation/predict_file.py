@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
+from toolkit.cache import digest_of_files, digest_of_text, remove
 from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import USUAL, Labels, problem_of
 from toolkit.data.parse import format_of
-from toolkit.data.prepare import prepare_texts
+from toolkit.data.prepare import split_of_texts
+from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.read import Table, columns_of, find_columns, read_file
-from toolkit.data.rows import pair_column, text_column, texts_of
-from toolkit.data.tokens import choose_max_length, load_tokenizer
+from toolkit.data.rows import joined_texts, pair_column, text_column
+from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
+from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.decisions import Decisions, saved_decisions
 from toolkit.evaluation.outputs import predict
+from toolkit.evaluation.parts import SEPARATORS, Parts
 from toolkit.evaluation.titles import generate_titles
-from toolkit.files import replace_file, writing
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
+"""A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
 
 
 def predict_file(options: Any) -> None:
@@ -43,43 +53,188 @@ def predict_file(options: Any) -> None:
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
     accelerator = launch.make_accelerator(options.mixed_precision)
-    output = _output_of(options) if options.file else None
+    if options.text:
+        _print_answers(options, accelerator)
+        return
+    output, shard = _output_of(options), _shard_of(options.shard)
     named = ModelSettings(model_name_or_path=options.model)
     tokenizer, config = load_tokenizer(named), load_config(named)
-    writes_titles = config.model_type == title_model.KIND
-    model = title_model.load_saved_title_model(named) if writes_titles else load_saved_classifier(named)
-    decisions = None if writes_titles else saved_decisions(options.model, labels_of(model.config))
-    flat = output is not None and format_of(output) in _SEPARATORS
+    decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
+    table, parts = read_file(options.file, _reading(options)), Parts(output, options.encoding)
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
-    added = class_columns(nothing, decisions, flat) if decisions else ["prediction"]
-    table = read_file(options.file, _reading(options)) if options.file else _table_of(options.text)
-    _refuse_columns(table, added)
+    _refuse_columns(table, _columns(nothing, decisions, output, options) if decisions else ["prediction"])
     column, pair = _columns_read(options, table)
-    max_length = choose_max_length(options.max_length, tokenizer, model.config, pair is not None)
-    if options.file:
+    max_length = choose_max_length(options.max_length, tokenizer, config, pair is not None)
+    facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
+    launch.same_everywhere(accelerator, "the file, the model and the options", facts)
+    if accelerator.is_main_process:
+        parts.begin(facts, options.overwrite)
+    done: dict[int, int] = broadcast_object_list([parts.done()])[0]
+    missing, rows = len(table) - sum(end - start for start, end in done.items()), len(table)
+    if options.join and missing:
+        raise UserError(
+            f"{parts.folder} lacks rows {listing(parts.missing(rows))} of {rows}: run the shards that are not done"
+        )
+    if missing:
         named_columns = f"columns {column} and {pair}" if pair else f"column {column}"
         for line in filter(None, [table.said, f"reading {named_columns}, at most {max_length} tokens of each text"]):
             launch.say(accelerator, line)
-    split = prepare_texts(table, column, tokenizer, model.config, max_length, accelerator, pair)
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    started = time.monotonic()
-    sizes = (options.per_device_batch_size, options.max_tokens_per_batch)
-    predicts: Any = predict if decisions else generate_titles
-    found = predicts(accelerator, model, split, tokenizer, *sizes)
-    if found is None:  # not the main process
+        if done:
+            launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: going on")
+        loaded = _Loaded(options, accelerator, tokenizer, decisions, max_length, json.dumps(facts))
+        _predict_parts(loaded, table, [column, *([pair] if pair else [])], parts, _windows(table, done, shard))
+    if not accelerator.is_main_process:
         return
-    if output is None:
-        for text, answer in zip(options.text, _answers(found, decisions), strict=True):
-            print(f"{answer}  {text}")
-        return
-    columns = class_columns(found, decisions, flat) if decisions else {"prediction": found}
-    write(table, columns, output, options.encoding)
-    empty = sum(not text.strip() for text in texts_of(table, column, "\n"))
-    if empty:
-        print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
-    seconds = max(time.monotonic() - started, 1e-9)
-    speed = f"{len(split) / seconds:.0f} a second"
-    print(f"{len(split)} rows in {seconds:.1f} s ({speed}): {output}", file=sys.stderr)
+    if lacking := parts.missing(rows):
+        print(
+            f"shard {options.shard} is done; not yet: rows {listing(lacking)} (the last one joins all)", file=sys.stderr
+        )
+    elif not options.shard or parts.take_joining():
+        parts.join()
+        print(f"{rows} rows: {output}", file=sys.stderr)
+
+
+class _Loaded:
+    """A model that is ready to predict."""
+
+    def __init__(
+        self,
+        options: Any,
+        accelerator: Accelerator,
+        tokenizer: Any,
+        decisions: Decisions | None,
+        max_length: int,
+        name: str,
+    ) -> None:
+        named = ModelSettings(model_name_or_path=options.model)
+        model: Any = load_saved_classifier(named) if decisions else title_model.load_saved_title_model(named)
+        self.options, self.accelerator, self.tokenizer, self.decisions = options, accelerator, tokenizer, decisions
+        self.config, self.max_length, self.name = model.config, max_length, name
+        self.model = accelerator.prepare_model(model, evaluation_mode=True)
+
+    def split(self, texts: Sequence[str], pairs: Sequence[str] | None, shared_as: str | None) -> Split:
+        return split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
+
+    def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
+        """Logits (N, C), or titles, on the main process, None on the others; all must call it."""
+        sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
+        predicts: Any = predict if self.decisions else generate_titles
+        return predicts(self.accelerator, self.model, split, self.tokenizer, *sizes, bar)
+
+
+def _print_answers(options: Any, accelerator: Accelerator) -> None:
+    named = ModelSettings(model_name_or_path=options.model)
+    tokenizer, config = load_tokenizer(named), load_config(named)
+    decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
+    _columns_read(options, None)
+    max_length = choose_max_length(options.max_length, tokenizer, config)
+    loaded = _Loaded(options, accelerator, tokenizer, decisions, max_length, "")
+    found = loaded.outputs(loaded.split(options.text, None, None))
+    for text, answer in zip(options.text, _answers(found, decisions), strict=True) if found is not None else ():
+        print(f"{answer}  {text}")
+
+
+class _Window(NamedTuple):
+    """Rows that are read, tokenized, computed and written together."""
+
+    start: int
+    rows: Any
+    """As an Arrow table."""
+
+
+def _windows(table: Table, done: dict[int, int], shard: tuple[int, int]) -> Iterator[_Window]:
+    """The windows of this shard that are not done: the same rows in each run on the same file."""
+    import pyarrow
+
+    start = number = 0
+    held: list[Any] = []
+    batches = table.batches()
+    while True:
+        batch = next(batches, None)
+        if batch is not None:
+            held.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
+        rows = sum(map(len, held))
+        if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in held) >= WINDOW_BYTES):
+            if start not in done and number % shard[1] == shard[0] - 1:
+                yield _Window(start, pyarrow.concat_tables(held))
+            start, number, held = start + rows, number + 1, []
+        if batch is None:
+            return
+
+
+def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Parts, windows: Iterator[_Window]) -> None:
+    """Each window is computed while the next is read and tokenized, and the one before is written."""
+    accelerator, ready = loaded.accelerator, functools.partial(_ready, loaded, table, columns, windows)
+    share = len(table) / _shard_of(loaded.options.shard)[1]
+    bar = Progress(Path(loaded.options.file).name, round(share) - sum(e - s for s, e in parts.done().items()))
+    rows = empty = computed = 0
+    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
+        following, written = reader.submit(ready), writer.submit(int)
+        while (made := following.result()) is not None:
+            window, split, places, blank = made
+            following = reader.submit(ready)
+            found = loaded.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
+            rows, empty, computed = rows + window.rows.num_rows, empty + blank, computed + len(split)
+            if split.folder != Path() and accelerator.is_local_main_process:
+                remove(split.folder.parent)  # every process has computed it, and so has mapped it
+            if accelerator.is_main_process:
+                written.result()
+                written = writer.submit(_write, loaded, parts, window, found, places)
+        written.result()
+    seconds = max(time.monotonic() - bar.started, 1e-9)
+    bar.close()
+    if accelerator.is_main_process:
+        if empty:
+            print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
+        again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
+        print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
+
+
+def _ready(
+    loaded: _Loaded, table: Table, columns: list[str], windows: Iterator[_Window]
+) -> tuple[_Window, Split, np.ndarray, int] | None:
+    """(the next window, the texts in it, each of them once, which of them each row has, how many rows have none)."""
+    window = next(windows, None)
+    if window is None:
+        return None
+    separator = separator_of(loaded.tokenizer)
+    cells = ([window.rows[name].to_pylist() for name in columns_of(table, column)] for column in columns)
+    read = [joined_texts(some, separator) for some in cells]
+    once: dict[tuple[str, ...], int] = {}
+    places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
+    first = window.start + np.unique(places, return_index=True)[1]
+    texts, *pairs = (list(some) for some in zip(*once, strict=True))
+    several = loaded.accelerator.num_processes > 1  # they share the work of tokenizing
+    shared_as = digest_of_text(f"{loaded.name} {window.start}") if several else None
+    split = loaded.split(texts, pairs[0] if pairs else None, shared_as)
+    return window, replace(split, name=table.name, rows=first), places, sum(not text.strip() for text in read[0])
+
+
+def _write(loaded: _Loaded, parts: Parts, window: _Window, found: Any, places: np.ndarray) -> None:
+    if loaded.decisions is None:
+        columns = {"prediction": [found[place] for place in places.tolist()]}
+    else:
+        columns = _columns(found[places], loaded.decisions, parts.output, loaded.options)
+    parts.write(window.start, window.rows, columns)
+
+
+def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) -> dict[str, Any]:
+    """What the parts of an output have in common."""
+    model = Path(model_path(options.model))
+    digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
+    asked = {name: getattr(options, name) for name in ("probabilities", "encoding")}
+    precision = accelerator.mixed_precision
+    return (
+        {"layout": 1, "file": table.digest, "rows": len(table), "model": digest, "precision": precision} | asked | more
+    )
+
+
+def _shard_of(asked: str | None) -> tuple[int, int]:
+    """`3/64` -> (3, 64); all of a file is (1, 1)."""
+    numbers = tuple(map(int, asked.split("/"))) if asked and re.fullmatch(r"\d+/\d+", asked) else (1, 1)
+    if (asked and numbers == (1, 1) and asked != "1/1") or not 1 <= numbers[0] <= numbers[1]:
+        raise UserError(f"--shard {asked}: write 3/64 for the third of 64 shards; the first is 1/64")
+    return numbers[0], numbers[1]
 
 
 def _reading(options: Any) -> TextSettings:
@@ -87,13 +242,7 @@ def _reading(options: Any) -> TextSettings:
     return TextSettings(**{name: getattr(options, name) for name in names})
 
 
-def _table_of(texts: list[str]) -> Table:
-    import datasets
-
-    return Table(datasets.Dataset.from_dict({"text": texts}), "--text", "")
-
-
-def _columns_read(options: Any, table: Table) -> tuple[str, str | None]:
+def _columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
     try:
         run = json.loads((Path(options.model).parent / "config.json").read_text(encoding="utf-8"))["data"]
@@ -136,26 +285,17 @@ def labels_of(config: Any) -> Labels:
     return Labels(problem_of(config.problem_type), names, ())
 
 
-def write(table: Table, columns: dict[str, Any], output: Path, encoding: str) -> None:
-    """The input's rows and columns, with what was predicted, written whole or not at all."""
-    frame = table.rows.to_pandas().assign(**columns)
-    kind = format_of(output)
-    packed: Any = "gzip" if output.suffix == ".gz" else None
-    with writing(output), replace_file(output, flush=False) as draft:
-        if kind in _SEPARATORS:
-            try:
-                frame.to_csv(draft, sep=_SEPARATORS[kind], index=False, encoding=encoding, compression=packed)
-            except UnicodeEncodeError as error:
-                raise UserError(f"--encoding {encoding} cannot write {output}: {error}; use utf-8") from error
-        elif kind == ".parquet":
-            frame.to_parquet(draft, index=False)
-        else:
-            lines = kind == ".jsonl"
-            frame.to_json(draft, orient="records", lines=lines, force_ascii=False, compression=packed)
+def _columns(logits: np.ndarray, decisions: Decisions, output: Path, options: Any) -> dict[str, list[Any]]:
+    return class_columns(logits, decisions, format_of(output) in SEPARATORS, options.probabilities)
 
 
-def class_columns(logits: np.ndarray, decisions: Decisions, flat: bool) -> dict[str, list[Any]]:
-    """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class."""
+def class_columns(
+    logits: np.ndarray, decisions: Decisions, flat: bool, probabilities: str = "all"
+) -> dict[str, list[Any]]:
+    """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class.
+
+    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest.
+    """
     labels, decided = decisions.labels, list(decisions.answers(logits))
     columns = {"prediction": [line["prediction"] for line in decided]}
     if labels.problem_type == "regression":
@@ -163,12 +303,25 @@ def class_columns(logits: np.ndarray, decisions: Decisions, flat: bool) -> dict[
             return columns
         numbers = np.array(columns["prediction"]).reshape(-1, labels.size)
         return {f"prediction_{name}": numbers[:, place].tolist() for place, name in enumerate(labels.names)}
-    if not flat:
-        return columns | {"probabilities": [line["probabilities"] for line in decided]}
-    if labels.problem_type == "multi_label_classification":
+    if flat and labels.problem_type == "multi_label_classification":
         columns["prediction"] = [json.dumps(names, ensure_ascii=False) for names in columns["prediction"]]
-    for place, name in enumerate(labels.names):
-        columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
+    if probabilities == "none":
+        return columns
+    if probabilities == "all" and not flat:
+        return columns | {"probabilities": [line["probabilities"] for line in decided]}
+    if probabilities == "all":
+        for place, name in enumerate(labels.names):
+            columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
+        return columns
+    most = min(int(probabilities.removeprefix("top-")), labels.size)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :most]  # (N, most)
+    names = [[labels.names[place] for place in row] for row in order.tolist()]
+    best = [[line["probabilities"][place] for place in row] for line, row in zip(decided, order.tolist(), strict=True)]
+    if not flat:
+        return columns | {"top_classes": names, "top_probabilities": best}
+    for place in range(most):
+        columns[f"top_{place + 1}"] = [row[place] for row in names]
+        columns[f"top_{place + 1}_probability"] = [row[place] for row in best]
     return columns
 
 
@@ -181,6 +334,8 @@ def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
 def _output_of(options: Any) -> Path:
     """Where to write. Raises UserError before any work when that is impossible."""
     source = Path(options.file)
+    if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
+        raise UserError(f"{source}: name the file that becomes of these with --output")
     kind = format_of(source)
     stem = source.name[: source.name.lower().rindex(kind)]
     written = ".csv" if kind == ".txt" else kind

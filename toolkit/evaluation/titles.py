@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from toolkit.checkpoint.live import unwrapped
 from toolkit.data.batches import Batch
+from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.readable import readable
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation import rouge
@@ -64,10 +65,11 @@ def generate_titles(
     tokenizer: Any,
     per_device_batch_size: int,
     max_tokens: int | None = None,
+    bar: Progress | PartOfProgress | None = None,
 ) -> list[str] | None:
     """A title for every text of a split without titles, in its order, on the main process; all must call it."""
     writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
-    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens):
+    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
         with accelerator.autocast():
             titles = writer.write(*writer.encode(batch))  # (B, T)
         outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))

@@ -1,0 +1,201 @@
+"""toolkit/evaluation/predict_file.py and parts.py: a file in parts that are kept, joined in the file's order."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from toolkit.cli import build_parser
+from toolkit.data import parse, read
+from toolkit.errors import UserError
+from toolkit.evaluation import predict_file
+from toolkit.evaluation.parts import Parts
+
+WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
+ROWS = 70
+
+Predict = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    made = AutoModelForSequenceClassification.from_pretrained(tiny_model, id2label={0: "a", 1: "b", 2: "c"})
+    made.classifier.weight.data.normal_(std=2)
+    made.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Some twice, of very different lengths, one empty."""
+    generator = random.Random(3)
+    made = [" ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for _ in range(ROWS)]
+    made[40:50], made[60] = made[:10], ""
+    made[5] = 'he said "very, good"\nfilm'
+    return made
+
+
+@pytest.fixture
+def predicted(
+    model: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_launcher: None,
+    toolkit_cache: Path,
+) -> Predict:
+    """`predicted("out.csv", shard="1/3", window=16)` -> where the output is."""
+    source = tmp_path / "rows.csv"
+    pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
+
+    def run(name: str, *more: str, window: int = 16, source: Path = source) -> Path:
+        monkeypatch.setattr(parse, "BATCH_ROWS", 8)
+        monkeypatch.setattr(read, "BATCH_ROWS", 8)
+        monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
+        words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no", *more]
+        predict_file.predict_file(build_parser().parse_args([str(word) for word in words]))
+        return tmp_path / name
+
+    return run
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """But for what a batch of other texts changes."""
+    assert [list(row) for row in found] == [list(row) for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        for name in row:
+            near = name.startswith("probability_")
+            assert (
+                (float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)) if near else row[name] == other[name]
+            )
+
+
+def test_windows_change_nothing_and_a_text_is_computed_once(
+    predicted: Predict, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    whole = rows_of(predicted("whole.csv", window=10**6))
+    assert f"{ROWS} rows: {tmp_path / 'whole.csv'}" in capsys.readouterr().err
+    assert [row["text"] for row in whole] == texts
+    assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
+    assert len({row["probability_a"] for row in whole}) > ROWS / 2
+    assert_same(rows_of(predicted("windows.csv")), whole)
+    said = capsys.readouterr().err
+    assert "1 rows have an empty text" in said
+    assert not list(tmp_path.glob("*.parts"))
+    predicted("once.csv", window=10**6)
+    assert ", 10 of them repeat another's text" in capsys.readouterr().err
+
+
+def test_what_is_finished_is_not_computed_again(
+    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Killed at the third of five windows."""
+    whole, write = predicted("whole.csv").read_bytes(), Parts.write
+
+    def killed(self: Parts, start: int, *given: Any) -> None:
+        if start == 32:
+            raise KeyboardInterrupt
+        write(self, start, *given)
+
+    monkeypatch.setattr(Parts, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        predicted("out.csv")
+    folder = tmp_path / "out.csv.parts"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("part-*")}
+    assert before
+    assert all(int(name[5:15]) < 32 for name in before)
+    (folder / ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text("half")
+    written: list[int] = []
+    monkeypatch.setattr(Parts, "write", lambda self, start, *given: (written.append(start), write(self, start, *given)))
+    capsys.readouterr()
+    assert predicted("out.csv").read_bytes() == whole
+    assert written == [32, 48, 64]
+    assert f"32 of {ROWS} rows are done in {folder}: going on" in capsys.readouterr().err
+
+
+def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
+    whole = predicted("whole.csv").read_bytes()
+    predicted("out.csv", "--shard", "2/3")
+    assert not (tmp_path / "out.csv").exists()
+    with pytest.raises(UserError, match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70"):
+        predicted("out.csv", "--join")
+    predicted("out.csv", "--shard", "3/3")
+    (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # as one that was killed there leaves it
+    predicted("out.csv", "--shard", "1/3")
+    assert joining.exists()
+    assert predicted("out.csv", "--join").read_bytes() == whole
+    for shard in ("1/2", "2/2"):  # the last one joins
+        predicted("other.csv", "--shard", shard)
+    assert (tmp_path / "other.csv").read_bytes() == whole
+    assert not list(tmp_path.glob("*.parts"))
+    for wrong in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(UserError, match="write 3/64"):
+            predicted("third.csv", "--shard", wrong)
+
+
+def test_parts_of_something_else_are_not_joined(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    predicted("out.csv", "--shard", "1/2")
+    with pytest.raises(UserError, match=r"out.csv.parts holds parts of another prediction \(other: probabilities\)"):
+        predicted("out.csv", "--probabilities", "none")
+    assert list(rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))[0]) == [
+        "id",
+        "text",
+        "prediction",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])
+def test_every_format_is_written_in_parts(predicted: Predict, kind: str, tmp_path: Path) -> None:
+    whole = rows_of(predicted("whole.csv"))
+    path = predicted(f"out.{kind}", "--probabilities", "top-2")
+    readers = {"tsv": lambda path: pd.read_csv(path, sep="\t", dtype={"id": str}, keep_default_na=False),
+               "csv.gz": lambda path: pd.read_csv(path, dtype={"id": str}, keep_default_na=False),
+               "json": lambda path: pd.DataFrame(json.loads(path.read_text())), "parquet": pd.read_parquet}  # fmt: skip
+    frame = readers.get(kind, lambda path: pd.read_json(path, lines=True, dtype=False))(path)
+    for name in ("id", "text", "prediction"):
+        assert list(frame[name]) == [row[name] for row in whole]
+    first = frame.iloc[0]
+    best = sorted("abc", key=lambda name: -float(whole[0][f"probability_{name}"]))[:2]
+    flat = "sv" in kind
+    assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
+    chance = first["top_1_probability"] if flat else first["top_probabilities"][0]
+    assert chance == pytest.approx(float(whole[0][f"probability_{best[0]}"]), abs=2e-6)
+
+
+def test_the_encoding_of_the_input_is_that_of_the_output(predicted: Predict, tmp_path: Path) -> None:
+    rows = "".join(f"很好{row},{row}\n" for row in range(40))
+    (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")
+    out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
+    assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
+    assert len(out.splitlines()) == 41
+
+
+def test_files_by_a_pattern_are_one(predicted: Predict, tmp_path: Path, texts: list[str]) -> None:
+    whole = rows_of(predicted("whole.csv", window=10**6))
+    frame = pd.read_csv(tmp_path / "rows.csv", dtype=str, keep_default_na=False)
+    (tmp_path / "in").mkdir()
+    for number, start in enumerate((0, 25, 60), 9):
+        with gzip.open(tmp_path / "in" / f"part-{number}.csv.gz", "wt") as file:
+            frame[start : {0: 25, 25: 60, 60: ROWS}[start]].to_csv(file, index=False)
+    with pytest.raises(UserError, match="--output"):
+        predict_file._output_of(build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")]))
+    assert_same(rows_of(predicted("out.csv", source=tmp_path / "in" / "part-*.csv.gz")), whole)
