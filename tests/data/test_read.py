@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from tests.faults import Fault
 from toolkit.config import TextSettings
-from toolkit.data import opening
+from toolkit.data import opening, parse
+from toolkit.data import read as reading
 from toolkit.data.read import Table, find_columns, read_hub
 from toolkit.data.read import read_file as read_with
 from toolkit.errors import UserError
@@ -43,6 +45,14 @@ def fault_of(name: str, encoding: str = "utf-8", **options: Any) -> str:
 def write(path: Path, content: str | bytes) -> str:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(path)
+
+
+@pytest.fixture(autouse=True, params=["at once", "in batches, kept in the cache"])
+def _as_large_files_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path) -> None:
+    """Every test runs a second time in the way of large files."""
+    if request.param != "at once":
+        monkeypatch.setattr(parse, "BATCH_ROWS", 50)
+        monkeypatch.setattr(reading, "IN_MEMORY_BYTES", -1)
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, *(f"{kind}.gz" for kind in TEXT_FORMATS)])
@@ -229,11 +239,12 @@ def test_ways_to_read_that_cannot_be_meant(tmp_path: Path, options: dict[str, st
 
 @pytest.mark.parametrize("packing", [gzip, bz2, lzma])
 def test_a_file_that_unpacks_to_all_memory(
-    tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    tmp_path: Path, packing: Any, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path, fault: Fault
 ) -> None:
     path = tmp_path / f"a.csv.{ {gzip: 'gz', bz2: 'bz2', lzma: 'xz'}[packing] }"
     path.write_bytes(packing.compress(b"text,label\n" + b"good,1\n" * 30_000))
     assert len(read_file(str(path)).rows) == 30_000
+    shutil.rmtree(toolkit_cache / "rows", ignore_errors=True)
     monkeypatch.setattr(opening, "_UNPACKED_BYTES", 100_000)
     told = fault_of(str(path))
     assert "becomes more than 100 kB unpacked" in told
@@ -243,11 +254,54 @@ def test_a_file_that_unpacks_to_all_memory(
     fault(f"a bomb packed with {packing.__name__}", told)
 
 
-def test_a_parquet_file_that_unpacks_to_all_memory(write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_file_that_unpacks_to_all_memory(
+    write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
+) -> None:
     path = write_rows("a.parquet", [{"text": "good " * 100}] * 20_000)
     assert len(read_file(path).rows) == 20_000
+    shutil.rmtree(toolkit_cache / "rows", ignore_errors=True)
     monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", "1000000")
     assert "becomes more than 1 MB unpacked" in fault_of(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_columns_and_types_that_later_rows_bring(write_rows: WriteRows, kind: str) -> None:
+    rows: list[dict[str, Any]] = [{"number": place, "list": [], "text": None} for place in range(200)]
+    rows[120] |= {"number": 1.5, "list": ["a"], "text": "t"}
+    rows[180] |= {"late": True}
+    read = read_file(write_rows(f"a.{kind}", rows)).rows.to_list()
+    assert read == [{**row, "number": float(row["number"]), "late": row.get("late")} for row in rows]
+    rows[150]["number"] = "many"
+    fault = fault_of(write_rows(f"b.{kind}", rows))
+    assert "row 151: field 'number' is 'many', unlike the rows before it" in fault
+    rows[150] = rows[10] | {"list": 1}
+    assert "row 151: field 'list' is '1'" in fault_of(write_rows(f"c.{kind}", rows))
+
+
+def test_rows_come_in_batches_with_their_numbers(write_rows: WriteRows) -> None:
+    rows = [{"text": f"t {place}", "label": str(place)} for place in range(230)]
+    table = read_file(write_rows("a.csv", rows))
+    wanted = np.array([0, 3, 49, 50, 149, 229])
+    found = [(number, *cells) for numbers, columns in table.cells(["label", "text"], "text", wanted)
+             for number, *cells in zip(numbers.tolist(), *columns, strict=True)]  # fmt: skip
+    assert found == [(number, str(number), f"t {number}") for number in wanted.tolist()]
+    assert sum(len(numbers) for numbers, _ in table.cells(["text"], "text")) == 230
+
+
+def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> None:
+    """In the order of the numbers in their names; a row is named by its own file."""
+    paths = [write_rows(f"part-{number}.csv.gz", [{"text": f"{number} {row}", "label": "x"} for row in range(60)])
+             for number in (10, 9)]  # fmt: skip
+    pattern = str(tmp_path / "part-*.csv.gz")
+    table = read_file(pattern)
+    assert table.rows["text"][:] == [f"{number} {row}" for number in (9, 10) for row in range(60)]
+    assert (table.name, table.where(0), table.where(119)) == (pattern, f"{paths[1]}, row 1", f"{paths[0]}, row 60")
+    assert table.digest != read_file(paths[0]).digest
+    write_rows("part-11.csv.gz", [{"text": "a", "other": "x"}])
+    with pytest.raises(UserError, match=r"part-11.csv.gz has the columns text, other, and .* text, label"):
+        _ = read_file(pattern).rows
+    with pytest.raises(UserError, match="no file has such a name"):
+        read_file(str(tmp_path / "nothing-*.csv"))
 
 
 def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_path: Path) -> None:
