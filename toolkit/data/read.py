@@ -187,7 +187,8 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
     schema = widest = None
     while schema is None or schema != widest:  # a second time, where a later row had another column or a wider type
         about: dict[str, Any] = {"said": [], "files": []}
-        schema, writer, rows = widest, None, 0
+        schema, rows = widest, 0
+        writer: Any = None
         with open_sink() as sink:
             for path in paths:
                 about["files"].append([rows, str(path)])

@@ -158,7 +158,7 @@ def growing(path: Path, kind: Any) -> Iterator[Callable[[np.ndarray], None]]:
     def append(array: np.ndarray) -> None:
         nonlocal length
         length += len(array)
-        file.write(np.ascontiguousarray(array, kind))
+        file.write(np.ascontiguousarray(array, kind).data)
 
     with path.open("wb") as file:
         header()

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,7 +169,8 @@ def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Par
     bar = Progress(Path(loaded.options.file).name, round(share) - sum(e - s for s, e in parts.done().items()))
     rows = empty = computed = 0
     with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
-        following, written = reader.submit(ready), writer.submit(int)
+        following = reader.submit(ready)
+        written: Future[Any] = writer.submit(int)
         while (made := following.result()) is not None:
             window, split, places, blank = made
             following = reader.submit(ready)
