@@ -31,6 +31,7 @@ from toolkit.evaluation import (
     classification_metrics,
     evaluation_batches,
 )
+from toolkit.evaluation.teacher import distilled, with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
 from toolkit.models.to_bigbird import long_model
@@ -54,6 +55,7 @@ def main() -> None:
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)
     tokenizer = load_tokenizer(pretrained)
     data = prepare_data(settings, tokenizer, load_config(pretrained), accelerator)
+    data = with_teacher(accelerator, settings, data, tokenizer)  # --teacher: what it says of each training row
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
 
@@ -89,7 +91,8 @@ def main() -> None:
     for step in run.steps():
         model.train()
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
-            losses = loss_fn(model(**batch.inputs).logits, batch.labels)  # (B,)
+            logits = model(**batch.inputs).logits  # (B, C)
+            losses = distilled(loss_fn(logits, batch.labels), logits, batch.teacher, labels, settings)  # (B,)
             accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()

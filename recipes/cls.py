@@ -30,6 +30,7 @@ from toolkit.evaluation import (
     classification_metrics,
     evaluation_batches,
 )
+from toolkit.evaluation.teacher import distilled, with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
 from toolkit.pretrained import load_config
@@ -51,6 +52,7 @@ def main() -> None:
     # Data: files -> columns -> tokens, made once per machine
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model), accelerator)
+    data = with_teacher(accelerator, settings, data, tokenizer)  # --teacher: what it says of each training row
     tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
     labels = data.labels
 
@@ -86,7 +88,8 @@ def main() -> None:
     for step in run.steps():
         model.train()
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
-            losses = loss_fn(model(**batch.inputs).logits, batch.labels)  # (B,)
+            logits = model(**batch.inputs).logits  # (B, C)
+            losses = distilled(loss_fn(logits, batch.labels), logits, batch.teacher, labels, settings)  # (B,)
             accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()

@@ -11,7 +11,9 @@ from typing import Any
 import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.utils import cached_file
 
+from toolkit.cache import digest_of_files
 from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
@@ -20,6 +22,7 @@ from toolkit.hub import reach
 from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
+_SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
 def load_config(settings: PretrainedSettings) -> Any:
@@ -58,6 +61,15 @@ def _parameters(config: dict[str, Any]) -> int:
     return (
         parts + rows * size("embedding_size", "hidden_size", "dim", "d_model") + layers * hidden * (4 * hidden + wide)
     )
+
+
+def content_of(name: str) -> str:
+    """What a model's name stands for: a digest of its folder's files, or the commit of a hub's that has been loaded."""
+    folder = Path(model_path(name))
+    if folder.is_dir():
+        return digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
+    # from snapshots/COMMIT/config.json
+    return f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
 
 
 def encoder_config(config: Any) -> Any:

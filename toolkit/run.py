@@ -364,10 +364,16 @@ def _identity(
 ) -> dict[str, Any]:
     """What a checkpoint and the run that goes on from it must have in common; JSON."""
     model, training = settings.model, settings.training
-    name = str(model.model_name_or_path)
+
+    def content(name: str) -> str:
+        return _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
+
+    layers, distillation = getattr(model, "num_hidden_layers", None), getattr(settings, "distillation", None)
     return {
         "recipe": recipe,
-        "model": _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name,
+        "model": content(str(model.model_name_or_path)),
+        **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
+        **({"num_hidden_layers": layers} if layers else {}),
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,

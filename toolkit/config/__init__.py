@@ -8,6 +8,7 @@ from toolkit.config.parse import sections_of as sections_of
 from toolkit.config.sections import TASKS as TASKS
 from toolkit.config.sections import DataSettings as DataSettings
 from toolkit.config.sections import DecisionSettings as DecisionSettings
+from toolkit.config.sections import DistillationSettings as DistillationSettings
 from toolkit.config.sections import GenerationSettings as GenerationSettings
 from toolkit.config.sections import LongTaskSettings as LongTaskSettings
 from toolkit.config.sections import ModelSettings as ModelSettings

@@ -149,6 +149,9 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     for other in ("freeze_layers", "reinit_layers"):
         if given.get(other) is not None and given.get("lora_r") is not None:
             faults.add(f"--{other} and --lora_r contradict each other (LoRA trains its own matrices alone): give one")
+    for needs in ("distillation_temperature", "distillation_alpha"):
+        if given.get(needs) is not None and given.get("teacher") is None:
+            faults.add(f"--{needs} is given without --teacher, the model that teaches: name its folder")
     for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
         if given.get(needs) is not None and given.get("lora_r") is None:
             faults.add(f"--{needs} is given without --lora_r, which turns LoRA on: give it (8 is usual)")

@@ -71,6 +71,8 @@ class ModelSettings(PretrainedSettings):
     """Do not train the embeddings and the first so many layers; 0 freezes the embeddings alone."""
     reinit_layers: int | None = Field(default=None, ge=1)
     """Begin the top so many layers anew: pretrained ones may be too much of their own task."""
+    num_hidden_layers: int | None = Field(default=None, ge=1)
+    """Keep so many of the pretrained layers, evenly spaced; a smaller model, for `teacher` to teach."""
 
 
 @section
@@ -97,6 +99,18 @@ class ObjectiveSettings:
     def changes_classes(self) -> bool:
         """Whether anything is done about rare classes."""
         return bool(self.class_weights or self.pos_weight or self.sampling or self.loss == "focal")
+
+
+@section
+class DistillationSettings:
+    """A fine-tuned model that teaches this one."""
+
+    teacher: str | None = None
+    """A classifier for the same labels: a run's model folder, or a hub name; its outputs are computed once and kept."""
+    distillation_temperature: float = Field(default=2.0, gt=0)
+    """Above 1 it shows more of what the teacher thinks of the classes that it does not choose."""
+    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
+    """The share of the teacher in the loss; the rest is the labels'."""
 
 
 @section
@@ -303,6 +317,7 @@ class TaskSettings:
     """The settings of a recipe on labelled texts."""
 
     model: ModelSettings
+    distillation: DistillationSettings
     data: DataSettings
     objective: ObjectiveSettings
     training: TrainingSettings

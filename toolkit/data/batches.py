@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Batch:
     """Real samples."""
     tokens: int
     """Real tokens, padding not counted."""
+    teacher: torch.Tensor | None = field(default=None, kw_only=True)
+    """(B, classes) float32: `Split.teacher`."""
 
 
 def global_batches(
@@ -177,6 +179,7 @@ class Collator:
             ids=self._move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
             samples=len(samples) if real else 0,
             tokens=sum(lengths) if real else 0,
+            teacher=None if self.split.teacher is None else self._move(self.split.teacher[indices]),
         )
 
     def _weights(self, indices: np.ndarray) -> np.ndarray:

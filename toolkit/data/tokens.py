@@ -76,6 +76,8 @@ class Split:
     """(samples,) float32: what each sample's loss counts (--class_weights); 1 where None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float64, their sum is 1: how likely each is to be drawn (--sampling); None: an epoch has each once."""
+    teacher: np.ndarray | None = field(default=None, kw_only=True)
+    """(samples, classes) float32, a teacher's logits of each sample, where there is one (`--teacher`)."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -17,7 +17,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models import bigbird
 from toolkit.models.first_token import read_first_token_only
-from toolkit.models.layers import freeze_layers, renew_layers
+from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
 from toolkit.pretrained import (
     encoder_config,
@@ -72,6 +72,8 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     # a head (and a pooler) may be new
     prefix = f"{model.base_model_prefix}."
     refuse_random(name, (key for key in fresh if key.startswith(prefix) and "pooler" not in key))
+    if settings.num_hidden_layers:
+        keep_layers(model, settings.num_hidden_layers, name)
     if settings.reinit_layers:
         renew_layers(model, settings.reinit_layers, name, seed)
     if settings.freeze_layers is not None:

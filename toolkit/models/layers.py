@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import set_seed
 
@@ -37,6 +38,24 @@ def distances(model: torch.nn.Module) -> dict[int, int]:
         if id(parameter) not in found:
             found[id(parameter)] = bottom if below or "embed" in name else 0
     return found
+
+
+def keep_layers(model: Any, count: int, name: str) -> None:
+    """Leaves so many of a model's layers, evenly spaced from the first to the last, as DistilBERT began as six of
+    BERT's twelve (Sanh et al., 2019). Raises UserError where it has fewer, or one for all."""
+    layers = _layers_of(model, count, "num_hidden_layers", name)
+    total = len(layers)
+    kept = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and [*part] == layers)
+    for place in sorted(set(range(total)) - set(kept), reverse=True):
+        del stack[place]
+    for key, value in list(vars(model.config).items()):  # what it says of each layer
+        if isinstance(value, list) and len(value) == total:
+            setattr(model.config, key, [value[place] for place in kept])
+    model.config.num_hidden_layers = count
+    for place, layer in enumerate(stack):
+        for part in filter(lambda part: hasattr(part, "layer_idx"), layer.modules()):
+            setattr(part, "layer_idx", place)  # noqa: B010  # where a decoder keeps its keys and values
 
 
 def freeze_layers(model: Any, count: int, name: str) -> None:

@@ -24,15 +24,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
-from transformers.utils import cached_file
 
-from toolkit.cache import digest_of_file, digest_of_files, made_once
+from toolkit.cache import digest_of_file, made_once
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
 from toolkit.models.bigbird import plan
 from toolkit.pretrained import (
+    content_of,
     explained,
     full_attention_up_to,
     load_config,
@@ -50,7 +50,6 @@ Settings = TypeVar("Settings", bound=PretrainedSettings)
 _MADE_BY = "toolkit to-bigbird"
 _META = "meta.json"
 _LAYOUT = 1  # of what is in the cache: a change here that changes it counts this up
-_SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 # What a tokenizer that was saved and loaded wrongly would read differently: case, accents, Chinese, special tokens
 _PROBES = ("今天的服務很好，房间小。", "The Café's 2nd ROOM wasn't bad!\n東京 [MASK] 42", "ﬁlm\u3000𠮷 😀 ２０２４年")
 
@@ -124,13 +123,8 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:
     """Of the content, and told apart by a reader: a model card calls its base model by this."""
-    folder = Path(model_path(name))
-    if folder.is_dir():
-        content = digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
-    else:  # a hub's: its config has just been loaded from snapshots/COMMIT/config.json
-        content = f"{name}@{Path(str(cached_file(name, 'config.json'))).parent.name}"
     base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
-    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {content}".encode()).hexdigest()[:16]
+    digits = hashlib.sha256(f"{_LAYOUT} {sizes} {content_of(name)}".encode()).hexdigest()[:16]
     return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 

@@ -1,0 +1,155 @@
+"""`--teacher`: computed once, the same losses under every strategy, and refused where it cannot teach."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS, Server, lines_of, losses_of
+from toolkit.config import ModelSettings
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+from toolkit.models.classifier import load_classifier
+from toolkit.models.layers import keep_layers
+from toolkit.models.loss import distillation_losses
+
+COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
+          "--eval_every", 4, "--learning_rate", "1e-3", "--num_hidden_layers", 1]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sharp_model: Path, reviews: Path) -> Path:
+    """A tiny BERT as a classifier that tells texts apart, and whose classes stand in another order than the data's."""
+    folder = tmp_path_factory.mktemp("teacher") / "teacher"
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(sharp_model, num_labels=2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    with torch.no_grad():
+        logits = model(
+            **tokenizer(list(pd.read_csv(reviews)["text"][:50]), padding=True, truncation=True, return_tensors="pt")
+        ).logits
+        model.classifier.weight *= 3 / logits.std(dim=0)[:, None]
+        model.classifier.bias -= logits.mean(dim=0) * 3 / logits.std(dim=0)
+    model.config.id2label, model.config.label2id = {0: "pos", 1: "neg"}, {"pos": 0, "neg": 1}
+    model.config.problem_type = "single_label_classification"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs_of(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path, teacher: Path
+) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def run(way: str) -> Path:
+        if way not in made:
+            folder = made[way] = tmp_path_factory.mktemp("distilled")
+            common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
+            taught = [*common, "--teacher", teacher, "--output_dir"]
+            jobs = [[*taught, folder / "taught", "--per_device_batch_size", 6],
+                    [*taught, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
+            if way == "single":
+                jobs.append([*common, "--output_dir", folder / "alone"])
+            (folder / "said").write_text(run_jobs(folder, WAYS[way], jobs).err)
+        return made[way]
+
+    return run
+
+
+def test_the_teacher_is_computed_once_by_name_and_each_row_by_itself(
+    runs_of: Callable[[str], Path], teacher: Path, reviews: Path, tiny_model: Path
+) -> None:
+    folder = runs_of("single")
+    assert (folder / "said").read_text().count("training rows, once") == 1  # for two runs
+    assert losses_of(folder / "taught") != pytest.approx(losses_of(folder / "alone"), rel=1e-3)
+    config = json.loads((folder / "again" / "config.json").read_text())
+    assert config["identity"]["teacher"]
+    saved = AutoModelForSequenceClassification.from_pretrained(folder / "taught" / "model")
+    assert saved.config.num_hidden_layers == len(saved.bert.encoder.layer) == 1
+    assert lines_of(folder / "taught" / "eval.jsonl")[0]["loss"] > 0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", "fsdp2 x2"])
+def test_equal_losses_under_every_launch(way: str, runs_of: Callable[[str], Path]) -> None:
+    for run in ("taught", "again"):
+        expected = losses_of(runs_of("single") / run)
+        assert losses_of(runs_of(way) / run) == pytest.approx(expected, rel=1e-5)
+        assert max(expected) - min(expected) > 0.01
+
+
+def test_teachers_that_cannot_teach(
+    server: Server, teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
+    data = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--max_steps", 1, "--report_to", "none",
+            "--output_dir", tmp_path / "run"]  # fmt: skip
+    for name in ("names", "tokens"):
+        shutil.copytree(teacher, tmp_path / name)
+    config = json.loads((teacher / "config.json").read_text())
+    config |= {"id2label": {"0": "good", "1": "neg"}, "label2id": {"good": 0, "neg": 1}}
+    (tmp_path / "names" / "config.json").write_text(json.dumps(config))
+    cased = AutoTokenizer.from_pretrained(teacher, do_lower_case=False)
+    cased.save_pretrained(tmp_path / "tokens")
+    assert "knows good, neg (single_label_classification), and the data have neg, pos" in server.fail(
+        *data, "--teacher", tmp_path / "names")  # fmt: skip
+    assert "cuts texts into other tokens" in server.fail(*data, "--teacher", tmp_path / "tokens")
+    assert f"--teacher {tiny_model}" in (said := server.fail(*data, "--teacher", tiny_model)) or "no trained" in said
+    assert "no such folder" in server.fail(*data, "--teacher", tmp_path / "no")
+    assert "--distillation_alpha is given without --teacher" in server.fail(*data, "--distillation_alpha", 0.5)
+
+
+def test_the_loss_is_hintons() -> None:
+    torch.manual_seed(0)
+    student, taught = torch.randn(5, 4), torch.randn(5, 4)
+    p, q = (taught / 3).softmax(-1), (student / 3).log_softmax(-1)
+    expected = 9 * (p * (p.log() - q)).sum(-1)
+    assert torch.allclose(distillation_losses(student, taught, "single_label_classification", 3.0), expected, atol=1e-6)
+    several = distillation_losses(student, taught, "multi_label_classification", 3.0)
+    p = (taught / 3).sigmoid()
+    cross = F.binary_cross_entropy_with_logits(student / 3, p, reduction="none")
+    entropy = F.binary_cross_entropy_with_logits(taught / 3, p, reduction="none")
+    assert torch.allclose(several, 9 * (cross - entropy).mean(-1), atol=1e-6)
+    assert torch.allclose(
+        distillation_losses(taught, taught, "multi_label_classification", 2.0), torch.zeros(5), atol=1e-6
+    )
+    assert distillation_losses(student, student, "regression", 2.0).tolist() == [0] * 5
+
+
+def test_the_layers_that_are_kept(tiny_model: Path) -> None:
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    whole = load_classifier(ModelSettings(model_name_or_path=str(tiny_model)), labels, 1)
+    half = load_classifier(ModelSettings(model_name_or_path=str(tiny_model), num_hidden_layers=1), labels, 1)
+    first, kept = whole.bert.encoder.layer[0].state_dict(), half.bert.encoder.layer[0].state_dict()
+    assert all(torch.equal(first[name], kept[name]) for name in first)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    assert half(ids).logits.shape == (1, 2)
+
+    class Config:
+        num_hidden_layers = 12
+
+        def __init__(self) -> None:
+            self.layer_types = [*range(12)]
+
+    model: Any = torch.nn.Module()
+    model.config = Config()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(12))
+    before = list(model.layers)
+    keep_layers(model, 6, "m")
+    assert [before.index(layer) for layer in model.layers] == [0, 2, 4, 7, 9, 11]  # as DistilBERT's
+    assert (model.config.num_hidden_layers, model.config.layer_types) == (6, [0, 2, 4, 7, 9, 11])
+    with pytest.raises(UserError, match="--num_hidden_layers 7: m has 6 layers: name at most that"):
+        keep_layers(model, 7, "m")
+    assert np.array_equal(half.config.num_hidden_layers, 1)

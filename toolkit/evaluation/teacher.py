@@ -1,0 +1,115 @@
+"""What a teacher says of every training row, for a student to learn from: computed once, and kept in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, gather_object
+
+from toolkit import launch
+from toolkit.cache import cache_folder, damage_of, made_once
+from toolkit.config import ModelSettings, TaskSettings
+from toolkit.data.labels import Labels
+from toolkit.data.prepare import Prepared
+from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, load_tokenizer, tells_pairs_apart
+from toolkit.errors import UserError, first_line, listing
+from toolkit.evaluation.outputs import predict
+from toolkit.evaluation.predict_file import labels_of
+from toolkit.models.classifier import load_saved_classifier
+from toolkit.models.loss import distillation_losses
+from toolkit.pretrained import content_of
+
+_FILE = "logits.npy"
+
+
+def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any) -> Prepared:
+    """The data with the teacher's logits of every training row, where `--teacher` names one; all processes call this.
+
+    Each row is computed exactly once, in any number of processes, and only where the cache lacks them. Raises UserError
+    for a teacher with other labels, or that reads other tokens.
+    """
+    name = settings.distillation.teacher
+    if name is None:
+        return data
+    try:
+        folder = _logits_folder(accelerator, settings, data, tokenizer, name)
+    except UserError as error:
+        raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
+    return replace(data, train=replace(data.train, teacher=np.load(folder / _FILE, mmap_mode="r")))
+
+
+def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
+    named = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
+    own, teacher = load_tokenizer(named), load_saved_classifier(named)
+    order = _order_of_classes(labels_of(teacher.config), data.labels, name)
+    _refuse_other_tokens(teacher.config, own, data, tokenizer, named)
+    rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
+    asked = [content_of(name), data.digest, rows, accelerator.mixed_precision, order]
+    digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:24]
+    found = np.zeros((0, 0), np.float32)
+    if not all(gather_object([damage_of(cache_folder() / "teachers" / digest) is None])):
+        launch.say(accelerator, f"computing what {name} says of {len(data.train)} training rows, once")
+        found = _logits(accelerator, teacher, data.train, own, settings, order)
+    return made_once("teachers", digest, lambda draft: np.save(draft / _FILE, found), accelerator, f"{name} as teacher")
+
+
+def _logits(
+    accelerator: Accelerator, teacher: Any, train: Split, tokenizer: Any, settings: TaskSettings, order: list[int]
+) -> np.ndarray:
+    """(N, C) float32, in the order of the split, in every process."""
+    training = settings.training
+    size = training.per_device_eval_batch_size or (
+        32 if training.per_device_batch_size == "auto" else 2 * training.per_device_batch_size
+    )
+    split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
+    with accelerator.autocast():
+        found = predict(
+            accelerator, teacher.to(accelerator.device), split, tokenizer, size, training.max_tokens_per_batch
+        )
+    logits = torch.zeros(len(train), len(order), device=accelerator.device)
+    if found is not None:
+        # predicted in the order of the source
+        places = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")
+        logits = torch.from_numpy(found[places][:, order]).to(accelerator.device)
+    return broadcast(logits).cpu().numpy()
+
+
+def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
+    """Where each of the data's classes stands among the teacher's outputs."""
+    if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
+        raise UserError(
+            f"--teacher {name} knows {listing(teacher.names)} ({teacher.problem_type}), and the data have "
+            f"{listing(labels.names)} ({labels.problem_type}): fine-tune it on these labels first, or correct id2label "
+            "in its config.json"
+        )
+    return [teacher.names.index(each) for each in labels.names]
+
+
+def _refuse_other_tokens(config: Any, own: Any, data: Prepared, tokenizer: Any, named: ModelSettings) -> None:
+    name = named.model_name_or_path
+    if fingerprint(own) != fingerprint(tokenizer) or (data.text_pair and not tells_pairs_apart(config)):
+        raise UserError(
+            f"--teacher {name} cuts texts into other tokens than --model_name_or_path: take a student with the "
+            "teacher's tokenizer (the model the teacher began as, with --num_hidden_layers 3, say)"
+        )
+    try:
+        choose_max_length(data.max_length, own, config, data.text_pair is not None)
+    except UserError as error:
+        raise UserError(f"--teacher {name}: {first_line(error)}") from error
+
+
+def distilled(
+    losses: torch.Tensor, logits: torch.Tensor, teacher: torch.Tensor | None, labels: Labels, settings: TaskSettings
+) -> torch.Tensor:
+    """(B,) losses of the labels, (B, C) logits, and a teacher's -> (B,): (1 - alpha) labels + alpha teacher; the
+    losses as they are where there is no teacher."""
+    if teacher is None:
+        return losses
+    alpha, temperature = settings.distillation.distillation_alpha, settings.distillation.distillation_temperature
+    return (1 - alpha) * losses + alpha * distillation_losses(logits, teacher, labels.problem_type, temperature)
