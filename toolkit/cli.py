@@ -45,6 +45,13 @@ def build_parser() -> argparse.ArgumentParser:
     to_bigbird_command.add_parser(commands)
     report = commands.add_parser("report", help="write a run's report.html anew")
     report.add_argument("run", help="a run's folder")
+    report.add_argument(
+        "--explain",
+        type=int,
+        default=0,
+        metavar="ROWS",
+        help="show which words led to so many of the worst mistakes [0]",
+    )
     _add_compare(commands)
     sweep.add_parser(commands)
     return parser
@@ -207,7 +214,7 @@ def _predict(options: argparse.Namespace) -> None:
 def _report(options: argparse.Namespace) -> None:
     from toolkit.report.html import write_report_of_folder
 
-    print(write_report_of_folder(options.run))
+    print(write_report_of_folder(options.run, options.explain))
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -61,10 +61,12 @@ def _means(names: Sequence[str], rows: Any) -> Scores:
     )
 
 
-def _sets(labels: Sequence[str | list[str]], classes: Sequence[str]) -> Any:
-    """Names, or lists of them -> (N, C) sparse, of ones."""
+def _sets(labels: Sequence[str | list[str] | None], classes: Sequence[str]) -> Any:
+    """Names, lists of them, or no answer -> (N, C) sparse, of ones."""
     place = {name: index for index, name in enumerate(classes)}
-    pairs = [(row, place[name]) for row, own in enumerate(labels) for name in ([own] if isinstance(own, str) else own)]
+    pairs = [
+        (row, place[name]) for row, own in enumerate(labels) for name in ([own] if isinstance(own, str) else own or ())
+    ]
     rows, columns = zip(*pairs, strict=True) if pairs else ((), ())
     return sparse.csr_array((np.ones(len(pairs)), (rows, columns)), shape=(len(labels), len(classes)))
 

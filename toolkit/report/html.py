@@ -19,6 +19,7 @@ import numpy as np
 from toolkit.cache import cache_folder
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
+from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import read_lines, write_whole
@@ -62,15 +63,16 @@ class Title:
     """ROUGE-L."""
 
 
-def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
+def write_report(folder: Path, last: Evaluation, texts: Sequence[str], explained_rows: int = 0) -> None:
     """Writes `folder`/report.html, whole or not at all.
 
-    `last` is the evaluation that predictions.jsonl is of, and `texts` are its samples' (or empty).
+    `last` is the evaluation that predictions.jsonl is of, and `texts` are its samples' (or empty). Of so many of the
+    worst mistakes the saved model says which words led to them.
     Raises ValueError where the number of texts is another, OSError where a file is missing.
     """
     record = Record.load(folder, last)
     samples = _titles_shown if record.problem_type == "title_generation" else _samples_shown
-    context = {
+    context: dict[str, Any] = {
         "record": record,
         "config": record.config,
         "problem_type": record.problem_type,
@@ -83,13 +85,19 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str]) -> None:
         "confusion": None,
         "num_samples": 0,
         "examples": {},
+        "explanations": {},
         **samples(folder / "predictions.jsonl", record.data, texts),
     }
+    if explained_rows and texts and context.get("worst"):
+        from toolkit.report.explain import explain  # torch and the model
+
+        worst = [sample for sample, _ in context["worst"]]
+        context["explanations"] = explain(folder, record.data, worst, texts, explained_rows)
     write_whole(folder / "report.html", [render("report.html", context, **_FILTERS)])
 
 
-def write_report_of_folder(folder: str | Path) -> Path:
-    """Writes the report again from the run's own files, and returns its path.
+def write_report_of_folder(folder: str | Path, explained_rows: int = 0) -> Path:
+    """Writes the report again from the run's own files, and returns its path; `explained_rows` as in `write_report`.
 
     The texts are those the run prepared, where this machine still has them. Raises UserError where
     `folder` holds no run.
@@ -99,8 +107,24 @@ def write_report_of_folder(folder: str | Path) -> Path:
     last = last_evaluation(folder)
     prepared = cache_folder() / "tokens" / data["digest"]
     there = last.numbers and (prepared / last.split).is_dir()
-    write_report(folder, last, load_split(prepared, last.split).texts() if there else [])
+    texts = load_split(prepared, last.split).texts() if there else []
+    if explained_rows:
+        _refuse_explanations(folder, data["problem_type"], texts)
+    write_report(folder, last, texts, explained_rows)
     return folder / "report.html"
+
+
+def _refuse_explanations(folder: Path, problem_type: str, texts: Sequence[str]) -> None:
+    """Raises UserError where nothing can be explained."""
+    if problem_type == "title_generation":
+        raise UserError("--explain is for classes and numbers, and this run writes titles")
+    if not (folder / "model" / "config.json").is_file():
+        raise UserError(f"--explain needs the saved model, and there is no {folder / 'model' / 'config.json'}")
+    if not texts:
+        raise UserError(
+            "--explain needs the texts of the last evaluation, and the cache of this machine does not have them: "
+            "`toolkit prepare` with the run's settings makes them again"
+        )
 
 
 def _sureness(last: Evaluation) -> list[curves.Chart]:
