@@ -45,7 +45,8 @@ def attribute(
         with torch.no_grad():
             started = time.monotonic()
             output = float(output_of(model(**inputs).logits.float()))
-            text, ids = put.seen, inputs["input_ids"]
+            ids = inputs["input_ids"]
+            text = put.seen[:, : ids.shape[1]]  # (1, S, H)
             pad = torch.full_like(ids, model.config.get_text_config().pad_token_id or 0)
             nothing = embeddings(torch.where(special, ids, pad))  # (1, S, H)
             put.given = nothing
@@ -79,4 +80,6 @@ class _Put:
 
     def __call__(self, module: torch.nn.Module, inputs: Any, found: torch.Tensor) -> torch.Tensor:
         self.seen = found
-        return found if self.given is None else self.given
+        if self.given is None:
+            return found
+        return torch.cat([self.given, found[:, self.given.shape[1] :]], dim=1)  # a BigBird pads to whole blocks

@@ -136,7 +136,9 @@ def _words(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> l
 def _shown(pieces: Sequence[_Piece], towards: str, against: str, difference: float) -> Explanation:
     greatest = max((abs(adds) for _, adds in pieces if adds is not None), default=0) or 1.0
     words = [Word(text, adds, abs(adds or 0) / greatest) for text, adds in pieces]
-    strongest = sorted((word for word in words if word.text.strip() and word.adds), key=lambda word: -word.strength)
+    strongest = sorted(
+        (word for word in words if word.adds and any(map(str.isalnum, word.text))), key=lambda word: -word.strength
+    )
     ends = np.cumsum([len(word.text) for word in words])
     kept = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
     kept += [Word("…", None, 0)] * (len(kept) < len(words))
