@@ -107,10 +107,16 @@ class DistillationSettings:
 
     teacher: str | None = None
     """A classifier for the same labels: a run's model folder, or a hub name; its outputs are computed once and kept."""
-    distillation_temperature: float = Field(default=2.0, gt=0)
-    """Above 1 it shows more of what the teacher thinks of the classes that it does not choose."""
-    distillation_alpha: float = Field(default=0.5, ge=0, le=1)
-    """The share of the teacher in the loss; the rest is the labels'."""
+    distillation_temperature: float | None = Field(default=None, gt=0)
+    """Above 1 it shows more of what the teacher thinks of the classes it does not choose; 2 when not given."""
+    distillation_alpha: float | None = Field(default=None, ge=0, le=1)
+    """The share of the teacher in the loss, 0.5 when not given; the rest is the labels'."""
+
+    @property
+    def mixture(self) -> tuple[float, float]:
+        """(alpha, temperature)."""
+        alpha, temperature = self.distillation_alpha, self.distillation_temperature
+        return 0.5 if alpha is None else alpha, 2.0 if temperature is None else temperature
 
 
 @section

@@ -111,5 +111,5 @@ def distilled(
     losses as they are where there is no teacher."""
     if teacher is None:
         return losses
-    alpha, temperature = settings.distillation.distillation_alpha, settings.distillation.distillation_temperature
+    alpha, temperature = settings.distillation.mixture
     return (1 - alpha) * losses + alpha * distillation_losses(logits, teacher, labels.problem_type, temperature)
