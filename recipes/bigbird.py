@@ -39,6 +39,7 @@ from toolkit.pretrained import load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.regularize import Regularizer
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
 
@@ -86,6 +87,7 @@ def main() -> None:
         return classification_evaluation(outputs, labels, compute_metrics)
 
     # Train: each step is one global batch, however many processes compute it
+    regularize = Regularizer(model, loss_fn, settings.objective, labels.problem_type)
     run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="bigbird")
     run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
     for step in run.steps():
@@ -93,6 +95,7 @@ def main() -> None:
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             logits = model(**batch.inputs).logits  # (B, C)
             losses = distilled(loss_fn(logits, batch.labels), logits, batch.teacher, labels, settings)  # (B,)
+            losses = regularize(batch, losses)  # --r_drop_alpha, --fgm_epsilon
             accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
         optimizer.step()

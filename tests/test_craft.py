@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, lines_of, losses_of
+from toolkit.checkpoint.read.open import open_checkpoint
 
 STEPS = 6
 COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
           "--learning_rate", "5e-3", "--lr_scheduler_type", "constant", "--global_batch_size", 22,
           "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
 HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
+EACH = ["--max_steps", STEPS // 2, "--checkpoint_every", 1, "--keep_checkpoints", STEPS]
 # what a run is asked for; all of them are resumed in their middle too
 JOBS: dict[str, list[Any]] = {
     "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
@@ -28,6 +31,8 @@ JOBS: dict[str, list[Any]] = {
     "layers": ["--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9", "--layerwise_lr_decay", 0.8,
                "--freeze_layers", 1, "--reinit_layers", 1],
     "adafactor": ["--optimizer", "adafactor"],
+    "ema": ["--ema_decay", 0.6],
+    "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
 }  # fmt: skip
 # refused there at the start, with a line: tests/training/test_optimizer.py
 REFUSED = {"zero2 x2": ("adafactor",), "zero3 x2": ("adafactor",)}
@@ -54,6 +59,8 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
                     continue
                 job = ["recipes.cls", *data, *COMMON, *asked]
                 jobs += [[*job, "--output_dir", runs / f"{name} again", *HALF]]
+                if name == "ema":
+                    jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
                 jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, f"{name} again")]
             (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
         return runs
@@ -104,3 +111,34 @@ def test_frozen_layers_stay_and_new_ones_are_not_the_pretrained(runs_of: Runs, t
     trained = {name for name in before if name.startswith(("encoder.layer.1.", "pooler."))}
     assert same == set(before) - trained
     assert "RMSprop" in (runs_of("single") / "layers" / "model" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
+    """Of the run's own checkpoints: the weights after steps 1 to 3, averaged again by hand."""
+    run = runs_of("single") / "ema by hand"
+    weights = []
+    for step in range(1, 4):
+        stored = open_checkpoint(run / f"checkpoints/step-{step:08d}").weights.items()
+        weights.append(
+            {name: torch.frombuffer(one.read(), dtype=torch.float32).view(one.shape) for name, one in stored}
+        )
+    saved = load_file(run / "model" / "model.safetensors")
+    for name, first in weights[0].items():
+        expected = first
+        for step in (2, 3):
+            expected = torch.lerp(expected, weights[step - 1][name], 1 - min(0.6, (1 + step) / (10 + step)))
+        torch.testing.assert_close(saved[name], expected, rtol=1e-6, atol=1e-7)
+        assert name == "bert.embeddings.word_embeddings.weight" or not torch.equal(saved[name], weights[2][name])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+def test_the_average_moves_to_another_strategy(way: str, runs_of: Runs, tmp_path: Path) -> None:
+    checkpoint, expected = runs_of(way) / "ema again/checkpoints/step-00000003", runs_of("single") / "ema"
+    given = json.loads((runs_of("single") / "jobs.json").read_text(encoding="utf-8"))
+    job = next(job for job in given if job[-3] == str(expected))
+    job[-3] = tmp_path / "moved"
+    run_jobs(tmp_path, [], [[*job, "--resume", checkpoint]])
+    assert losses_of(tmp_path / "moved") == pytest.approx(losses_of(expected)[-3:], rel=1e-5)
+    mine, theirs = (lines_of(run / "eval.jsonl")[-1]["loss"] for run in (tmp_path / "moved", expected))
+    assert mine == pytest.approx(theirs, rel=1e-5)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -41,6 +42,7 @@ from toolkit.report.files import RunFiles, by_step, read_lines, write_whole
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
 from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
+from toolkit.training.average import averaged_weights, update_average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -131,8 +133,11 @@ class Run:
                 return
 
     def log(self, step: Step, grad_norm: Any) -> None:
-        """Logs a finished step; losses are gathered here, of `--logging_steps` steps at once. Raises UserError where
-        one is not finite, after those before it are logged."""
+        """Takes a finished step's weights into their average (`--ema_decay`), and logs it; losses are gathered here, of
+        `--logging_steps` steps at once. Raises UserError where one is not finite, after those before it are logged."""
+        decay = self.settings.training.ema_decay
+        if decay is not None and not self.checkpoints.optimizer.step_was_skipped:
+            update_average(self.checkpoints.live(), decay, step.number)
         self._gathered: StepMetrics | None = None
         try:
             for metrics in self._steps.finish(step, grad_norm):
@@ -155,16 +160,18 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """False where a stop signal came before its end."""
-        try:
-            evaluation = evaluate(self.data.validation)
-        except StopRequested as stop:
-            self._steps.stop_signal = stop.number
-            return False
-        improved = self.best.improved(evaluation, step)
-        if improved:
-            with writing(self.folder.model):
-                model, dtype = self.checkpoints.model, self.settings.training.save_dtype
-                save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
+        averages = self.settings.training.ema_decay is not None
+        with averaged_weights(self.checkpoints.live, step) if averages else contextlib.nullcontext():
+            try:
+                evaluation = evaluate(self.data.validation)
+            except StopRequested as stop:
+                self._steps.stop_signal = stop.number
+                return False
+            improved = self.best.improved(evaluation, step)
+            if improved:
+                with writing(self.folder.model):
+                    model, dtype = self.checkpoints.model, self.settings.training.save_dtype
+                    save_model(self.accelerator, model, self.tokenizer, self.folder.model, step, dtype)
         self._log_evaluation(evaluation, step, improved)
         return True
 
@@ -203,7 +210,7 @@ class Run:
     def load_best_model(self) -> None:
         """Puts the weights of model/ into the model, where training went on after them, and finds its thresholds and
         temperature on the validation rows, where they are asked for."""
-        if self.best.step != self._steps.done:
+        if self.best.step != self._steps.done or self.settings.training.ema_decay is not None:
             load_weights(self.accelerator, self.checkpoints.model, self.folder.model)
         path, validation = self.folder.model / DECISIONS, self.data.validation
         if self._asked and self._evaluate_split and self.evaluation_of(validation) is None:

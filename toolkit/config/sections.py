@@ -67,6 +67,8 @@ class ModelSettings(PretrainedSettings):
     """On the input of LoRA's matrices; 0 when not given, or `dropout` where that is given."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
+    pooling: Literal["cls", "mean"] | None = None
+    """What the head reads, where the model's config has the choice (ModernBERT, EuroBERT): the first token, or all."""
     freeze_layers: int | None = Field(default=None, ge=0)
     """Do not train the embeddings and the first so many layers; 0 freezes the embeddings alone."""
     reinit_layers: int | None = Field(default=None, ge=1)
@@ -89,6 +91,11 @@ class ObjectiveSettings:
     """Multi-label: what a label weighs where it is present: `balanced`, or `A=3,B=10` (others 1)."""
     sampling: Literal["balanced", "sqrt"] | None = None
     """Draw rows with replacement: every class alike, or by the root of its rows; each row once when not given."""
+
+    r_drop_alpha: float | None = Field(default=None, gt=0)
+    """R-Drop: two passes with different dropout, pulled together by so much; a step takes twice the time."""
+    fgm_epsilon: float | None = Field(default=None, gt=0)
+    """FGM: train also on embeddings moved so far against the model; a step takes 2.5 times the time."""
 
     @property
     def gamma(self) -> float | None:
@@ -235,6 +242,8 @@ class TrainingSettings:
     """Each layer's learning rate is so much of that above it, 0.95 say; the head has `learning_rate`."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of the weights; biases and norms have none."""
+    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    """Evaluate and save an average of the weights that keeps so much of itself at each step: 0.99, 0.999."""
     warmup_ratio: float | None = Field(default=None, ge=0, le=1)
     """The share of all optimizer steps that warm up."""
     warmup_steps: int | None = Field(default=None, ge=0)

@@ -54,6 +54,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
     read_as_decoder(config, name)
+    choose_pooling(config, settings.pooling, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
@@ -97,6 +98,19 @@ def read_as_decoder(config: Any, name: str) -> None:
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
+
+
+def choose_pooling(config: Any, pooling: str | None, name: str) -> None:
+    """Raises UserError for a model whose own class reads what it reads: no other program would read another."""
+    if pooling is None:
+        return
+    if not hasattr(config, "classifier_pooling"):
+        raise UserError(
+            f"--pooling {pooling}: the classifier of {name} ({config.model_type}) has no choice, and a model saved with "
+            "another would be read wrongly by transformers: leave it out, or write a model class of your own, as "
+            "docs/your-own-recipe.md does (MeanPooled)"
+        )
+    config.classifier_pooling = "bos" if (pooling, config.model_type) == ("cls", "eurobert") else pooling
 
 
 @functools.cache

@@ -1,0 +1,98 @@
+"""toolkit/training/regularize.py: R-Drop's divergence, and texts that are moved against the model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.training.test_optimizer import tiny
+from toolkit.config import ObjectiveSettings
+from toolkit.errors import UserError
+from toolkit.models.loss import sample_losses
+from toolkit.training.regularize import Regularizer, divergence
+
+SINGLE, MULTI = "single_label_classification", "multi_label_classification"
+
+
+def logits(seed: int) -> torch.Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_divergence_is_the_mean_of_both_ways() -> None:
+    one, other = logits(1), logits(2)
+    p, q = one.log_softmax(-1), other.log_softmax(-1)
+    both = F.kl_div(q, p, reduction="none", log_target=True) + F.kl_div(p, q, reduction="none", log_target=True)
+    torch.testing.assert_close(divergence(one, other, SINGLE), both.sum(-1) / 2)
+    # several labels: each is a choice of two
+    two = torch.stack([one, torch.zeros(4, 3)], -1), torch.stack([other, torch.zeros(4, 3)], -1)
+    each = torch.stack([divergence(two[0][:, place], two[1][:, place], SINGLE) for place in range(3)], -1)
+    torch.testing.assert_close(divergence(one, other, MULTI), each.mean(-1))
+
+
+def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    return sample_losses(logits, truth, SINGLE)
+
+
+def batch_of(rows: list[list[int]]) -> Any:
+    ids, mask = torch.tensor(rows), (torch.tensor(rows) > 0).long()
+    return SimpleNamespace(inputs={"input_ids": ids, "attention_mask": mask}, labels=torch.arange(len(rows)) % 3)
+
+
+ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
+
+
+def trained(model: Any, batch: Any, **asked: Any) -> torch.Tensor:
+    """The (B,) losses of a training pass."""
+    regularize = Regularizer(model, loss_fn, ObjectiveSettings(**asked), SINGLE)
+    return regularize(batch, loss_fn(model(**batch.inputs).logits, batch.labels))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "modernbert"])
+def test_each_text_is_moved_by_its_own_gradient(family: str, frozen: bool) -> None:
+    """Against a plain computation on given embeddings; and alike in whichever micro-batch a text is."""
+    torch.manual_seed(0)
+    model: Any = tiny(family).eval()
+    model.get_input_embeddings().requires_grad_(not frozen)
+    batch, table = batch_of(ROWS), model.get_input_embeddings()
+    mask = {"attention_mask": batch.inputs["attention_mask"]}
+    given = table(batch.inputs["input_ids"]).detach().requires_grad_()
+    clean = loss_fn(model(inputs_embeds=given, **mask).logits, batch.labels)
+    slopes = torch.autograd.grad(clean.sum(), given)[0]
+    moved = given + torch.stack([0.5 * slope / slope.norm() for slope in slopes])
+    expected = (clean + loss_fn(model(inputs_embeds=moved, **mask).logits, batch.labels)) / 2
+    found = trained(model, batch, fgm_epsilon=0.5)
+    torch.testing.assert_close(found, expected)
+    assert (found > clean).all()  # it is moved to where the loss is higher
+    found.sum().backward()
+    assert (table.weight.grad is None) == frozen
+    alone = SimpleNamespace(inputs={name: rows[1:2] for name, rows in batch.inputs.items()}, labels=batch.labels[1:2])
+    torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), found[1:2])
+
+
+def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
+    torch.manual_seed(0)
+    model: Any = tiny("bert").train()
+    batch = batch_of(ROWS)
+    torch.manual_seed(7)
+    one, two = (model(**batch.inputs).logits for _ in range(2))
+    expected = (loss_fn(one, batch.labels) + loss_fn(two, batch.labels)) / 2 + 0.3 * divergence(one, two, SINGLE)
+    torch.manual_seed(7)
+    torch.testing.assert_close(trained(model, batch, r_drop_alpha=0.3), expected)
+    assert (divergence(one, two, SINGLE) > 1e-6).all()
+
+
+def test_nothing_is_added_where_nothing_is_asked() -> None:
+    losses = torch.ones(3)
+    assert Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(), SINGLE)(batch_of(ROWS), losses) is losses
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UserError, match="compares probabilities of classes"):
+        Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(r_drop_alpha=1), "regression")
+    with pytest.raises(UserError, match="Linear has no input embeddings"):
+        Regularizer(torch.nn.Linear(2, 2), loss_fn, ObjectiveSettings(fgm_epsilon=1), SINGLE)
