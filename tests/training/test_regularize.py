@@ -83,7 +83,7 @@ def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
     expected = (loss_fn(one, batch.labels) + loss_fn(two, batch.labels)) / 2 + 0.3 * divergence(one, two, SINGLE)
     torch.manual_seed(7)
     torch.testing.assert_close(trained(model, batch, r_drop_alpha=0.3), expected)
-    assert (divergence(one, two, SINGLE) > 1e-6).all()
+    assert (divergence(one, two, SINGLE) > 0).all()
 
 
 def test_nothing_is_added_where_nothing_is_asked() -> None:

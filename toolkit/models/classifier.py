@@ -106,7 +106,7 @@ def choose_pooling(config: Any, pooling: str | None, name: str) -> None:
         return
     if not hasattr(config, "classifier_pooling"):
         raise UserError(
-            f"--pooling {pooling}: the classifier of {name} ({config.model_type}) has no choice, and a model saved with "
+            f"--pooling {pooling}: the head of {name} ({config.model_type}) has no choice, and a model saved with "
             "another would be read wrongly by transformers: leave it out, or write a model class of your own, as "
             "docs/your-own-recipe.md does (MeanPooled)"
         )

@@ -30,7 +30,7 @@ def update_average(state: LiveState, decay: float, steps: int) -> None:
 
 @contextlib.contextmanager
 def averaged_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
-    """In here the model computes with the average, and is saved as that. All processes enter; `live` gives the state."""
+    """In here the model computes with the average, and is saved as that. All processes enter; `live`: the state."""
     _exchange(live(), steps)
     try:
         yield

@@ -63,7 +63,7 @@ class Regularizer:
         assert self._embedded is not None
         (slope,) = torch.autograd.grad(losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
         length = slope.float().flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)  # (B,)
-        self._shift = self.asked.fgm_epsilon * slope.float() / length[:, None, None]
+        self._shift = (self.asked.fgm_epsilon or 0.0) * slope.float() / length[:, None, None]
         try:
             return self.loss_fn(self.model(**batch.inputs).logits, batch.labels)
         finally:
