@@ -105,6 +105,22 @@ def test_a_setting_of_another_recipe_is_unknown() -> None:
         parse(TitleSettings, ["--lora_r", "8"])
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            ["--loss", "focal", "--label_smoothing_factor", "0.1"],
+            "--label_smoothing_factor 0.1 has no effect with --loss",
+        ),
+        (["--focal_gamma", "1"], "--focal_gamma is given without --loss focal"),
+        (["--freeze_layers", "0", "--lora_r", "8"], "--freeze_layers and --lora_r contradict each other"),
+        (["--fgm_epsilon", "1", "--per_device_batch_size", "auto"], "auto measures one pass, and --fgm_epsilon takes"),
+    ],
+)
+def test_settings_that_cannot_both_be_meant(asked: list[str], said: str) -> None:
+    assert said in fault_of([*NAMED, *asked])
+
+
 def test_every_kind_of_fault_is_raised_at_once(yaml_file: Callable[..., str]) -> None:
     path = yaml_file("sead: 1\nlr_scheduler_type: linnear\n")
     fault = fault_of(

@@ -56,6 +56,26 @@ def test_the_head_follows_the_seed_and_nothing_else(tiny_model: Path) -> None:
     assert not torch.equal(load(tiny_model, seed=2).classifier.weight, first)
 
 
+def test_pooling_is_what_the_saved_config_names(tiny_model: Path, tmp_path: Path) -> None:
+    """So that transformers reads it as it was trained."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20}
+    for family, known, pooling, named in (("modernbert", {"cls_token_id": 1, "sep_token_id": 2}, "mean", "mean"),
+                                          ("eurobert", {}, "cls", "bos")):  # fmt: skip
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **known}
+        config = AutoConfig.for_model(family, vocab_size=30, **sizes, **tokens)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / family)
+        ids = torch.tensor([[1, 5, 6, 7, 2]])
+        found = [load(tmp_path / family, pooling=each).eval() for each in (pooling, None)]
+        found[0].save_pretrained(tmp_path / f"{family} saved")
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"{family} saved")
+        assert plain.config.classifier_pooling == named
+        with torch.no_grad():
+            logits = [model.eval()(input_ids=ids).logits for model in (plain, *found)]
+        assert torch.equal(logits[0], logits[1])
+        assert not torch.allclose(logits[1], logits[2])
+    assert "--pooling mean: the head of" in fault_of(tiny_model, pooling="mean")
+
+
 def test_the_encoder_is_the_checkpoints(tiny_model: Path) -> None:
     model, saved = load(tiny_model), load_file(tiny_model / "model.safetensors")
     for name, parameter in model.bert.named_parameters():

@@ -146,6 +146,9 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         faults.add("--dataset_config_name is given without --dataset_name")
     if given.get("positive_class") is not None and given.get("tune_thresholds") is None:
         faults.add("--positive_class is given without --tune_thresholds, which it is for")
+    for twice in ("r_drop_alpha", "fgm_epsilon"):
+        if given.get(twice) is not None and given.get("per_device_batch_size") == "auto":
+            faults.add(f"--per_device_batch_size auto measures one pass, and --{twice} takes two: give a number")
     for other in ("freeze_layers", "reinit_layers"):
         if given.get(other) is not None and given.get("lora_r") is not None:
             faults.add(f"--{other} and --lora_r contradict each other (LoRA trains its own matrices alone): give one")

@@ -134,14 +134,22 @@ def align_strategy(
     """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto`
     would mean something else (clipping at 1.0, whatever was asked) or nothing (a `model` without a config).
 
-    Raises UserError with every number of that file that contradicts the settings, and for an optimizer that ZeRO
-    would turn into another one.
+    Raises UserError with every number of that file that contradicts the settings, and for an optimizer that pieces of
+    parameters would turn into another one.
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
     if accelerator.ddp_handler is not None:  # running means are rank 0's; constants need no broadcast at each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
         accelerator.ddp_handler.broadcast_buffers = any(running)
+    name, faults = type(optimizer).__name__, Faults()
+    if name.lower().endswith(_NEEDS_WHOLE_PARAMETERS) and (accelerator.is_fsdp2 or accelerator.state.deepspeed_plugin):
+        faults.add(
+            f"{name} computes with whole parameters, and ZeRO and FSDP2 hand an optimizer pieces of them: its updates "
+            "would be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight "
+            "(--optimizer adamw, lion or sgd)"
+        )
     if accelerator.is_fsdp2:
+        faults.raise_if_any()
         _choose_units(accelerator.state.fsdp_plugin, model)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
@@ -158,7 +166,6 @@ def align_strategy(
         "train_batch_size": f"--global_batch_size {settings.global_batch_size}",
         "train_micro_batch_size_per_gpu": f"--per_device_batch_size {settings.per_device_batch_size}",
     }
-    faults = Faults()
     for key, value in meant.items():
         if config.get(key, "auto") not in ("auto", value):
             source = names.get(key, "the settings")
@@ -166,13 +173,6 @@ def align_strategy(
     for key in ("optimizer", "scheduler"):
         if key in config:
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
-    name = type(optimizer).__name__
-    if name.lower().endswith(_NEEDS_WHOLE_PARAMETERS):
-        faults.add(
-            f"{name} computes with whole parameters, and ZeRO hands an optimizer flat pieces of many: its updates "
-            "would be others. Launch it with accelerate_configs/ddp.yaml, or take one that works weight by weight "
-            "(--optimizer adamw, lion or sgd)"
-        )
     faults.raise_if_any()
     config.update(meant)
     config["zero_allow_untested_optimizer"] = True  # any optimizer of a recipe, not only DeepSpeed's list
