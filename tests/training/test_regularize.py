@@ -48,7 +48,8 @@ ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 def trained(model: Any, batch: Any, **asked: Any) -> torch.Tensor:
     """The (B,) losses of a training pass."""
     regularize = Regularizer(model, loss_fn, ObjectiveSettings(**asked), SINGLE)
-    return regularize(batch, loss_fn(model(**batch.inputs).logits, batch.labels))
+    logits = model(**batch.inputs).logits
+    return regularize(batch, logits, loss_fn(logits, batch.labels))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -88,7 +89,7 @@ def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
 
 def test_nothing_is_added_where_nothing_is_asked() -> None:
     losses = torch.ones(3)
-    assert Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(), SINGLE)(batch_of(ROWS), losses) is losses
+    assert Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(), SINGLE)(batch_of(ROWS), losses, losses) is losses
 
 
 def test_what_cannot_be_is_refused() -> None:

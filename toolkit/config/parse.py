@@ -147,6 +147,8 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     if given.get("positive_class") is not None and given.get("tune_thresholds") is None:
         faults.add("--positive_class is given without --tune_thresholds, which it is for")
     for twice in ("r_drop_alpha", "fgm_epsilon"):
+        if given.get(twice) is not None and given.get("teacher") is not None:
+            faults.add(f"--teacher and --{twice} contradict each other (its second pass has no teacher): give one")
         if given.get(twice) is not None and given.get("per_device_batch_size") == "auto":
             faults.add(f"--per_device_batch_size auto measures one pass, and --{twice} takes two: give a number")
     for other in ("freeze_layers", "reinit_layers"):

@@ -29,25 +29,20 @@ class Regularizer:
     ) -> None:
         """`model` is prepared. Raises UserError for what does not fit it."""
         self.model, self.loss_fn, self.asked, self.problem_type = model, loss_fn, asked, problem_type
-        self._logits: torch.Tensor | None = None
         self._embedded: torch.Tensor | None = None
         self._shift: torch.Tensor | None = None
         inner = unwrapped(model)
-        if asked.r_drop_alpha:
-            if problem_type == "regression":
-                raise UserError(f"--r_drop_alpha {asked.r_drop_alpha} compares probabilities of classes: leave it out")
-            inner.register_forward_hook(self._at_logits)
+        if asked.r_drop_alpha and problem_type == "regression":
+            raise UserError(f"--r_drop_alpha {asked.r_drop_alpha} compares probabilities of classes: leave it out")
         if asked.fgm_epsilon:
             if not hasattr(inner, "get_input_embeddings"):
                 raise UserError(f"--fgm_epsilon {asked.fgm_epsilon}: {type(inner).__name__} has no input embeddings")
             inner.get_input_embeddings().register_forward_hook(self._at_embeddings)
 
-    def __call__(self, batch: Batch, losses: torch.Tensor) -> torch.Tensor:
-        """(B,) losses of what the model has just said of a batch -> the (B,) losses to train on."""
-        logits = self._logits
+    def __call__(self, batch: Batch, logits: torch.Tensor, losses: torch.Tensor) -> torch.Tensor:
+        """(B, C) logits of the model and their (B,) losses -> the (B,) losses to train on."""
         adversarial = self._adversarial(batch, losses) if self.asked.fgm_epsilon else None
         if self.asked.r_drop_alpha:
-            assert logits is not None
             again = self.model(**batch.inputs).logits  # (B, C), with another dropout
             losses = (losses + self.loss_fn(again, batch.labels)) / 2
             losses = losses + self.asked.r_drop_alpha * divergence(logits, again, self.problem_type)
@@ -71,9 +66,6 @@ class Regularizer:
             return self.loss_fn(self.model(**batch.inputs).logits, batch.labels)
         finally:
             self._shift = self._embedded = None
-
-    def _at_logits(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        self._logits = output.logits
 
     def _at_embeddings(self, module: torch.nn.Module, inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
         if self._shift is not None:
