@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.launch.test_nodes import pretend_network
+from toolkit.cli import build_parser
 from toolkit.launch.environment import settle
 from toolkit.launch.relaunch import plan, split
 
@@ -27,6 +28,7 @@ OPTIONS: dict[str, str | None] = {
     "mem": r"\d+[KMGT]?",
     "time": r"(?:\d+-)?\d{1,2}:\d\d:\d\d",
     "partition": r"[\w.+-]+",
+    "array": r"1-\d+",
     "signal": r"B:USR1@\d{1,5}",  # the shell's own trap takes it
     "requeue": None,
     "open-mode": "append",
@@ -51,7 +53,7 @@ def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [*BATCH_FILES, "pod.sh"])
+@pytest.mark.parametrize("name", [*BATCH_FILES, "pod.sh", "slurm-predict.sbatch"])
 def test_bash_reads_it(name: str) -> None:
     checked = subprocess.run(["bash", "-n", FOLDER / name], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -66,6 +68,26 @@ def test_sbatch_reads_its_options(name: str) -> None:
     assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
     assert given["nodes"] == "2"
     assert given["ntasks-per-node"] == ("1" if "accelerate" in name else given["gpus-per-node"])
+
+
+def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
+    batch = text_of("slurm-predict.sbatch")
+    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", batch.partition("set -euo")[0], re.MULTILINE))
+    assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
+    job = yaml.safe_load(text_of("predict-job.yaml"))["spec"]
+    (pod,) = job["template"]["spec"]["containers"]
+    env = {variable["name"]: variable["value"] for variable in pod["env"]}
+    assert (job["completionMode"], str(job["completions"])) == ("Indexed", env["SHARDS"])
+    (tmp_path / "toolkit").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "toolkit").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    runs = [(["bash", "-c", batch.replace("source .venv", "true .venv")], {"SLURM_ARRAY_TASK_ID": "64"}),
+            ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"})]  # fmt: skip
+    for command, variables in runs:
+        said = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True).stdout.split()
+        assert said[said.index("--shard") + 1] == "64/64"
+        build_parser().parse_args(said)
+    assert given["array"] == "1-64"
 
 
 def test_both_batch_files_end_alike() -> None:

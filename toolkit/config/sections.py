@@ -131,7 +131,7 @@ class TextSettings:
     """Where the texts are."""
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz)."""
+    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz); several by a pattern, 'part-*.csv'."""
     validation_file: str | None = None
     """Evaluated during training; without it a part of the training rows is held back."""
     test_file: str | None = None
@@ -152,6 +152,8 @@ class TextSettings:
     """Of CSV and TSV files whose first line is no header: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)
     """The part of the training rows that is held back when there is no validation file."""
+    preprocessing_num_workers: int | None = Field(default=None, ge=1)
+    """Threads of a fast tokenizer while tokens are made; all cores when not given."""
     drop_empty_text: bool = False
     """Leave out rows whose text (or title) is empty or blank; otherwise they are an error."""
     max_length: int | None = Field(default=None, ge=2)

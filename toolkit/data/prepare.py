@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,6 +82,8 @@ def prepare_data(
         paths += ["dataset_name"] * local
         values = {name: value for name, value in flat(settings).items() if name not in paths}
         launch.same_everywhere(accelerator, "the settings", values)
+    if settings.data.preprocessing_num_workers:  # the tokenizer looks when it makes its first tokens
+        os.environ["RAYON_NUM_THREADS"] = str(settings.data.preprocessing_num_workers)
     job = _Job(settings, tokenizer, model_config)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
     tables = read_tables(settings.data)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
@@ -252,42 +253,44 @@ def encoded(
     # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
-    for block in _in_a_thread(partial(_encode, tokenizer, max_length), blocks):
-        yield block
-        done += len(block.lengths)
-        bar.update(done)
+    fast = getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # how it cuts is told once, before the threads
+    # of two, one waits for the tokenizer, which has threads of its own, while the other's tokens become arrays
+    with ThreadPoolExecutor(2 if fast else 1, "tokenize") as threads:
+        made: deque[Future[Block]] = deque()
+        for block in itertools.chain(blocks, [None]):
+            if block is not None:
+                made.append(threads.submit(_encode, tokenizer, fast, max_length, *block))
+            while len(made) > (3 if block is not None else 0):
+                yield (ready := made.popleft().result())
+                done += len(ready.lengths)
+                bar.update(done)
     bar.close()
 
 
-def _in_a_thread(make: Callable[..., Block], blocks: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
-    """Two are made ahead of the one that the caller works on."""
-    with ThreadPoolExecutor(1, "tokenize") as thread:
-        made: deque[Future[Block]] = deque()
-        for block in blocks:
-            made.append(thread.submit(make, *block))
-            if len(made) > 2:
-                yield made.popleft().result()
-        while made:
-            yield made.popleft().result()
-
-
-def _encode(tokenizer: Any, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
+def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], pairs: Sequence[str] | None) -> Block:
     typed = pairs is not None and "token_type_ids" in tokenizer.model_input_names
-    made = tokenizer(
-        texts,
-        text_pair=pairs,
-        truncation="longest_first",
-        max_length=max_length,
-        return_attention_mask=False,
-        return_token_type_ids=typed,
-    )
-    lengths = np.fromiter(map(len, made["input_ids"]), np.int64, len(texts))
+    if fast:  # what transformers does with it takes as long as the tokens
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(
+            texts if pairs is None else list(zip(texts, pairs, strict=True))
+        )
+        ids, types = [found.ids for found in encodings], [found.type_ids for found in encodings] if typed else []
+    else:
+        made = tokenizer(
+            texts,
+            text_pair=pairs,
+            truncation="longest_first",
+            max_length=max_length,
+            return_attention_mask=False,
+            return_token_type_ids=typed,
+        )
+        ids, types = made["input_ids"], made["token_type_ids"] if typed else []
+        encodings = made.encodings or ()  # none of tokenizers written in Python
+    lengths = np.fromiter(map(len, ids), np.int64, len(texts))
     flat = partial(np.fromiter, count=int(lengths.sum()))
     chain = itertools.chain.from_iterable
-    types = flat(chain(made["token_type_ids"]), np.int8) if typed else None
-    # None for tokenizers written in Python
-    cut = sum(bool(encoding.overflowing) for encoding in made.encodings or ())
-    return Block(flat(chain(made["input_ids"]), np.int32), lengths, types, cut)
+    cut = sum(bool(found.overflowing) for found in encodings)
+    return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if typed else None, cut)
 
 
 def encode(

@@ -1,0 +1,163 @@
+"""What preparing data takes, and what a step and a start take afterwards, by the number of rows.
+
+    python benchmarks/data.py                       # writes benchmarks/results/data.md
+
+Rows are short English reviews of the `demo` extra, about 120 bytes of CSV each, every one with a number of its own.
+Prepared by `toolkit prepare` in a process of its own; beside it the tokenizer's own rate: the same texts, already in
+memory, through `encode_batch_fast` on all cores, measured before and after, since the machine may have other work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from toolkit.config import ModelSettings
+from toolkit.data.batches import Collator, global_batches, micro_batches
+from toolkit.data.read import read_demo
+from toolkit.data.tokens import growing, load_split, load_tokenizer
+from toolkit.demo import model_path
+
+MODEL = "demo:minilm"
+RESULTS = Path(__file__).parent / "results" / "data.md"
+STEPS, BATCH = 500, 32
+
+
+def write_rows(path: Path, rows: int) -> None:
+    texts = itertools.cycle(read_demo("demo:rotten-tomatoes")["train"].rows["text"])
+    with path.open("w") as file:
+        file.write("text,label\n")
+        for number, text in zip(range(rows), texts, strict=False):
+            doubled = text.replace('"', '""')
+            file.write(f'"{number} {doubled}",{"pos" if number % 3 else "neg"}\n')
+
+
+def own_rate(path: Path) -> float:
+    """Texts a second."""
+    texts = [line.rsplit(",", 1)[0] for line in itertools.islice(path.open(), 1, 60_001)]
+    tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL)).backend_tokenizer
+    tokenizer.enable_truncation(128)
+    tokenizer.no_padding()
+    started = time.perf_counter()
+    for start in range(0, len(texts), 2048):
+        tokenizer.encode_batch_fast(texts[start : start + 2048])
+    return len(texts) / (time.perf_counter() - started)
+
+
+def prepare(path: Path, cache: Path) -> tuple[float, float]:
+    """(seconds, peak resident GB) of `toolkit prepare`, its start included."""
+    words = ["prepare", "--train_file", path, "--model_name_or_path", model_path(MODEL), "--max_length", "128"]
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *map(str, words)],
+        env=os.environ | {"TOOLKIT_CACHE": str(cache)},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"toolkit prepare failed: {words}")
+    return time.perf_counter() - started, used.ru_maxrss / 1e6
+
+
+def steps(folder: Path) -> dict[str, float]:
+    """In a process of its own: the start after the cache, and what a step takes of the data."""
+    import torch
+
+    tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    split = load_split(folder, "train")
+    batches = global_batches(split.lengths, BATCH, seed=1, epoch=0)
+    collate, ready = Collator(split, tokenizer, torch.device("cpu")), time.perf_counter()
+    for indices in itertools.islice(itertools.cycle(batches), STEPS):
+        for mine in micro_batches(split, indices, BATCH, 0, 1):
+            collate(mine)
+    done, after = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"start": ready - started, "step": (done - ready) / STEPS, "memory": (after - before) / 1e6}
+
+
+def make_split(folder: Path, rows: int) -> None:
+    """Tokens of texts as long as the reviews are, without a tokenizer."""
+    (folder / "train").mkdir(parents=True)
+    generator, end = np.random.default_rng(1), 0
+    with (
+        growing(folder / "train" / "input_ids.npy", np.int32) as ids,
+        growing(folder / "train" / "offsets.npy", np.int64) as offsets,
+    ):
+        offsets(np.zeros(1, np.int64))
+        for start in range(0, rows, 100_000):
+            lengths = generator.integers(6, 50, min(100_000, rows - start))
+            ids(generator.integers(1000, 30_000, lengths.sum()))
+            offsets(end + np.cumsum(lengths))
+            end += int(lengths.sum())
+    np.save(folder / "train" / "rows.npy", np.arange(rows))
+    np.save(folder / "train" / "labels.npy", np.zeros(rows, np.int64))
+
+
+def prepared_lines(counts: list[int], root: Path) -> list[str]:
+    lines = ["| rows | CSV, MB | seconds | rows/s | the tokenizer's own rate, before and after | of it | peak GB |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for rows in counts:
+        path = root / f"{rows}.csv"
+        write_rows(path, rows)
+        first = own_rate(path)
+        seconds, peak = prepare(path, root / f"cache-{rows}")
+        own = (first + (last := own_rate(path))) / 2
+        lines.append(
+            f"| {rows:,} | {path.stat().st_size / 1e6:.0f} | {seconds:.1f} | {rows / seconds:.0f} | {first:.0f}, "
+            f"{last:.0f} | {100 * rows / seconds / own:.0f} % | {peak:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def step_lines(counts: list[int], root: Path) -> list[str]:
+    lines = ["| rows | start, seconds | a step's data, ms | more memory, GB |", "|---|---|---|---|"]
+    for rows in counts:
+        make_split(root / f"split-{rows}", rows)
+        command = [sys.executable, __file__, "--measure_steps", str(root / f"split-{rows}")]
+        said: dict[str, Any] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+        lines.append(f"| {rows:,} | {said['start']:.2f} | {1000 * said['step']:.2f} | {said['memory']:.2f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--steps", type=int, nargs="*", default=[10_000, 1_000_000, 10_000_000])
+    parser.add_argument("--measure_steps", type=Path)
+    options = parser.parse_args()
+    if options.measure_steps:
+        print(json.dumps(steps(options.measure_steps)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        prepared, after = prepared_lines(options.rows, Path(folder)), step_lines(options.steps, Path(folder))
+    cores, load = os.cpu_count(), os.getloadavg()[0]
+    text = [
+        "# Preparing data", "",
+        f"`python benchmarks/data.py` on {cores} cores ({platform.processor() or platform.machine()}) that other work "
+        f"shares: load {load:.1f} at the end. MiniLM's tokenizer, at most 128 tokens; `toolkit prepare` with its start "
+        "and a tenth of the rows held back.", "", *prepared, "",
+        "After the cache is made: mapping it and planning the first epoch, what a step of 32 texts takes of the data, "
+        "and the memory that this adds to a process (tokens that are mapped and were read count).", "", *after, "",
+    ]  # fmt: skip
+    RESULTS.write_text("\n".join(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
