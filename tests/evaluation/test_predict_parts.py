@@ -13,6 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS
 from toolkit.cli import build_parser
 from toolkit.data import parse, read
 from toolkit.errors import UserError
@@ -130,6 +132,19 @@ def test_what_is_finished_is_not_computed_again(
     assert predicted("out.csv").read_bytes() == whole
     assert written == [32, 48, 64]
     assert f"32 of {ROWS} rows are done in {folder}: going on" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
+def test_processes_share_each_window(
+    predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
+) -> None:
+    """A shard of it alone, then all: the tokens that they shared are gone."""
+    whole, given = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
+    run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *given, tmp_path / "out.csv", *more]
+                                            for more in (["--shard", "2/3"], [])])  # fmt: skip
+    assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
+    assert not list((toolkit_cache / "tokens").glob("*"))
 
 
 def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -> None:

@@ -178,6 +178,7 @@ def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Par
             rows, empty, computed = rows + window.rows.num_rows, empty + blank, computed + len(split)
             if split.folder != Path() and accelerator.is_local_main_process:
                 remove(split.folder.parent)  # every process has computed it, and so has mapped it
+                Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
             if accelerator.is_main_process:
                 written.result()
                 written = writer.submit(_write, loaded, parts, window, found, places)
