@@ -320,6 +320,11 @@ class Run:
         if named := config.is_file():  # a class of transformers
             architecture = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
             loads = f"loads with {architecture}.from_pretrained"
+        explains = (
+            f" (`toolkit report {folder} --explain 5`: which words led to them)"
+            if isinstance(self.settings, TaskSettings)
+            else ""
+        )
         compared, checkpoints = [], []
         if self._compared is not None:
             most, other = self._compared
@@ -339,7 +344,7 @@ class Run:
             *filter(None, [mfu.describe(by_step(read_lines(self.folder.path / "metrics.jsonl")))]),
             *compared,
             f"  {folder}/model/            {loads}, weights in {self.settings.training.save_dtype}",
-            f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser",
+            f"  {folder}/report.html       curves, results, worst mistakes: open it in a browser{explains}",
             f"  {folder}/predictions.jsonl every {last.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *checkpoints,

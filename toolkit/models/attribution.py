@@ -43,16 +43,15 @@ def attribute(
     hook = embeddings.register_forward_hook(put)
     try:
         with torch.no_grad():
-            started = time.monotonic()
             output = float(output_of(model(**inputs).logits.float()))
             ids = inputs["input_ids"]
             text = put.seen[:, : ids.shape[1]]  # (1, S, H)
             pad = torch.full_like(ids, model.config.get_text_config().pad_token_id or 0)
             nothing = embeddings(torch.where(special, ids, pad))  # (1, S, H)
-            put.given = nothing
+            put.given, started = nothing, time.monotonic()
             baseline = float(output_of(model(**inputs).logits.float()))
-        # a backward pass takes twice a forward pass
-        affordable = int(seconds / (1.5 * (time.monotonic() - started)))
+        # a backward pass takes twice as long as a forward pass
+        affordable = int(seconds / (3 * (time.monotonic() - started)))
         if affordable < _FEWEST_POINTS:
             return None
         ways, weights = np.polynomial.legendre.leggauss(min(_POINTS, affordable))

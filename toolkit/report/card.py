@@ -17,16 +17,17 @@ from toolkit.checkpoint.model_folder import step_of
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Best, Evaluation
 from toolkit.report.files import read_lines, write_whole
-from toolkit.report.record import METRICS, Record, is_local, render
+from toolkit.report.record import METRICS, Record, is_local, render, without_folders
 
 _FEW_SAMPLES = 30
 # what the table of settings shows, in this order, where it is set
 _HYPERPARAMETERS = (
     "optimizer", "learning_rate", "lr_scheduler_type", "warm-up", "optimizer steps", "global_batch_size",
     "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "loss", "focal_gamma",
-    "class_weights", "pos_weight", "sampling", "dropout", "LoRA", "min_length", "max_length", "max_target_length",
-    "layerwise_lr_decay", "freeze_layers", "reinit_layers", "pooling", "ema_decay", "r_drop_alpha", "fgm_epsilon",
-    "num_beams", "length_penalty", "no_repeat_ngram_size", "mixed_precision", "seed", "processes", "device",
+    "class_weights", "pos_weight", "sampling", "dropout", "LoRA", "num_hidden_layers", "teacher", "min_length",
+    "max_length", "max_target_length", "layerwise_lr_decay", "freeze_layers", "reinit_layers", "pooling", "ema_decay",
+    "r_drop_alpha", "fgm_epsilon", "num_beams", "length_penalty", "no_repeat_ngram_size", "mixed_precision", "seed",
+    "processes", "device",
 )  # fmt: skip
 
 
@@ -144,6 +145,7 @@ def _hyperparameters(record: Record, run_folder: Path) -> dict[str, Any]:
         "label_smoothing_factor": settings.get("label_smoothing_factor") or None,
         "loss": "focal" if settings.get("loss") == "focal" else None,
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size") or None,
+        "teacher": settings.get("teacher") and without_folders(str(settings["teacher"]).removesuffix("/model")),
         "LoRA": _lora(run_folder / "adapter") if settings.get("lora_r") else None,
         "max_length": data["max_length"],
         "mixed_precision": world["mixed_precision"],

@@ -309,7 +309,7 @@ def _cost(run: dict[str, Any], strategies: dict[str, float]) -> list[str]:
     memory, seconds, speed = run["peak_memory_bytes"], run["seconds"], run["samples_per_second"]
     cells = [number(run["steps"]), f"{seconds:,.1f} s" if seconds else "–", f"{speed:,.0f}" if speed else "–",
              f"{memory / 2**30:.2f} GiB" if memory else "–"]  # fmt: skip
-    return cells + ([f"{strategies[run['name']]:.1e}" if run["name"] in strategies else "–"] if strategies else [])
+    return cells + ([f"{strategies[run['name']]:.1e}" if strategies.get(run["name"]) else "–"] if strategies else [])
 
 
 def _with_interval(metric: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,12 +59,15 @@ def explain(
     tokenizer, model = load_tokenizer(named), load_saved_classifier(named).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
-    until, found = time.monotonic() + SECONDS, {}
-    for left, sample in zip(range(min(most, len(samples)), 0, -1), samples, strict=False):
+    begun, found = time.monotonic(), {}
+    for sample in samples[:most]:
         pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]
-        one = _explained(model, tokenizer, labels, sample, pair, data["max_length"], (until - time.monotonic()) / left)
+        left = SECONDS - (time.monotonic() - begun)
+        one = _explained(model, tokenizer, labels, sample, pair, data["max_length"], left)
         if one is not None:
             found[sample.place] = one
+    if len(found) < min(most, len(samples)):
+        print(f"{len(found)} rows are explained: more would take longer than {SECONDS:.0f} s", file=sys.stderr)
     return found
 
 
