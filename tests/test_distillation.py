@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Server, lines_of, losses_of
 from toolkit.config import ModelSettings
@@ -153,3 +154,20 @@ def test_the_layers_that_are_kept(tiny_model: Path) -> None:
     with pytest.raises(UserError, match="--num_hidden_layers 7: m has 6 layers: name at most that"):
         keep_layers(model, 7, "m")
     assert np.array_equal(half.config.num_hidden_layers, 1)
+
+
+@pytest.mark.parametrize("name", ["ModernBERT", "DeBERTa-v2", "DistilBERT", "Longformer", "Qwen3"])
+def test_a_model_of_fewer_layers_loads_as_it_was_saved(name: str, tmp_path: Path) -> None:
+    make_architecture(name, tmp_path / "base", ["a fine film", "a dull story"])
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    fewer = load_classifier(
+        ModelSettings(model_name_or_path=str(tmp_path / "base"), num_hidden_layers=1), labels, 1
+    ).eval()
+    fewer.save_pretrained(tmp_path / "saved")
+    again, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(loading.values())
+    ids = torch.arange(5, 21)[None]
+    assert torch.allclose(fewer(ids).logits, again.eval()(ids).logits, atol=1e-4)
+    make_architecture("ALBERT", tmp_path / "shared", ["a fine film"])
+    with pytest.raises(UserError, match="share their weights"):
+        load_classifier(ModelSettings(model_name_or_path=str(tmp_path / "shared"), num_hidden_layers=1), labels, 1)

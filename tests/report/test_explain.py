@@ -17,6 +17,7 @@ from transformers import (
     BigBirdForSequenceClassification,
 )
 
+from tests.architectures import make_architecture
 from tests.report.made import make_run
 from tests.report.test_html import NASTY, Page
 from toolkit.cli import build_parser
@@ -26,7 +27,7 @@ from toolkit.models.attribution import attribute
 from toolkit.models.classifier import choose_attention
 from toolkit.report import explain
 from toolkit.report.explain import Explanation, Word
-from toolkit.report.html import write_report, write_report_of_folder
+from toolkit.report.html import Sample, write_report, write_report_of_folder
 
 TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good", "服务很好，房间不好。A fine hotel"]
 
@@ -95,6 +96,28 @@ def test_pieces_of_words_are_one_and_chinese_characters_are_not(tokenizer: Any) 
     # a tokenizer that takes white space, and a sentence, for part of a word
     pieces = explain._words("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
     assert pieces[:4] == [("a", 1.0), (" ", None), ("很", 2.0), ("好", 3.0)]
+
+
+@pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
+def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) -> None:
+    """Pieces of words, bytes of characters, sentences without spaces: nothing is lost, and no character is torn."""
+    text = "The café is fine, 服务很好 unbelievably. 😀"
+    folder, labels = tmp_path / "run", Labels("single_label_classification", ("a", "b"), ("label",))
+    make_architecture(name, tmp_path / "base", ["The café is fine and unbelievably good."] * 3)
+    names: Any = {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 0, "b": 1}, "problem_type": labels.problem_type}
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **names)
+    model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(folder / "model")
+    data = {"problem_type": labels.problem_type, "labels": labels.names, "max_length": 100}
+    sample = Sample(0, 1, "a", "b", True, missed=[("a", 0.1)], added=[("b", 0.9)])
+    found = explain.explain(folder, data, [sample], [text], 1)[0]
+    assert "".join(word.text for word in found.words).rstrip() == text
+    assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4, abs=1e-6)
+    read = [word.text for word in found.words if word.adds is not None]
+    if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # which take what they do not know for one token
+        assert {"服", "务", "很", "好"} <= set(read)
+    assert "unbelievably" in " ".join(read)
 
 
 def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -> None:

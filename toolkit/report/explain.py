@@ -121,18 +121,20 @@ def _words(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> l
     The pieces of a word are one; Chinese characters stay apart, where a tokenizer takes a sentence for a word.
     """
     pieces: list[_Piece] = []
-    done, last = 0, None
+    done, last, carried = 0, None, 0.0
     for start, end, word, adds in tokens:
         start, end = max(start, done), max(end, done)
         piece, before = text[start:end], pieces[-1] if pieces else ("", None)
         joins = word is not None and word == last and start == done and before[1] is not None
-        if joins and not _CJK.search(before[0][-1:] + piece[:1]):
+        if joins and not (piece and _CJK.search(before[0][-1:] + piece[:1])):  # no piece: a byte of a character
             pieces[-1] = (before[0] + piece, before[1] + adds)  # type: ignore[operator]
         else:
-            pieces += [(text[done:start], None)] * (start > done)
-            blank = piece[: len(piece) - len(piece.lstrip())]  # which some tokenizers count to the word behind it
-            pieces += [(blank, None)] * bool(blank)
-            pieces.append((piece[len(blank) :], adds))
+            blank = start + len(piece) - len(piece.lstrip())  # which some tokenizers count to the word behind it
+            pieces += [(text[done:blank], None)] * (blank > done)
+            carried += adds
+            if blank < end or not piece:
+                pieces.append((text[blank:end], carried))
+                carried = 0.0
         done, last = end, word
     return [*pieces, (" ", None)]
 
