@@ -144,6 +144,10 @@ def test_every_kind_of_prediction_has_intervals() -> None:
         expected = sk.accuracy_score(truth, guess) if name == "accuracy" else sk.f1_score(
             truth, guess, average=name.removeprefix("f1_"), zero_division=0)  # fmt: skip
         assert value == pytest.approx(expected), name
+    unanswered = bootstrap.scores_of(
+        [{"label": "neg", "prediction": None}, {"label": "neg", "prediction": "neg"}], LABELS.problem_type, NAMES
+    )
+    assert unanswered.values == pytest.approx({"accuracy": 0.5, "f1_macro": 2 / 3 / 3})
     numbers = bootstrap.scores_of([{"label": [1.0, 2.0], "prediction": [2.0, 4.0]}], "regression", ("a", "b"))
     assert numbers.values == {"mae": 1.5, "mse": 2.5}
     titles = bootstrap.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
