@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-faults test-latest audit lint benchmark clean
+.PHONY: install demo test test-all test-gpu test-faults test-latest audit lint benchmark clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,10 @@ test: install lint
 # The slow ones too.
 test-all: install lint
 	$(PYTEST) -m ""
+
+# What needs a GPU: every strategy on NCCL as far as this machine's devices go. Then: python benchmarks/gpu.py --write
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu -rs
 
 # Breaks runs in every way they must survive, and writes docs/faults.md.
 test-faults: install

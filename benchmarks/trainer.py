@@ -56,6 +56,8 @@ class Job:
     tokenizer: Any
     data: Any
     model: Any
+    warm_steps: int = 0
+    """Optimizer steps before the clock starts."""
 
 
 @dataclass
@@ -187,7 +189,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     run = Run(accelerator, job.settings, data, job.tokenizer, steps, lambda *_: {"f1_macro": 0.0}, recipe="benchmark")
     run.resume(model, optimizer, scheduler)
     done = []
-    warm_up(model, bf16=True)
+    warm_up(model, bf16=accelerator.mixed_precision == "bf16")
     clock.start()
     for step in run.steps():
         model.train()
@@ -200,6 +202,8 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
         optimizer.zero_grad()
         run.log(step, grad_norm)
         done.append(step)
+        if step.number == job.warm_steps:
+            clock.start()
     clock.stop()
     return {"loss": statistics.fmean(step.metrics.loss for step in done), "steps": len(done)}
 
@@ -247,7 +251,7 @@ def plain_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
     from transformers import default_data_collator
 
     def padded(split: Any) -> Any:
-        features = job.tokenizer.pad(_items(split), padding="max_length", max_length=MAX_LENGTH)
+        features = job.tokenizer.pad(_items(split), padding="max_length", max_length=job.data.max_length)
         return datasets.Dataset.from_dict(dict(features))
 
     splits = [padded(split) for split in (job.data.train, job.data.validation)]
@@ -274,16 +278,21 @@ def _run_trainer(
             warm_up(job.model, args.bf16)
             clock.start()
 
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == job.warm_steps:
+                clock.start()
+
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             clock.stop()
 
+    training = job.settings.training
     arguments = TrainingArguments(
-        job.settings.training.output_dir,
-        max_steps=job.settings.training.max_steps,
-        per_device_train_batch_size=GLOBAL_BATCH,
-        learning_rate=LEARNING_RATE,
-        warmup_steps=WARMUP_RATIO,  # below 1 it is a ratio
-        weight_decay=WEIGHT_DECAY,
+        training.output_dir,
+        max_steps=training.max_steps,
+        per_device_train_batch_size=training.global_batch_size,
+        learning_rate=training.learning_rate,
+        warmup_steps=training.warmup_ratio,  # below 1 it is a ratio
+        weight_decay=training.weight_decay,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

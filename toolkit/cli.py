@@ -37,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_parser(commands)
     cache.add_parser(commands)
     _add_predict(commands)
+    _add_export(commands)
     commands.add_parser("prepare", help="tokenize a job's data ahead of time")
     commands.add_parser("estimate", help="the memory that a job takes on each process, by strategy")
     commands.add_parser("doctor", help="find what would keep a run from starting, here or between machines")
@@ -115,6 +116,27 @@ def _probabilities(asked: str) -> str:
     if not re.fullmatch(r"all|none|top-[1-9]\d*", asked):
         raise argparse.ArgumentTypeError(f"{asked!r} is not all, none or top-3")
     return asked
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    export = commands.add_parser(
+        "export",
+        help="turn a classifier into one that OpenVINO or ONNX Runtime computes, 8-bit if asked",
+        description="Writes OUT, a folder that `toolkit predict` takes as any other. It is checked against MODEL on "
+        "the validation rows of its run (or --validation_file), and not written where its answers differ.",
+        allow_abbrev=False,
+    )
+    export.add_argument("model", help="a run's model folder, any classifier, or a hub name")
+    export.add_argument("out", help="the folder to make")
+    export.add_argument("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
+    export.add_argument("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
+    export.add_argument("--max_drop", type=float, default=0.5, metavar="POINTS",
+                        help="how far accuracy, or the share of equal answers, may fall, of 100 [0.5]")  # fmt: skip
+    export.add_argument("--validation_file", metavar="FILE", help="to check on; the run's validation rows if not given")
+    export.add_argument("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
+    for name in ("text_column", "text_pair", "label_column"):
+        export.add_argument(f"--{name}", metavar="NAME", help="of these files")
+    export.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
 
 
 def main() -> None:
@@ -211,6 +233,12 @@ def _predict(options: argparse.Namespace) -> None:
     predict_file(options)
 
 
+def _export(options: argparse.Namespace) -> None:
+    from toolkit.export import export
+
+    export(options)
+
+
 def _report(options: argparse.Namespace) -> None:
     from toolkit.report.html import write_report_of_folder
 
@@ -226,6 +254,7 @@ def _compare(options: argparse.Namespace) -> None:
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
     "predict": _predict,
+    "export": _export,
     "prepare": _prepare,
     "estimate": _estimate,
     "cache": cache.run,

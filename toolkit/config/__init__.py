@@ -1,6 +1,7 @@
 """Settings: their sections, and how they are read."""
 
 from toolkit.config.parse import build as build
+from toolkit.config.parse import fields_of as fields_of
 from toolkit.config.parse import flat as flat
 from toolkit.config.parse import named_in as named_in
 from toolkit.config.parse import parse as parse

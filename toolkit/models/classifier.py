@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.models import bigbird
+from toolkit.models.exported import ExportedClassifier, exported_to
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
@@ -173,8 +175,11 @@ def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
 
 
 def load_saved_classifier(settings: ModelSettings) -> Any:
-    """A fine-tuned classifier as it was saved. Raises UserError for one whose head was never trained."""
+    """A fine-tuned classifier as it was saved, or as it was exported. Raises UserError for one whose head was never
+    trained."""
     name = str(settings.model_name_or_path)
+    if exported_to(Path(name)):
+        return ExportedClassifier(Path(name), load_config(settings))
     with explained(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
             model_path(name), trust_remote_code=False, output_loading_info=True, dtype=torch.float32

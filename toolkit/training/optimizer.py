@@ -19,7 +19,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 from toolkit.checkpoint.live import persistent_buffers
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, did_you_mean, first_line
+from toolkit.launch import say
 from toolkit.models.layers import distances, outer_layers
+from toolkit.pretrained import encoder_config
 from toolkit.training.lion import Lion
 from toolkit.training.steps import Schedule
 
@@ -32,6 +34,8 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "lion": Lion,
     "sgd": torch.optim.SGD,
 }
+# Of one layer: in training or not, with a mask or none, of one text or several
+_MOST_GRAPHS = 32
 
 # They look at a parameter's rows and columns, or at its norm
 _NEEDS_WHOLE_PARAMETERS = ("adafactor", "came", "lamb", "lars", "muon", "shampoo", "soap")
@@ -151,6 +155,8 @@ def align_strategy(
     if accelerator.is_fsdp2:
         faults.raise_if_any()
         _choose_units(accelerator.state.fsdp_plugin, model)
+    if settings.torch_compile:
+        compile_layers(accelerator, model)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
@@ -192,6 +198,24 @@ def _choose_units(plugin: Any, model: Any) -> None:
     if sum(parameter is head.weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1:
         # a decoder's embedding too: accelerate would give the head a unit of its own, and the weight would be in two
         model.get_output_embeddings = lambda: None
+
+
+def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """Compiles a model's layers one by one, in place: what a checkpoint holds keeps its names, and layers share their
+    code. A graph takes any number of texts of any length. Raises UserError where it could not."""
+    plugin, config, why = accelerator.state.deepspeed_plugin, getattr(model, "config", None), ""
+    if plugin is not None and plugin.zero_stage == 3:
+        why = "ZeRO-3 gathers each weight in a hook, where a graph would end: launch with zero2.yaml, ddp.yaml or fsdp2"
+    elif getattr(config, "is_encoder_decoder", False):
+        why = f"a {type(model).__name__} keeps keys and values that grow with each token of a title"
+    elif getattr(encoder_config(config), "attention_type", "") == "block_sparse":
+        why = "BigBird's sparse attention chooses its blocks anew for each length (its kernel is compiled anyway)"
+    if why:
+        raise UserError(f"--torch_compile cannot be used: {why}; or leave it out")
+    if accelerator.device.type == "cpu":
+        say(accelerator, "torch_compile: on a CPU it makes steps slower (0.86x as fast when it was measured)")
+    for layer in outer_layers(model):
+        layer.compile(dynamic=True, recompile_limit=_MOST_GRAPHS)
 
 
 def _fill_sizes(zero: dict[str, Any], model: torch.nn.Module) -> None:

@@ -1,0 +1,272 @@
+"""What a GPU gets out of this toolkit, beside `transformers.Trainer`: one command, about half an hour on an H100.
+
+    python benchmarks/gpu.py --write                writes benchmarks/results/gpu-NAME.md
+    python benchmarks/gpu.py --tiny --device cpu    every line of it, at toy size, in minutes: figures of no use
+
+Needs torch, transformers, accelerate and this package, and no network: weights are random, texts are random words of
+real reviews' lengths. bf16 where nothing else is said.
+
+    ours      as recipes/cls.py trains and evaluates
+    compiled  the same with --torch_compile
+    tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
+    plain     Trainer as most scripts have it: every text padded to the longest, fp32, defaults
+
+Each run is a fresh process, and the contestants take turns. Training is timed in its second epoch. MFU counts real
+tokens alone (docs/models.md): padding is no useful arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import bigbird
+import trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {
+    "BERT-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    "BERT-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    "toy": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+}
+VOCABULARY = 30522
+# Tokens of 1,500 film reviews (demo:imdb, the uncased vocabulary of BERT): the percentiles 0, 5, ..., 100
+REVIEWS = (41, 81, 112, 137, 148, 158, 166, 177, 190, 206, 222, 240, 261, 294, 330, 369, 425, 482, 579, 761, 1974)
+TOKENS_PER_STEP = 32768
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy models, few texts, one round")
+    parser.add_argument("--samples", type=int, default=8192, help="of an epoch [8192]")
+    parser.add_argument("--rounds", type=int, default=3, help="of each contestant [3]")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/gpu-NAME.md")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        print(json.dumps(work(json.loads(given.worker))))
+        return
+    import torch
+
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU is found: run this on a GPU machine, or --tiny --device cpu for a rehearsal")
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "cpu"
+    page = "\n".join([*introduction(name), *trained(given, name), *an_epoch(given, name), *long_texts(given), ""])
+    if given.write:
+        target = ROOT / "benchmarks" / "results" / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.md"
+        target.write_text(page, encoding="utf-8")
+    print(page)
+
+
+def introduction(name: str) -> list[str]:
+    libraries = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "accelerate"))
+    command = f"`python benchmarks/gpu.py {' '.join(sys.argv[1:])}`, {date.today()}"
+    return [f"# On {name}", "", (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace(
+        "-           ", "  "), "", f"{trainer.processor()}, {libraries}; {command}"]  # fmt: skip
+
+
+# the parts of the page
+
+
+def trained(given: Namespace, name: str) -> list[str]:
+    """Training and evaluation, models x lengths."""
+    lines = []
+    for model in ("toy",) if given.tiny else ("BERT-base", "BERT-large"):
+        for texts in ("real reviews", "512 tokens"):
+            for task, who in (("train", ["ours", "compiled", "tuned", "plain"]), ("evaluate", ["ours", "tuned"])):
+                if given.tiny:  # compiling takes longer than all else
+                    who = [each for each in who if each != "compiled"]
+                lines += ["", f"## {model}, {texts}: {'training' if task == 'train' else 'evaluation'}", ""]
+                lines += table(given, name, who, {"model": model, "texts": texts, "task": task})
+    return lines
+
+
+def an_epoch(given: Namespace, name: str) -> list[str]:
+    """The time of an epoch of 9,216 texts of 128 tokens; the goal on an H200 is 2 s."""
+    model, samples = ("toy", 128) if given.tiny else ("BERT-base", 9216)
+    title = f"## {model}: an epoch of {samples} samples of 128 tokens"
+    spec = {"model": model, "texts": "128 tokens", "task": "train", "samples": samples}
+    return ["", title, "", *table(given, name, ["ours"] if given.tiny else ["ours", "compiled"], spec)]
+
+
+def long_texts(given: Namespace) -> list[str]:
+    """BigBird against transformers', and full attention."""
+    tokens, layers, repeats = (1024, 1, 1) if given.tiny else (4096, 12, 5)
+    options = Namespace(device=given.device, tokens=tokens, layers=layers, repeats=repeats)
+    title = f"## BigBird of {layers} layers: a training step on {tokens} tokens"
+    note = "`full` is full attention by SDPA, torch's flash kernel, with other numbers."
+    return ["", title, "", note, "", *bigbird.measured(options, "model")]
+
+
+def table(given: Namespace, name: str, contestants: list[str], spec: dict[str, Any]) -> list[str]:
+    samples = spec.get("samples") or (128 if given.tiny else given.samples)
+    found: dict[str, list[dict[str, float]]] = {who: [] for who in contestants}
+    failed: dict[str, str] = {}
+    for number in range(1 if given.tiny else given.rounds):
+        for who in contestants:
+            if who in failed:
+                continue
+            measured = spawn({**spec, "who": who, "samples": samples, "device": given.device, "tiny": given.tiny})
+            if isinstance(measured, str):
+                failed[who] = measured
+            else:
+                found[who].append(measured)
+            said = failed.get(who) or f"{measured['seconds']:.2f} s"
+            print(
+                f"{spec['model']} {spec['texts']} {spec['task']} {number + 1} {who}: {said}",
+                file=sys.stderr,
+                flush=True,
+            )
+    lines = ["| | seconds | samples/s | real tokens/s | MFU | peak GB | time / ours |", "|---|---|---|---|---|---|---|"]
+    return lines + [row(who, runs, found["ours"], name) if runs else f"| {who} | {failed[who]} | | | | | |"
+                    for who, runs in found.items()]  # fmt: skip
+
+
+def row(who: str, runs: list[dict[str, float]], ours: list[dict[str, float]], name: str) -> str:
+    """Medians; the ratios are taken round by round."""
+    from toolkit.training.mfu import peak_flops
+
+    seconds = statistics.median(run["seconds"] for run in runs)
+    peak, run = peak_flops(name, "bf16"), runs[0]
+    mfu = f"{run['flops'] / seconds / peak:.1%}" if peak else "-"
+    ratio = statistics.median(mine["seconds"] / theirs["seconds"] for mine, theirs in zip(runs, ours, strict=False))
+    memory = max(run["peak"] for run in runs) / 1e9
+    return (
+        f"| {who} | {seconds:.2f} | {run['samples'] / seconds:.0f} | {run['tokens'] / seconds:.0f} | {mfu} | "
+        f"{memory:.1f} | {ratio:.2f} |"
+    )
+
+
+def spawn(spec: dict[str, Any]) -> dict[str, float] | str:
+    """`work` in a fresh process; the last line of what it said where it failed, for lack of memory say."""
+    if spec["tiny"] and spec["who"] != "plain":  # an import takes longer than a toy
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return work(spec)
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if spec["device"] == "cpu" else {})}
+    command = [sys.executable, __file__, "--worker", json.dumps(spec)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["failed"])[-1][:200]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+# one contestant, in its own process
+
+
+def work(spec: dict[str, Any]) -> dict[str, float]:
+    import resource
+
+    import torch
+
+    from toolkit.training.mfu import training_flops
+
+    clock = trainer.Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        job = job_of(spec, folder)
+        contestant = {"tuned": trainer.tuned_trainer, "plain": trainer.plain_trainer}.get(spec["who"], trainer.ours)
+        contestant(job, spec["task"], clock)
+    split = job.data.train if spec["task"] == "train" else job.data.validation
+    count = training_flops(job.model)
+    assert count is not None
+    flops = count(split.lengths) * (1 if spec["task"] == "train" else 1 / 3)  # forward alone
+    peak = torch.cuda.max_memory_allocated() if spec["device"] == "cuda" else (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # fmt: skip
+    return {
+        "seconds": clock.wall,
+        "samples": len(split),
+        "tokens": int(split.lengths.sum()),
+        "flops": flops,
+        "peak": peak,
+    }
+
+
+def job_of(spec: dict[str, Any], folder: str) -> Any:
+    """A random model, random texts, and the settings of `trainer.make_settings`; two epochs, of which one is timed."""
+    import dataclasses
+
+    from toolkit.config import DataSettings, ModelSettings, TaskSettings, TrainingSettings
+    from toolkit.data.labels import Labels
+    from toolkit.data.prepare import Prepared
+
+    longest = int(spec["texts"].split()[0]) if spec["texts"][0].isdigit() else 512
+    batch = 16 if spec["tiny"] else TOKENS_PER_STEP // longest
+    samples = spec["samples"] // batch * batch
+    steps = samples // batch
+    training = TrainingSettings(
+        output_dir=f"{folder}/run", max_steps=2 * steps, global_batch_size=batch, per_device_batch_size=batch,
+        learning_rate=1e-5, warmup_ratio=0.1, mixed_precision="bf16", seed=trainer.SEED, report_to="none",
+        eval_every=10**6, torch_compile=spec["who"] == "compiled", per_device_eval_batch_size=batch,
+    )  # fmt: skip
+    settings = TaskSettings(
+        model=ModelSettings(model_name_or_path="random"), data=DataSettings(max_length=longest), training=training
+    )
+    splits = {
+        name: split_of(name, samples, spec["texts"], longest, seed) for seed, name in enumerate(("train", "validation"))
+    }
+    labels = Labels("single_label_classification", ("0", "1"), ("label",))
+    data = Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
+    job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), steps)
+    return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)
+
+
+def split_of(name: str, samples: int, texts: str, longest: int, seed: int) -> Any:
+    """Random words, of real reviews' lengths or all of one."""
+    import numpy as np
+
+    from toolkit.data.tokens import Split
+
+    generator = np.random.default_rng(seed)
+    lengths = np.full(samples, longest)
+    if not texts[0].isdigit():
+        places = generator.uniform(0, len(REVIEWS) - 1, samples)
+        lengths = np.minimum(np.interp(places, np.arange(len(REVIEWS)), REVIEWS).astype(int), longest)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    words = generator.integers(1000, VOCABULARY, offsets[-1], dtype=np.int32)
+    return Split(name, Path(), words, offsets, generator.integers(0, 2, samples), np.arange(samples))
+
+
+def tokenizer_of() -> Any:
+    """Pads, and nothing else is asked of it."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"[PAD]": 0, "[UNK]": 1, **{f"w{number}": number for number in range(2, VOCABULARY)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[UNK]")), pad_token="[PAD]", unk_token="[UNK]"
+    )
+
+
+def model_of(spec: dict[str, Any]) -> Any:
+    """As `load_classifier` makes ours, and as transformers has it for the others."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    from toolkit.models.classifier import choose_attention, freeze_unused
+    from toolkit.models.first_token import read_first_token_only
+
+    torch.manual_seed(trainer.SEED)
+    model = BertForSequenceClassification(BertConfig(**SHAPES[spec["model"]], vocab_size=VOCABULARY))
+    if spec["who"] in ("ours", "compiled"):
+        choose_attention(model, None)
+        freeze_unused(model)
+        read_first_token_only(model)
+    return model
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""`toolkit export`: what it writes answers as the model does, or nothing is written."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+)
+
+from tests.runs import ROOT, Finished, recipe, start
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+
+pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
+pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
+
+from toolkit.export import compare, export
+
+FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
+KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
+    """The model of a run that has learned its few rows by heart, so that its answers are sure ones."""
+    run = tmp_path_factory.mktemp("exported") / "run"
+    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to",
+                      "none", "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run)  # fmt: skip
+    assert finished.code == 0, finished.err[-2000:]
+    return run / "model"
+
+
+@pytest.fixture(scope="module")
+def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
+    """(runtime, 8-bit) -> (the folder, what was said)."""
+    found = {}
+    for to, int8 in KINDS:
+        out = model.parent / f"{to}-{int8}"
+        done = start(["toolkit", "export", str(model), str(out), "--to", to, *["--int8"] * int8, "--max_drop", "5"])
+        assert done.code == 0, done.err[-2000:]
+        found[to, int8] = out, done
+    return found
+
+
+def predicted(folder: Path, file: Path) -> list[dict[str, Any]]:
+    out = folder.parent / f"{folder.name}.jsonl"
+    done = start(["toolkit", "predict", str(folder), str(file), "--output", str(out), "--overwrite"])
+    assert done.code == 0, done.err[-2000:]
+    with out.open(encoding="utf-8") as file:  # not `lines_of`: a text may hold what splitlines takes for a line's end
+        return [json.loads(line) for line in file]
+
+
+@pytest.fixture(scope="module")
+def rows(model: Path, reviews: Path) -> Path:
+    file = model.parent / "rows.jsonl"
+    table = pandas.read_csv(reviews)
+    table["text"].to_frame().to_json(file, orient="records", lines=True)
+    return file
+
+
+@pytest.mark.parametrize(("to", "int8"), KINDS)
+def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, rows: Path) -> None:
+    folder, done = exported[to, int8]
+    said = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
+    assert said
+    assert re.search(r"on 21 rows of validation\b", done.out)
+    assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
+    assert not list(folder.glob("*.safetensors"))
+    assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}
+    assert (
+        AutoTokenizer.from_pretrained(folder).model_max_length == AutoTokenizer.from_pretrained(model).model_max_length
+    )
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert said[0] in card
+    assert "## Labels" in card  # of the model's own
+    mine, theirs = predicted(folder, rows), predicted(model, rows)
+    chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
+    assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
+    assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
+    whole, packed = (sum(path.stat().st_size for path in exported[to, kind][0].iterdir()) for kind in (False, True))
+    assert packed < whole
+
+
+def test_the_docs_script(exported: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/export.md: each runtime alone."""
+    for page in ("export.md", "export.zh.md"):
+        scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+        assert len(scripts) == 2
+        for to, script in zip(FILES, scripts, strict=True):
+            assert f"import {'openvino' if to == 'openvino' else 'onnxruntime'}" in script
+            (tmp_path / "script.py").write_text(script, encoding="utf-8")
+            monkeypatch.chdir(tmp_path)
+            (tmp_path / "OUT").unlink(missing_ok=True)
+            (tmp_path / "OUT").symlink_to(exported[to, True][0])
+            answers = runpy.run_path(str(tmp_path / "script.py"))["answers"]
+            texts = runpy.run_path(str(tmp_path / "script.py"))["texts"]
+            (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+            expected = predicted(exported[to, True][0], tmp_path / "texts.txt")
+            assert answers == [line["prediction"] for line in expected]
+
+
+def test_what_servers_look_for(exported: Any) -> None:
+    """As text-embeddings-inference's router and its ONNX Runtime backend read a folder, and OpenVINO a graph."""
+    import onnxruntime
+    import openvino
+
+    config = json.loads((exported["onnx", True][0] / "config.json").read_text())
+    assert config["architectures"][0].endswith("Classification")
+    assert all(isinstance(config[name], int) for name in ("max_position_embeddings", "pad_token_id", "hidden_size",
+                                                          "num_hidden_layers"))  # fmt: skip
+    assert (config["id2label"], config["label2id"]) == ({"0": "neg", "1": "pos"}, {"neg": 0, "pos": 1})
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    session = onnxruntime.InferenceSession(exported["onnx", True][0] / "model.onnx")
+    assert [port.name for port in session.get_inputs()] == names
+    assert [(port.name, port.type) for port in session.get_outputs()] == [("logits", "tensor(float)")]
+    graph = openvino.Core().read_model(exported["openvino", True][0] / "openvino_model.xml")
+    assert [port.any_name for port in graph.inputs] == names
+    assert all(port.partial_shape.is_dynamic and port.partial_shape.rank == 2 for port in graph.inputs)
+
+
+def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
+    given = {"to": "openvino", "int8": False, "max_drop": 0.5, "validation_file": None, "calibration_file": None,
+             "text_column": None, "text_pair": None, "label_column": None, "max_length": None}  # fmt: skip
+    return argparse.Namespace(model=str(model), out=str(out), **(given | more))
+
+
+def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"accuracy .*answers are the same, on 21 rows.*nothing was written"):
+        export(options(model, tmp_path / "out", max_drop=-1))  # 0 points are too many
+    assert not list(tmp_path.iterdir())
+    folder, _ = exported["openvino", False]
+    with pytest.raises(UserError, match="exists: name another folder"):
+        export(options(model, folder))
+    with pytest.raises(UserError, match="is exported to openvino already"):
+        export(options(folder, tmp_path / "out"))
+
+
+def test_what_cannot_be_exported_says_why(
+    model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "alone"
+    shutil.copytree(model, copy)
+    with pytest.raises(UserError, match="pass --validation_file and --calibration_file"):
+        export(options(copy, tmp_path / "out", int8=True))
+    sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
+                                                            num_attention_heads=2, intermediate_size=32))  # fmt: skip
+    sparse.save_pretrained(tmp_path / "sparse")
+    tokenizer.save_pretrained(tmp_path / "sparse")
+    with pytest.raises(UserError, match="BigBird with block-sparse attention"):
+        export(options(tmp_path / "sparse", tmp_path / "out"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'"):
+        export(options(copy, tmp_path / "out", int8=True))
+
+
+def test_files_beside_a_run(model: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Any classifier with files of one's own; without labels the answers alone are compared."""
+    copy = tmp_path / "alone"
+    shutil.copytree(model, copy)
+    bare = tmp_path / "texts.csv"
+    pandas.read_csv(reviews)[["text"]].to_csv(bare, index=False)
+    export(
+        options(copy, tmp_path / "one", validation_file=str(reviews), calibration_file=str(bare), int8=True, max_drop=5)
+    )
+    assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
+    export(options(copy, tmp_path / "two", validation_file=str(bare)))
+    assert re.match(r"100.00 % of the answers are the same, on 211 rows", capsys.readouterr().out)
+
+
+def test_numbers_are_exported_too(
+    tokenizer: Any, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grades = BertForSequenceClassification(BertConfig.from_dict({
+        "vocab_size": 127, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1,
+        "intermediate_size": 32, "problem_type": "regression", "type_vocab_size": 2}))  # fmt: skip
+    grades.save_pretrained(tmp_path / "grades")
+    tokenizer.save_pretrained(tmp_path / "grades")
+    bare = tmp_path / "texts.csv"
+    pandas.read_csv(reviews)[["text"]].to_csv(bare, index=False)
+    export(options(tmp_path / "grades", tmp_path / "out", validation_file=str(bare), to="onnx"))
+    assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
+
+
+def test_what_is_compared() -> None:
+    single = Labels("single_label_classification", ("a", "b"), ())
+    torch_s, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
+    said, drop = compare(torch_s, other, np.array([0, 0, 0, 1]), single)
+    assert (said, drop) == ("accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same", 50)
+    several = Labels("multi_label_classification", ("a", "b"), ())
+    said, drop = compare(torch_s - 1.5, other - 1.5, None, several)
+    assert (said, drop) == ("50.00 % of the answers are the same", 50)
+    numbers = Labels("regression", ("a",), ())
+    said, drop = compare(torch_s[:, :1], torch_s[:, :1] + 0.1, None, numbers)
+    assert drop == pytest.approx(100 * 4 * 0.01 / 5)
+    assert json.dumps(said)

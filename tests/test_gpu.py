@@ -1,0 +1,178 @@
+"""What needs a GPU, and one is enough for most: `make test-gpu`. Each strategy runs on NCCL, as far as devices go.
+
+TOOLKIT_REHEARSE_GPU_TESTS=1 runs them on a CPU and gloo instead, to see that the tests themselves work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.models.test_bigbird_ways import batch, compare, fast, make
+from tests.runs import ROOT, environment, lines_of, losses_of, start
+
+REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
+DEVICES = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not DEVICES and not REHEARSAL, reason="no GPU here (torch.cuda.device_count() is 0)"),
+]
+COUNTS = sorted({1, min(2, DEVICES), DEVICES} - {0}) if not REHEARSAL else [1]
+FILES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")
+WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the script, words behind it)
+    f"ddp x{count}": (["torchrun", "--nproc_per_node", str(count)], []) for count in COUNTS
+} | {
+    f"{name} x{count}": (
+        [sys.executable], ["--config_file", f"accelerate_configs/{name}.yaml", "--num_processes", str(count)])
+    for name in FILES for count in COUNTS
+}  # fmt: skip
+SETTINGS = ["--dropout", 0, "--report_to", "none", "--global_batch_size", 24, "--learning_rate", "2e-3",
+            "--per_device_batch_size", 5, "--eval_every", 6, "--lr_scheduler_type", "constant"]  # fmt: skip
+FULL, HALF = ["--max_steps", 12], ["--max_steps", 6, "--checkpoint_every", 6]
+EXACT = ["--mixed_precision", "no"]
+
+
+def run(folder: Path, words: tuple[list[str], list[str]], jobs: list[list[Any]]) -> str:
+    """Starts one group of processes for all `jobs`, as tests/jobs_worker.py reads them, and returns what it said."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
+    # not from the fork server: a process that has seen the GPU cannot be forked
+    finished = start([*words[0], "tests/jobs_worker.py", str(folder / "jobs.json"), *words[1]], seconds=500)
+    assert finished.code == 0, finished.err[-3000:]
+    return finished.err
+
+
+def assert_on_devices(folder: Path) -> dict[str, Any]:
+    world: dict[str, Any] = json.loads((folder / "config.json").read_text())["world"]
+    assert REHEARSAL or world["device"] != "cpu"
+    return world
+
+
+@pytest.fixture(scope="module")
+def cls(tiny_model: Path, reviews: Path) -> list[Any]:
+    return ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, cls: list[Any]) -> Path:
+    """One process, in float32: a whole run, and half of one."""
+    folder = tmp_path_factory.mktemp("gpu")
+    run(folder, ([sys.executable], []), [[*cls, *EXACT, *FULL, "--output_dir", folder / "full"],
+                                         [*cls, *EXACT, *HALF, "--output_dir", folder / "half"]])  # fmt: skip
+    assert_on_devices(folder / "full")
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
+    resumed = tmp_path / "resumed"
+    shutil.copytree(single / "half", resumed)
+    run(tmp_path, WAYS[way], [[*cls, *EXACT, *FULL, "--checkpoint_every", 6, "--output_dir", tmp_path / "full"],
+                              [*cls, *EXACT, *FULL, "--output_dir", resumed]])  # fmt: skip
+    assert_on_devices(tmp_path / "full")
+    expected = losses_of(single / "full")
+    assert losses_of(tmp_path / "full") == pytest.approx(expected, rel=1e-4)
+    assert losses_of(resumed) == pytest.approx(expected, rel=1e-4)
+    for mine, theirs in zip(*(lines_of(each / "full" / "eval.jsonl") for each in (tmp_path, single)), strict=True):
+        assert mine["num_samples"] == theirs["num_samples"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+    best, out = tmp_path / "full" / "checkpoints" / "best", tmp_path / "out"
+    done = start([sys.executable, "-m", "toolkit", "convert", str(best), str(out)])
+    assert done.code == 0, done.err[-2000:]
+    saved, converted = (load_file(each / "model.safetensors") for each in (tmp_path / "full" / "model", out))
+    assert saved.keys() == converted.keys()
+    for name, tensor in saved.items():
+        torch.testing.assert_close(converted[name].float(), tensor.float(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
+def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, tmp_path: Path) -> None:
+    """auto is bf16, fp16 or neither, as the GPU has it; its losses are near those of float32."""
+    jobs = [[*cls, *FULL, "--output_dir", tmp_path / "auto"]]
+    if not REHEARSAL:
+        jobs += [[*cls, *FULL, "--mixed_precision", "fp16", "--output_dir", tmp_path / "fp16"]]
+    said = run(tmp_path, WAYS.get(way, ([sys.executable], [])), jobs)
+    assert "mixed precision" in said
+    if DEVICES:
+        capability = torch.cuda.get_device_capability()
+        wanted = "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "no"
+        assert assert_on_devices(tmp_path / "auto")["mixed_precision"] == wanted
+    for job in jobs:
+        assert losses_of(Path(job[-1]))[:6] == pytest.approx(losses_of(single / "full")[:6], rel=0.05)
+
+
+@pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
+def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path) -> None:
+    """Sparse attention at more than eight widths, and titles; their losses fall."""
+    more = ["--model_name_or_path", tiny_model, *SETTINGS, "--max_steps", 8, "--eval_every", 8]
+    run(tmp_path, WAYS.get(way, ([sys.executable], [])), [
+        ["recipes.bigbird", "--train_file", long_reviews, *more, "--max_length", 1536, "--output_dir", tmp_path / "b"],
+        ["recipes.title", "--train_file", articles, *more, "--output_dir", tmp_path / "t"],
+    ])  # fmt: skip
+    for name in "bt":
+        assert_on_devices(tmp_path / name)
+        assert all(torch.tensor(losses_of(tmp_path / name)).isfinite())
+        assert lines_of(tmp_path / name / "eval.jsonl")
+
+
+def test_flex_attention_at_many_widths() -> None:
+    """More than torch's eight: beyond its limit flex_attention would make dense scores."""
+    device = "cuda" if DEVICES else "cpu"
+    reference = make(training=True, hidden_size=64, sharpness=5).to(device)
+    for width in range(768, 768 + 64 * 11, 64):
+        inputs = {name: value.to(device) for name, value in batch(width, "right").items()}
+        compare(fast(reference, "flex"), reference, inputs, 1e-4, 1e-4)
+
+
+def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = [*cls[1:], *EXACT, "--max_steps", 60, "--checkpoint_every", 4]
+    command = [str(word) for word in [sys.executable, "recipes/cls.py", *settings, "--output_dir"]]
+    assert start([*command, str(whole)]).code == 0
+    process = subprocess.Popen([*command, str(killed)], cwd=ROOT, env=environment(), start_new_session=True,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    _wait_for(lambda: (killed / "metrics.jsonl").exists() and len(lines_of(killed / "metrics.jsonl")) > 9)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(losses_of(killed)) < 60
+    assert start([*command, str(killed)]).code == 0
+    assert losses_of(killed) == pytest.approx(losses_of(whole), rel=1e-5)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
+    """`toolkit predict` gives on a GPU what the run's last evaluation said of its rows."""
+    out = tmp_path / "out.jsonl"
+    shutil.copy(reviews, tmp_path / "rows.csv")
+    done = start([sys.executable, "-m", "toolkit", "predict", str(single / "full" / "model"),
+                  str(tmp_path / "rows.csv"), "--output", str(out)])  # fmt: skip
+    assert done.code == 0, done.err[-2000:]
+    with out.open(encoding="utf-8") as file:
+        answers = [json.loads(line) for line in file]
+    assert len(answers) == 211
+    for line in lines_of(single / "full" / "predictions.jsonl"):
+        assert answers[line["id"]]["probabilities"] == pytest.approx(line["probabilities"], abs=1e-4)
+
+
+def test_compiled_layers(cls: list[Any], single: Path, tmp_path: Path) -> None:
+    run(tmp_path, ([sys.executable], []),
+        [[*cls, *EXACT, *FULL, "--torch_compile", "--output_dir", tmp_path / "run"]])  # fmt: skip
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(single / "full"), rel=1e-4)

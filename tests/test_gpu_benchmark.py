@@ -1,0 +1,23 @@
+"""benchmarks/gpu.py at toy size: every part of its page, on a CPU where there is no GPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+
+from tests.runs import start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_part_of_the_page(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here (torch.cuda.is_available() is false)")
+    done = start([sys.executable, "benchmarks/gpu.py", "--tiny", "--device", device], 500)
+    assert done.code == 0, done.err[-3000:]
+    rows = re.findall(r"^\| (\w+) \| [\d.]+ \| \d+ \| \d+ \| \S+ \| [\d.]+ \| [\d.]+ \|$", done.out, re.MULTILINE)
+    assert rows == [*["ours", "tuned", "plain", "ours", "tuned"] * 2, "ours"], done.out
+    assert re.search(r"\| transformers \| .*\n(\| flex .*\n\| full .*\n)?\| gathered \|", done.out)

@@ -1,0 +1,78 @@
+"""A classifier that `toolkit export` wrote: OpenVINO or ONNX Runtime computes it, and it is called as a torch model."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.errors import UserError, first_line
+
+FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
+"""Where each kind has its graph, as optimum and text-embeddings-inference look for it."""
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+_PACKAGES = {"openvino": "openvino", "onnx": "onnxruntime"}
+Compute = Callable[[dict[str, np.ndarray]], np.ndarray]
+"""(B, S) int64 inputs by name -> (B, C) float32 logits."""
+
+
+def exported_to(folder: Path) -> str | None:
+    """`openvino` or `onnx`, of a folder that holds such a graph and no weights of torch."""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
+
+
+def require_packages(kind: str, *packages: str) -> None:
+    """Raises UserError, with what to type, where a library is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{kind} needs {' and '.join(missing)}: pip install 'finetune-toolkit[{kind}]' (in a clone: "
+            f"pip install -c constraints.txt -e '.[{kind}]')"
+        )
+
+
+class ExportedClassifier(torch.nn.Module):
+    """Called with `input_ids` and what a batch has beside them; `.logits` of what it returns are (B, C) float32."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        """Raises UserError where the runtime is missing or cannot read the file."""
+        super().__init__()
+        kind = str(exported_to(folder))
+        require_packages(kind, _PACKAGES[kind])
+        self.config, path = config, folder / FILES[kind]
+        try:
+            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(path)
+        except Exception as error:  # each has its own
+            raise UserError(f"{path} cannot be read: {first_line(error)}; export the model again") from error
+
+    def forward(self, **given: torch.Tensor) -> SimpleNamespace:
+        ids = given["input_ids"]
+        filled = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
+        arrays = {name: given.get(name, filled.get(name, torch.zeros_like)(ids)).cpu().numpy() for name in self.inputs}
+        return SimpleNamespace(logits=torch.from_numpy(self._compute(arrays)).to(ids.device))
+
+
+def _openvino(path: Path) -> tuple[list[str], Compute]:
+    import openvino
+
+    # in float32 what is not int8, whatever the hardware has: the export was checked so
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino.Core().compile_model(path, "CPU", hints)
+    request = compiled.create_infer_request()
+    return [port.any_name for port in compiled.inputs], lambda arrays: np.array(request.infer(arrays)["logits"])
+
+
+def _onnxruntime(path: Path) -> tuple[list[str], Compute]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return [port.name for port in session.get_inputs()], lambda arrays: session.run(["logits"], arrays)[0]
