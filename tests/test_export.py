@@ -199,13 +199,13 @@ def test_numbers_are_exported_too(
 
 def test_what_is_compared() -> None:
     single = Labels("single_label_classification", ("a", "b"), ())
-    torch_s, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-    said, drop = compare(torch_s, other, np.array([0, 0, 0, 1]), single)
+    logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
+    said, drop = compare(logits, other, np.array([0, 0, 0, 1]), single)
     assert (said, drop) == ("accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same", 50)
     several = Labels("multi_label_classification", ("a", "b"), ())
-    said, drop = compare(torch_s - 1.5, other - 1.5, None, several)
+    said, drop = compare(logits - 1.5, other - 1.5, None, several)
     assert (said, drop) == ("50.00 % of the answers are the same", 50)
     numbers = Labels("regression", ("a",), ())
-    said, drop = compare(torch_s[:, :1], torch_s[:, :1] + 0.1, None, numbers)
+    said, drop = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
     assert drop == pytest.approx(100 * 4 * 0.01 / 5)
     assert json.dumps(said)

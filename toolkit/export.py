@@ -23,12 +23,13 @@ import torch
 from toolkit import launch
 from toolkit.config import TASKS, ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.prepare import prepare_data
+from toolkit.data.prepare import prepare_data, split_of_texts
 from toolkit.data.read import find_columns, read_file
 from toolkit.data.rows import text_column, texts_of
-from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, encode, load_tokenizer, separator_of
+from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
+from toolkit.evaluation.decisions import DECISIONS, saved_decisions
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.predict_file import labels_of
 from toolkit.files import replace_folder, writing
@@ -68,7 +69,8 @@ def export(options: Any) -> None:
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{said}]") from error
         expected = _logits(accelerator, model, validation, tokenizer)
         found = _logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer)
-        said, drop = compare(expected, found, validation.labels if known else None, labels)
+        decide = saved_decisions(options.model, labels).adjusted
+        said, drop = compare(decide(expected), decide(found), validation.labels if known else None, labels)
         said = f"{said}, on {len(validation)} rows of {validation.name}"
         if drop > options.max_drop:
             raise UserError(
@@ -135,14 +137,15 @@ def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Label
     table = read_file(file, TextSettings())
     found = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*found, options.text_pair])
-    separator = separator_of(tokenizer)
-    texts = texts_of(table, column, separator)
-    pairs = texts_of(table, options.text_pair, separator) if options.text_pair else None
+    texts, pairs = (
+        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block] if name else None
+        for name in (column, options.text_pair)
+    )
+    assert texts is not None
     max_length = choose_max_length(options.max_length, tokenizer, model.config, pairs is not None)
-    rows = np.arange(len(texts), dtype=np.int64)
-    truth = replace(labels, columns=found).encode(table, rows) if found else rows * 0
-    arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs)[0]
-    return Split(table.name, Path(), rows=rows, labels=truth, **arrays), bool(found)
+    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, pairs)
+    truth = replace(labels, columns=found).encode(table, split.rows) if found else split.labels
+    return replace(split, labels=truth), bool(found)
 
 
 def _texts(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
@@ -165,18 +168,18 @@ def _logits(accelerator: Any, model: torch.nn.Module, split: Split, tokenizer: A
     return found
 
 
-def compare(torch_s: np.ndarray, exported: np.ndarray, truth: np.ndarray | None, labels: Labels) -> tuple[str, float]:
-    """Two times (N, C) logits, and the labels where they are known -> what to say, and how many points the exported
-    model falls short: in accuracy, or in answers that are the same, whichever is more.
+def compare(expected: np.ndarray, found: np.ndarray, truth: np.ndarray | None, labels: Labels) -> tuple[str, float]:
+    """Two times (N, C) logits that decide (the greatest, or those above 0), and the labels where they are known -> what
+    to say, and how many points the exported model falls short: in accuracy, or in equal answers, whichever is more.
 
     Of numbers, what stands for the answers is the share of their variance that the exported model keeps.
     """
     if labels.problem_type == "regression":
-        spread = np.square(torch_s - torch_s.mean(axis=0)).sum(axis=0)
-        kept = 100 * (1 - np.square(exported - torch_s).sum(axis=0) / np.maximum(spread, 1e-12)).min()
+        spread = np.square(expected - expected.mean(axis=0)).sum(axis=0)
+        kept = 100 * (1 - np.square(found - expected).sum(axis=0) / np.maximum(spread, 1e-12)).min()
         return f"{kept:.2f} % of the variance of its numbers is the same", 100 - kept
     single = labels.problem_type == "single_label_classification"
-    answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (torch_s, exported)]
+    answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (expected, found)]
     same = 100 * float((answers[0] == answers[1]).all(axis=1).mean())
     if truth is None:
         return f"{same:.2f} % of the answers are the same", 100 - same
@@ -270,8 +273,8 @@ def _finish(draft: Path, source: Path, model: Any, tokenizer: Any, options: Any,
     """config.json with the label names, the tokenizer, what the model's folder decides by, and its card."""
     model.config.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
-    if (source / "decisions.json").is_file():
-        shutil.copyfile(source / "decisions.json", draft / "decisions.json")
+    if (source / DECISIONS).is_file():
+        shutil.copyfile(source / DECISIONS, draft / DECISIONS)
     card = source / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {source.name}\n"
     made = " and ".join(f"{name} {version(name)}" for name in _PACKAGES[options.to, options.int8])
