@@ -179,7 +179,9 @@ def test_files_beside_a_run(model: Path, reviews: Path, tmp_path: Path, capsys: 
         options(copy, tmp_path / "one", validation_file=str(reviews), calibration_file=str(bare), int8=True, max_drop=5)
     )
     assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
+    (copy / "decisions.json").write_text(json.dumps({"labels": ["neg", "pos"], "temperature": 2.0}))
     export(options(copy, tmp_path / "two", validation_file=str(bare)))
+    assert json.loads((tmp_path / "two" / "decisions.json").read_text())["temperature"] == 2
     assert re.match(r"100.00 % of the answers are the same, on 211 rows", capsys.readouterr().out)
 
 
@@ -204,8 +206,7 @@ def test_what_is_compared() -> None:
     assert (said, drop) == ("accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same", 50)
     several = Labels("multi_label_classification", ("a", "b"), ())
     said, drop = compare(logits - 1.5, other - 1.5, None, several)
-    assert (said, drop) == ("50.00 % of the answers are the same", 50)
+    assert (said, drop) == ("75.00 % of the answers are the same", 25)
     numbers = Labels("regression", ("a",), ())
     said, drop = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
     assert drop == pytest.approx(100 * 4 * 0.01 / 5)
-    assert json.dumps(said)
