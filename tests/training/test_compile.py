@@ -30,6 +30,7 @@ def accelerator(stage: int | None = None) -> Any:
                            is_main_process=True)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compile_it = torch.nn.Module.compile  # without a C++ compiler's minutes
     monkeypatch.setattr(torch.nn.Module, "compile", lambda part, **how: compile_it(part, backend="aot_eager", **how))
