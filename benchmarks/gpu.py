@@ -198,7 +198,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
     """A random model, random texts, and the settings of `trainer.make_settings`; two epochs, of which one is timed."""
     import dataclasses
 
-    from toolkit.config import DataSettings, ModelSettings, TaskSettings, TrainingSettings
+    from toolkit.config import TaskSettings, build
     from toolkit.data.labels import Labels
     from toolkit.data.prepare import Prepared
 
@@ -206,14 +206,12 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
     batch = 16 if spec["tiny"] else TOKENS_PER_STEP // longest
     samples = spec["samples"] // batch * batch
     steps = samples // batch
-    training = TrainingSettings(
-        output_dir=f"{folder}/run", max_steps=2 * steps, global_batch_size=batch, per_device_batch_size=batch,
-        learning_rate=1e-5, warmup_ratio=0.1, mixed_precision="bf16", seed=trainer.SEED, report_to="none",
-        eval_every=10**6, torch_compile=spec["who"] == "compiled", per_device_eval_batch_size=batch,
-    )  # fmt: skip
-    settings = TaskSettings(
-        model=ModelSettings(model_name_or_path="random"), data=DataSettings(max_length=longest), training=training
-    )
+    settings = build(TaskSettings, {
+        "model_name_or_path": "random", "max_length": longest, "output_dir": f"{folder}/run", "max_steps": 2 * steps,
+        "global_batch_size": batch, "per_device_batch_size": batch, "per_device_eval_batch_size": batch,
+        "learning_rate": 1e-5, "warmup_ratio": 0.1, "mixed_precision": "bf16", "seed": trainer.SEED,
+        "report_to": "none", "eval_every": 10**6, "torch_compile": spec["who"] == "compiled",
+    })  # fmt: skip
     splits = {
         name: split_of(name, samples, spec["texts"], longest, seed) for seed, name in enumerate(("train", "validation"))
     }
