@@ -4,8 +4,8 @@
     python benchmarks/craft.py craft [NAME ...]      few rows: 200 reviews, both classes alike
 
 MiniLM (6 layers) of the demo, one process. Each NAME is trained with two seeds; a line per name with the means over
-them, and the spread (largest - smallest) of macro F1, on test rows that no training has seen. Figures and conditions:
-benchmarks/results/craft.md.
+them, and the spread (largest - smallest) of macro F1, on test rows that no training has seen. Figures of the first:
+docs/uneven-classes.md.
 """
 
 from __future__ import annotations

@@ -93,9 +93,9 @@ class ObjectiveSettings:
     """Draw rows with replacement: every class alike, or by the root of its rows; each row once when not given."""
 
     r_drop_alpha: float | None = Field(default=None, gt=0)
-    """R-Drop: two passes with different dropout, pulled together by so much; a step takes twice the time."""
+    """R-Drop: two passes with different dropout, pulled together by so much; each step computes twice."""
     fgm_epsilon: float | None = Field(default=None, gt=0)
-    """FGM: train also on embeddings moved so far against the model; a step takes 2.5 times the time."""
+    """FGM: train also on embeddings moved so far against the model; each step computes twice."""
 
     @property
     def gamma(self) -> float | None:
