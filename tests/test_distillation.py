@@ -13,20 +13,26 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Server, lines_of, losses_of
-from toolkit.config import ModelSettings
+from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
+from toolkit.data.prepare import prepare_data
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
+from toolkit.evaluation.teacher import with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.loss import distillation_losses
+from toolkit.pretrained import load_config
 
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
-          "--eval_every", 4, "--learning_rate", "1e-3", "--num_hidden_layers", 1]  # fmt: skip
+          "--eval_every", 4, "--learning_rate", "1e-3", "--lr_scheduler_type", "constant",
+          "--num_hidden_layers", 1]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +69,34 @@ def runs_of(
             jobs = [[*taught, folder / "taught", "--per_device_batch_size", 6],
                     [*taught, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
             if way == "single":
-                jobs.append([*common, "--output_dir", folder / "alone"])
+                resumed = [*taught, folder / "resumed", "--per_device_batch_size", 6, "--checkpoint_every", 4]
+                jobs += [[*common, "--output_dir", folder / "alone"], [*resumed, "--max_steps", 4], resumed]
             (folder / "said").write_text(run_jobs(folder, WAYS[way], jobs).err)
         return made[way]
 
     return run
 
 
-def test_the_teacher_is_computed_once_by_name_and_each_row_by_itself(
-    runs_of: Callable[[str], Path], teacher: Path, reviews: Path, tiny_model: Path
+def test_each_row_has_the_teachers_own_answer_by_the_names_of_the_classes(
+    no_launcher: None, toolkit_cache: Path, teacher: Path, reviews: Path, tiny_model: Path
 ) -> None:
+    given = {"model_name_or_path": str(tiny_model), "train_file": str(reviews), "teacher": str(teacher)}
+    settings = build(TaskSettings, given)
+    tokenizer = load_tokenizer(settings.model)
+    data = prepare_data(settings, tokenizer, load_config(settings.model))
+    found = with_teacher(Accelerator(cpu=True), settings, data, tokenizer).train.teacher
+    model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
+    assert found is not None
+    assert len(found) == len(data.train)
+    for place in (0, 17, len(found) - 1):
+        encoded = tokenizer(texts[int(data.train.rows[place])], truncation=True, max_length=131, return_tensors="pt")
+        with torch.no_grad():
+            pos, neg = model(**encoded).logits[0].tolist()
+        assert data.labels.names == ("neg", "pos")
+        assert found[place].tolist() == pytest.approx([neg, pos], rel=1e-4, abs=1e-4)
+
+
+def test_the_teacher_is_computed_once_and_a_resumed_run_goes_on(runs_of: Callable[[str], Path]) -> None:
     folder = runs_of("single")
     assert (folder / "said").read_text().count("training rows, once") == 1  # for two runs
     assert losses_of(folder / "taught") != pytest.approx(losses_of(folder / "alone"), rel=1e-3)
@@ -81,6 +105,8 @@ def test_the_teacher_is_computed_once_by_name_and_each_row_by_itself(
     saved = AutoModelForSequenceClassification.from_pretrained(folder / "taught" / "model")
     assert saved.config.num_hidden_layers == len(saved.bert.encoder.layer) == 1
     assert lines_of(folder / "taught" / "eval.jsonl")[0]["loss"] > 0
+    assert "step 4 of 8" in (folder / "said").read_text()
+    assert losses_of(folder / "resumed") == pytest.approx(losses_of(folder / "taught"), rel=1e-6)
 
 
 @pytest.mark.multiprocess
