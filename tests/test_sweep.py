@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.runs import ROOT, Finished, environment, lines_of, start
 from toolkit import cli, sweep
@@ -92,6 +93,8 @@ def test_a_range_is_searched_and_the_same_command_does_nothing_twice(swept: Call
     assert first.endswith(again.lstrip())
     more = swept(*words[:2], "--trials", 4, "--takes", 0)
     assert "trial-003 of 4" in more
+    with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep writes to it"):
+        swept(*words)
     with pytest.raises(UserError, match="holds a sweep with another search"):
         swept("--search", "x=0.5:9:log", "--takes", 0)
 

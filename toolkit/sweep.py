@@ -18,6 +18,8 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 from typing import Any, NoReturn
 
+from filelock import FileLock, Timeout
+
 from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
@@ -68,14 +70,22 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     signal.signal(signal.SIGTERM, _stop)
     folder.mkdir(parents=True, exist_ok=True)
     try:
+        with FileLock(folder / ".lock", timeout=0):
+            _run_all(sweep, searched, options)
+    except Timeout:
+        raise UserError(f"{folder}: another sweep writes to it: name another --output_dir, or stop that one") from None
+
+
+def _run_all(sweep: Sweep, searched: Mapping[str, Any], options: argparse.Namespace) -> None:
+    try:
         found = sweep.search(searched, options.trials) if searched else {}
         if options.seeds:
             sweep.run_seeds(found, options.seeds)
-        for config in (options.configs or "").split(",") if options.configs else ():
+        for config in filter(None, (options.configs or "").split(",")):
             sweep.run_plain(Path(config).stem, found, ["--config_file", config])
     except (KeyboardInterrupt, SystemExit):
         sweep.end()
-        print(f"stopped: the same command goes on in {folder}", file=sys.stderr, flush=True)
+        print(f"stopped: the same command goes on in {sweep.folder}", file=sys.stderr, flush=True)
         raise
     sweep.compare(found)
 
