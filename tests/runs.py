@@ -135,7 +135,8 @@ def forks() -> Forks:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # a text in it may hold other ends of lines (U+0085)
+        return [json.loads(line) for line in file]
 
 
 def losses_of(folder: Path) -> list[float]:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import broadcast_object_list
 
 from toolkit import demo, launch
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
@@ -29,6 +30,7 @@ from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
+from toolkit.data import folds
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line
@@ -70,6 +72,8 @@ class Run:
         return `--metric_for_best_model`."""
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
         self._steps, self.schedule, self.recipe = steps, steps.schedule, recipe
+        if data.fold:
+            settings = self.settings = folds.settings_of(accelerator, settings, data.fold)
         tracker_names(settings.training.report_to)  # a missing package is told before the folder is made
         self.facts = {
             "settings": flat(settings),
@@ -250,6 +254,21 @@ class Run:
             self._write_pages()
             for line in self._summary(evaluation):
                 print(line, file=sys.stderr, flush=True)
+        if self.data.fold:
+            self._finish_fold(evaluation)
+
+    def _finish_fold(self, evaluation: Evaluation) -> None:
+        """Keeps what this fold's model says of its part; after the last one brings all parts together."""
+        from toolkit.report.folds import write_folds, write_part  # matplotlib and jinja2
+
+        all_folds, left = self.folder.path.parent, 0
+        if self.accelerator.is_main_process and evaluation.predictions:
+            write_part(self.folder.path, self.data.fold or 0, self.data.validation, list(evaluation.predictions()))
+            left = len(folds.unfinished(all_folds))
+            for line in [f"{left} folds are left"] if left else write_folds(all_folds):
+                print(line, file=sys.stderr, flush=True)
+        if broadcast_object_list([left])[0]:
+            launch.once_more()
 
     def _write_pages(self) -> None:
         """The model card, where there is a model, and report.html, from the run's files; on one process."""
@@ -348,12 +367,12 @@ class Run:
             f"  {folder}/predictions.jsonl every {last.split} sample with its prediction",
             f"  {folder}/metrics.jsonl, eval.jsonl, config.json",
             *checkpoints,
-            *self._next(f"{typed('toolkit')} predict {folder}/model" if named else ""),
+            *self._next("" if self.data.fold else f"{typed('toolkit')} predict {folder}/model" if named else ""),
         ]
 
     def _next(self, predict: str) -> list[str]:
         """What to type now: of this run's model, and with its script, data and strategy."""
-        training, again = self.settings.training, self._command()
+        training, again = self.settings.training, "" if self.data.fold else self._command()
         if again and str(self.settings.data.dataset_name).startswith(demo.PREFIX):  # as it was started, with own data
             words, file = shlex.split(again), launch.how_launched()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])

@@ -30,8 +30,12 @@ _EXCLUSIVE = [
     ("validation_file", "dataset_name", "a data set brings its own splits"),
     ("test_file", "dataset_name", "a data set brings its own splits"),
     ("warmup_ratio", "warmup_steps", "they set the same thing"),
+    *((name, "folds", "each fold is judged on its own part of the training rows")
+      for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
+    *((name, "folds", "decisions are of one model, and folds are several")
+      for name in ("tune_thresholds", "calibrate", "abstain_below")),
     ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
-]
+]  # fmt: skip
 
 
 _FILES: dict[str, Path] = {}
@@ -144,6 +148,13 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
         faults.add("--length_penalty has no effect with --num_beams 1: use more beams, or drop it")
     if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
         faults.add("--dataset_config_name is given without --dataset_name")
+    if given.get("folds") is not None:
+        if given.get("output_dir") is None:
+            faults.add("--folds needs --output_dir: the same command goes on there with the fold that is not finished")
+        if str(given.get("overwrite_output_dir", False)).lower() == "true" or given.get("resume", "auto") != "auto":
+            faults.add(
+                "--folds goes on by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
+            )
     if given.get("positive_class") is not None and given.get("tune_thresholds") is None:
         faults.add("--positive_class is given without --tune_thresholds, which it is for")
     for twice in ("r_drop_alpha", "fgm_epsilon"):

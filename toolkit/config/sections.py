@@ -176,6 +176,10 @@ class DataSettings(TextSettings):
     """Found by its name when not given. Several, `a,b,c`: of 0/1 mean multi-label, of other numbers regression."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or `{"0": "joy", ...}`."""
+    folds: int | None = Field(default=None, ge=2, le=100)
+    """Train so many models, each without a part of the training rows, and judge each part: finds wrong labels."""
+    label_corrections: str | None = None
+    """JSONL, as the page of `folds` saves it: the right labels of training rows, and rows to leave out."""
     text_pair: str | None = None
     """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
 

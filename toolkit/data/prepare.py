@@ -14,7 +14,7 @@ import numpy as np
 from toolkit import launch
 from toolkit.cache import digest_of_text, made_once
 from toolkit.config import ObjectiveSettings, ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
-from toolkit.data import balance, labels, titles, tokens
+from toolkit.data import balance, folds, labels, titles, tokens
 from toolkit.data import rows as selection
 from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table, columns_of, find_columns, read_tables
@@ -47,6 +47,8 @@ class Prepared:
     train: Split
     validation: Split
     test: Split | None
+    fold: int | None = None
+    """Of `--folds` the one that is trained now, from 1."""
     pos_weight: np.ndarray | None = None
     """(classes,) float32: what a label that is present weighs in the loss (--pos_weight)."""
     advice: str = ""
@@ -79,6 +81,7 @@ def prepare_data(
     if accelerator is not None:  # paths may differ between machines: what the files hold is compared below
         local = Path(str(settings.data.dataset_name)).is_dir()
         paths = ["train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"]
+        paths += ["label_corrections"]
         paths += ["dataset_name"] * local
         values = {name: value for name, value in flat(settings).items() if name not in paths}
         launch.same_everywhere(accelerator, "the settings", values)
@@ -92,7 +95,11 @@ def prepare_data(
     if accelerator is not None:  # before an hour of work on what is not the same
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
         launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
-    digest = digest_of_text(json.dumps({**asked, "tables": digests, "tokenizer": kind}, sort_keys=True))
+    asked |= {"tables": digests, "tokenizer": kind}
+    if number := getattr(settings.data, "folds", None):
+        every = digest_of_text(json.dumps(asked, sort_keys=True))
+        job.fold = asked["fold"] = folds.next_fold(accelerator, str(settings.training.output_dir), number, every)
+    digest = digest_of_text(json.dumps(asked, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
     return loaded if isinstance(settings, TitleSettings) else _balanced(loaded, settings.objective)
@@ -157,6 +164,8 @@ class _Job:
         file = getattr(self.data, "label_names_file", None)
         self.class_names = read_class_names(file) if file else None
         self.seed = settings.training.seed if self.data.data_seed is None else self.data.data_seed
+        self.corrections: str | None = getattr(settings.data, "label_corrections", None)
+        self.fold: int | None = None
         self.notes: list[str] = []
 
     def asked(self, has_validation: bool) -> dict[str, Any]:
@@ -171,9 +180,13 @@ class _Job:
             asked["problem_type"] = self.problem_type
         if self.class_names:
             asked["class_names"] = self.class_names
+        if self.corrections:
+            asked["label_corrections"] = folds.digest_of_corrections(self.corrections)
+        if getattr(self.data, "folds", None):
+            asked["folds"] = self.data.folds
         if "," in (self.data.text_column or ""):
             asked["separator"] = self.separator
-        if not has_validation or self.data.max_train_samples or self.data.max_eval_samples:
+        if not has_validation or "folds" in asked or self.data.max_train_samples or self.data.max_eval_samples:
             asked["seed"] = self.seed
         return {"layout": _LAYOUT, "max_length": self.max_length, **asked}
 
@@ -194,6 +207,7 @@ class _Job:
             train=splits["train"],
             validation=splits["validation"],
             test=splits.get("test"),
+            fold=self.fold,
         )
 
     def make(self, draft: Path, tables: dict[str, Table]) -> None:
@@ -219,6 +233,8 @@ class _Job:
             np.save(folder / "rows.npy", rows.numbers)
             targets.save(folder, rows, self.tokenizer, self.notes)
             if split != "train":  # for reports
+                learned = [*columns, *columns_of(rows.table, self.pair or column), *getattr(targets, "columns", ())]
+                tokens.save_strings(folder / "sources.jsonl", [folds.sources(rows, learned)])
                 tokens.save_strings(folder / "texts.jsonl", (texts for texts, _ in rows.texts()))
                 if self.pair:
                     tokens.save_strings(folder / "pairs.jsonl", (pairs or [] for _, pairs in rows.texts()))
@@ -235,12 +251,20 @@ class _Job:
         targets: Targets = titled or find_labels(
             table, data.label_column, self.problem_type, column, kept, self.class_names
         )
+        if self.fold and len(tables) > 1:
+            notes.append("--folds: the data set's other splits take no part")
+            tables = {"train": table}
         for split, table in tables.items():
             if split == "test" and targets.all_missing(table):
                 notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
                 continue
             rows = chosen.get(split) or self._usable(table, column, title)
             chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
+        if self.corrections:
+            chosen["train"] = folds.corrected(chosen["train"], targets, self.corrections, notes)
+        if self.fold:
+            rows = selection.sampled(chosen["train"], "train", data.max_train_samples, self.seed, notes)
+            return targets, folds.without_part(rows, targets, data.folds, self.fold, self.seed, notes)
         if "validation" not in chosen:
             held = selection.hold_back(chosen.pop("train"), targets, data.validation_split, self.seed, notes)
             chosen = {**held, **chosen}

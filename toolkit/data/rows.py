@@ -221,8 +221,10 @@ def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
     train = np.sort(chosen["train"].hashes)
     for split in [split for split in ("validation", "test") if split in chosen]:
         hashes = chosen[split].hashes
-        seen = int((train[np.searchsorted(train, hashes) % len(train)] == hashes).sum())
-        if seen:
+        seen = train[np.searchsorted(train, hashes) % len(train)] == hashes
+        if seen.any():
+            rows = listing(chosen[split].numbers[seen] + 1)
             notes.append(
-                f"{split}: {seen} of {len(hashes)} texts are also in the training data: its scores are too high"
+                f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores are too high "
+                f"(rows {rows})"
             )

@@ -106,6 +106,16 @@ class Split:
         texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
         return [f"{text}\n{pair}" for text, pair in zip(texts, pairs, strict=True)] if pairs else texts
 
+    def sources(self) -> list[dict[str, str]]:
+        """Of each sample the cells of the source's columns that group rows; empty where none are kept."""
+        return [json.loads(cells) for cells in _read_strings(self.folder / "sources.jsonl")]
+
+    def groups(self) -> dict[str, list[str]]:
+        """By what rows can be told apart: their length, and each such column -> the value of each sample."""
+        cells = self.sources()
+        columns = {name: [own[name] for own in cells] for name in (cells[0] if cells else ())}
+        return {"length": length_bins(self.lengths)} | columns
+
     def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
         texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
@@ -134,6 +144,13 @@ class TitleSplit(Split):
     def titles(self) -> list[str]:
         """The titles as they were written; kept for splits that are evaluated."""
         return _read_strings(self.folder / "titles.jsonl")
+
+
+def length_bins(lengths: np.ndarray) -> list[str]:
+    """Of each sample the range of tokens that it is in: about five ranges with as many samples each."""
+    edges = np.unique(np.quantile(lengths, [0.2, 0.4, 0.6, 0.8], method="lower"))
+    starts, ends = [int(lengths.min()), *(edges + 1).tolist()], [*edges.tolist(), int(lengths.max())]
+    return [f"{starts[place]} to {ends[place]} tokens" for place in np.searchsorted(edges, lengths)]
 
 
 def _read_strings(path: Path) -> list[str]:

@@ -23,7 +23,7 @@ from toolkit.plain_yaml import read_yaml
 
 DEFAULT_TIMEOUT = 30.0
 _LONGEST_TIMEOUT = 600.0
-_FILES = ("train_file", "validation_file", "test_file", "label_names_file")
+_FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections")
 _FOLDERS = ("dataset_name", "model_name_or_path")
 # may differ between machines, or says nothing about the run
 _NOT_COMPARED = ("output_dir", "machine_rank", "main_process_ip", "machines", "local_rank", "config_file",

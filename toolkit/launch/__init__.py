@@ -3,7 +3,7 @@
 from toolkit.launch import interrupted  # first: Ctrl-C is answered from here on
 
 # isort: split
-from toolkit.launch.failure import explain_failures, run, start, stopped_by
+from toolkit.launch.failure import explain_failures, once_more, run, start, stopped_by
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
@@ -13,6 +13,7 @@ __all__ = [
     "interrupted",
     "make_accelerator",
     "named_machines",
+    "once_more",
     "run",
     "same_everywhere",
     "say",

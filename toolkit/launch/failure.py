@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -41,6 +42,7 @@ _NEWS_SECONDS = 20.0
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
 _stopped = 0
+_again = False
 _explain: Callable[[Exception], str | None] | None = None
 
 
@@ -55,6 +57,27 @@ def stopped_by(number: int) -> None:
     """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
     global _stopped
     _stopped = 128 + number
+
+
+def once_more() -> None:
+    """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
+    global _again
+    _again = True
+
+
+def _call(main: Callable[[], None]) -> None:
+    """Calls it, and again as long as it asks for that, with nothing left of the accelerator but the process group."""
+    global _again
+    while True:
+        _again = False
+        main()
+        if not _again:
+            return
+        from accelerate.state import AcceleratorState, GradientState
+
+        gc.collect()  # the model, and the lock on its folder
+        AcceleratorState._reset_state(reset_partial_state=False)
+        GradientState._reset_state()
 
 
 def start(name: str) -> None:
@@ -79,7 +102,7 @@ def run(main: Callable[[], None], module: str | None = None, relaunches: bool = 
             sys.argv, options = relaunch_if_requested(sys.argv, module)
             if options.deepspeed_config:
                 os.environ["TOOLKIT_DEEPSPEED_CONFIG"] = options.deepspeed_config
-        main()
+        _call(main)
         _leave_group()
 
     _report(work)

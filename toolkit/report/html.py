@@ -9,7 +9,7 @@ import math
 import random
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from toolkit.cache import cache_folder
+from toolkit.data.folds import FOLDS
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
+from toolkit.evaluation.label_errors import worst_slices
 from toolkit.report import curves
 from toolkit.report.files import read_lines, write_whole
+from toolkit.report.folds import write_folds
 from toolkit.report.record import Record, last_evaluation, render, run_config
 
 MOST_MATRIX_CLASSES = 40
@@ -63,11 +66,18 @@ class Title:
     """ROUGE-L."""
 
 
-def write_report(folder: Path, last: Evaluation, texts: Sequence[str], explained_rows: int = 0) -> None:
+def write_report(
+    folder: Path,
+    last: Evaluation,
+    texts: Sequence[str],
+    explained_rows: int = 0,
+    groups: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Writes `folder`/report.html, whole or not at all.
 
-    `last` is the evaluation that predictions.jsonl is of, and `texts` are its samples' (or empty). Of so many of the
-    worst mistakes the saved model says which words led to them.
+    `last` is the evaluation that predictions.jsonl is of, `texts` are its samples' (or empty), and `groups` say of
+    each sample what it has in common with others (its length, its source). Of so many of the worst mistakes the saved
+    model says which words led to them.
     Raises ValueError where the number of texts is another, OSError where a file is missing.
     """
     record = Record.load(folder, last)
@@ -84,9 +94,10 @@ def write_report(folder: Path, last: Evaluation, texts: Sequence[str], explained
         "sureness": _sureness(last),
         "confusion": None,
         "num_samples": 0,
+        "slices": [],
         "examples": {},
         "explanations": {},
-        **samples(folder / "predictions.jsonl", record.data, texts),
+        **samples(folder / "predictions.jsonl", record.data, texts, groups or {}),
     }
     if explained_rows and texts and context.get("worst"):
         from toolkit.report.explain import explain  # torch and the model
@@ -103,14 +114,18 @@ def write_report_of_folder(folder: str | Path, explained_rows: int = 0) -> Path:
     `folder` holds no run.
     """
     folder = Path(folder)
+    if (folder / FOLDS).is_file():
+        write_folds(folder)
+        return folder / "report.html"
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
     prepared = cache_folder() / "tokens" / data["digest"]
     there = last.numbers and (prepared / last.split).is_dir()
-    texts = load_split(prepared, last.split).texts() if there else []
+    split = load_split(prepared, last.split) if there else None
+    texts = split.texts() if split else []
     if explained_rows:
         _refuse_explanations(folder, data["problem_type"], texts)
-    write_report(folder, last, texts, explained_rows)
+    write_report(folder, last, texts, explained_rows, split.groups() if split else None)
     return folder / "report.html"
 
 
@@ -174,7 +189,9 @@ def _check_number(path: Path, count: int, texts: Sequence[str]) -> None:
 # Samples
 
 
-def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+def _samples_shown(
+    path: Path, data: dict[str, Any], texts: Sequence[str], groups: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     """What the page says of each sample of a run with labels."""
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
     regression = labels.problem_type == "regression"
@@ -189,6 +206,7 @@ def _samples_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> di
         "worst": [(sample, _shortened(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
         "num_wrong": len(wrong),
+        "slices": worst_slices(np.array([sample.wrong for sample in samples]), groups) if not regression else [],
     }
 
 
@@ -238,7 +256,7 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
 # Titles
 
 
-def _titles_shown(path: Path, data: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+def _titles_shown(path: Path, data: dict[str, Any], texts: Sequence[str], _: Any) -> dict[str, Any]:
     """What the page says of each sample of a run that writes titles; letter case and spaces do not count."""
     titles = [
         Title(place, line["id"] + 1, line["title"].strip(), line["reference"], line["scores"]["rougeL"])

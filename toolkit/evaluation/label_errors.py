@@ -1,0 +1,86 @@
+"""Which labels are probably wrong, and where a model is worst: from answers about rows that it was not trained on."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+FEWEST_ROWS = 10
+_MOST_SLICES = 15
+
+
+class Suspect(NamedTuple):
+    """A row whose label is probably wrong."""
+
+    place: int
+    suggested: tuple[int, ...]
+    """Its class; of several labels per text all that it should have."""
+    margin: float
+    """The probability of what is given less that of what is suggested: the lower the surer."""
+
+
+class Slice(NamedTuple):
+    """Rows with something in common, and how often the model is wrong there."""
+
+    name: str
+    value: str
+    rows: int
+    wrong: float
+    """The share that is wrong."""
+    deviations: float
+    """How many standard deviations of chance that is above the share of all rows."""
+
+
+def suspects(chances: np.ndarray, given: np.ndarray) -> list[Suspect]:
+    """Confident learning (Northcutt, Jiang and Chuang, 2021) on out-of-fold probabilities (N, C) and labels (N,), or
+    (N, C) of 0 and 1, each a question of its own; the surest first.
+
+    A row counts for a class when the class's probability reaches the mean it has among the rows labelled so (the
+    threshold of the class); rows that count for another class than their label (off the diagonal of the confident
+    joint) are suspected, and ranked by the normalised margin.
+    """
+    if given.ndim == 1:
+        return _of_classes(chances, given)
+    found: dict[int, list[Suspect]] = defaultdict(list)
+    for label in range(given.shape[1]):
+        two = np.stack([1 - chances[:, label], chances[:, label]], axis=1)
+        for suspect in _of_classes(two, given[:, label].astype(int)):
+            found[suspect.place].append(suspect._replace(suggested=(label,)))
+    merged = []
+    for place, own in found.items():
+        flipped = {suspect.suggested[0] for suspect in own}
+        right = tuple(c for c in range(given.shape[1]) if bool(given[place, c]) != (c in flipped))
+        merged.append(Suspect(place, right, min(suspect.margin for suspect in own)))
+    return sorted(merged, key=lambda suspect: suspect.margin)
+
+
+def _of_classes(chances: np.ndarray, given: np.ndarray) -> list[Suspect]:
+    classes = range(chances.shape[1])
+    thresholds = np.array([chances[given == c, c].mean() if (given == c).any() else np.inf for c in classes])
+    counted = np.where(chances >= thresholds, chances, -1.0)
+    other = counted.argmax(axis=1)
+    places = np.flatnonzero((counted.max(axis=1) >= 0) & (other != given))
+    margins = chances[places, given[places]] - chances[places, other[places]]
+    order = np.argsort(margins, kind="stable")
+    return [Suspect(int(places[i]), (int(other[places[i]]),), float(margins[i])) for i in order]
+
+
+def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
+    """Groups of the rows, by column and value, in which more are wrong than chance explains (two standard deviations),
+    the clearest first. (N,) truth values; a column holds each row's value."""
+    share, found = float(wrong.mean()), []
+    for name, values in groups.items():
+        own = defaultdict(list)
+        for place, value in enumerate(values):
+            own[value].append(place)
+        for value, places in own.items():
+            if FEWEST_ROWS <= len(places) < len(wrong) and 0 < share < 1:
+                there = float(wrong[places].mean())
+                deviations = (there - share) / math.sqrt(share * (1 - share) / len(places))
+                found.append(Slice(name, value, len(places), there, deviations))
+    found.sort(key=lambda slice: -slice.deviations)
+    return [slice for slice in found if slice.deviations > 2][:_MOST_SLICES]
