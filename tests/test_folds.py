@@ -88,7 +88,7 @@ def test_the_same_command_goes_on_with_what_is_unfinished(
 ) -> None:
     """Fold 2 was ended in its middle, fold 3 before its first checkpoint."""
     folder = tmp_path / "run"
-    shutil.copytree(single[0], folder)
+    shutil.copytree(single[0], folder, symlinks=True)
     for name in ("out_of_fold.jsonl", "label_errors.jsonl", "report.html", "fold-2/out_of_fold.jsonl",
                  "fold-2/report.html", "fold-3/out_of_fold.jsonl"):  # fmt: skip
         (folder / name).unlink()

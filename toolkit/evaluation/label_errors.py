@@ -72,7 +72,7 @@ def _of_classes(chances: np.ndarray, given: np.ndarray) -> list[Suspect]:
 def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
     """Groups of the rows, by column and value, in which more are wrong than chance explains (two standard deviations),
     the clearest first. (N,) truth values; a column holds each row's value."""
-    share, found = float(wrong.mean()), []
+    share, found = float(wrong.mean()) if len(wrong) else 0.0, []
     for name, values in groups.items():
         own = defaultdict(list)
         for place, value in enumerate(values):
