@@ -49,17 +49,22 @@ def write_folds(folder: Path) -> list[str]:
     runs = [fold_folder(folder, fold) for fold in numbers(folder)]
     records = [Record.load(run, last_evaluation(run)) for run in runs]
     lines = sorted((line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"])
-    sizes = {sum(record.data["samples"].values()) for record in records}
+    expected = sum(record.data["samples"]["validation"] for record in records)
     fault = ids_fault(np.array([line["id"] for line in lines]), np.unique([line["id"] for line in lines]))
-    if fault or sizes != {len(lines)}:
-        raise UserError(f"{folder}: its folds do not answer for each row once ({fault or f'{len(lines)} of {sizes}'})")
+    if fault or expected != len(lines):
+        raise UserError(
+            f"{folder}: its folds do not answer for each row once ({fault or f'{len(lines)} of {expected}'})"
+        )
     write_whole(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
     labels = Labels(cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ())
     found = _analysed(lines, labels)
     write_whole(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, found["suspects"], labels)))
     shown = [_shown(lines[suspect.place], suspect, labels) for suspect in found["suspects"][:_MOST_SUSPECTS]]
-    names = [name for name, value in found["metrics"].items() if isinstance(value, float)]
-    spread = {name: statistics.stdev([record.last.numbers[name] for record in records]) for name in names}
+    own = [record.last.single_numbers for record in records]  # of a recipe with metrics of its own, perhaps others
+    names = [
+        name for name, value in found["metrics"].items() if isinstance(value, float) and all(name in o for o in own)
+    ]
+    spread = {name: statistics.stdev([numbers[name] for numbers in own]) for name in names}
     context = {**found, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
                "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
