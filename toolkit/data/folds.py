@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets
-from toolkit.errors import UserError
+from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.files import read_table, replace_file, writing
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def corrected(rows: Rows, targets: Any, file: str, notes: list[str]) -> Rows:
+def corrected(rows: Rows, targets: Labels, file: str, notes: list[str]) -> Rows:
     """The training rows with the labels of `--label_corrections`, and without those it leaves out.
 
     Raises UserError naming the line and the row where the file does not fit.
@@ -149,13 +150,26 @@ def corrected(rows: Rows, targets: Any, file: str, notes: list[str]) -> Rows:
             kept[place] = False
             counts["out"] += 1
             continue
-        value = targets.encode_name(label, where)
+        value = _encoded(label, targets, where)
         counts["same" if np.array_equal(value, encoded[place]) else "changed"] += 1
         encoded[place] = value
     said = f"{counts['changed']} labels are changed, {counts['same']} are as they were, {counts['out']} rows left out"
     notes.append(f"{rows.table.name}: {said} (--label_corrections {file})")
     changed = replace(rows, targets=encoded)
     return changed if kept.all() else changed.take(np.flatnonzero(kept))
+
+
+def _encoded(label: Any, labels: Labels, where: str) -> Any:
+    """A class's name, or a list of them (multi-label), as `Labels.encode` has it. Raises UserError for another."""
+    named = {name: place for place, name in enumerate(labels.names)}
+    wanted, multi = label if isinstance(label, list) else [label], labels.problem_type == MULTI
+    strange = [name for name in wanted if name not in named]
+    if strange or labels.problem_type == "regression" or isinstance(label, list) != multi:
+        near = did_you_mean(str(strange[0]), named) if strange else ""
+        raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(named)}")
+    return (
+        np.isin(np.arange(labels.size), [named[name] for name in wanted]).astype(np.float32) if multi else named[label]
+    )
 
 
 def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:

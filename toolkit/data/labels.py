@@ -103,18 +103,6 @@ class Labels(Targets):
             f"the classes are {listing(self._ids)}"
         )
 
-    def encode_name(self, label: Any, where: str) -> Any:
-        """A class's name, or a list of them (multi-label), as `encode` has it. Raises UserError for another."""
-        named = {name: place for place, name in enumerate(self.names)}
-        wanted = label if isinstance(label, list) else [label]
-        strange = [name for name in wanted if name not in named]
-        if strange or self.problem_type == "regression" or isinstance(label, list) != (self.problem_type == MULTI):
-            near = did_you_mean(str(strange[0]), named) if strange else ""
-            raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(named)}")
-        if self.problem_type == MULTI:
-            return np.isin(np.arange(self.size), [named[name] for name in wanted]).astype(np.float32)
-        return named[label]
-
     def _flags(self, value: Any, where: str) -> list[float]:
         """One row of a multi-label column, or of several -> a 0 or 1 per class."""
         if _is_missing(value):

@@ -261,7 +261,7 @@ class _Job:
             rows = chosen.get(split) or self._usable(table, column, title)
             chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
         if self.corrections:
-            chosen["train"] = folds.corrected(chosen["train"], targets, self.corrections, notes)
+            chosen["train"] = folds.corrected(chosen["train"], cast(Labels, targets), self.corrections, notes)
         if self.fold:
             rows = selection.sampled(chosen["train"], "train", data.max_train_samples, self.seed, notes)
             return targets, folds.without_part(rows, targets, data.folds, self.fold, self.seed, notes)
