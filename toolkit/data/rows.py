@@ -186,16 +186,13 @@ def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str
 
 def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list[str]) -> dict[str, Rows]:
     """Divides training rows into `train` and `validation`, by class where there are classes."""
-    from sklearn.model_selection import train_test_split  # a second's import, needed once
-
     table = rows.table
     places = np.arange(len(rows))
-    singles = places[:0]
     classes = targets.strata(rows.targets)
     strata = None
     if classes is not None:
         alone = np.bincount(classes)[classes] < 2  # a class of one row can only be trained on
-        singles, places, strata = places[alone], places[~alone], classes[~alone]
+        places, strata = places[~alone], classes[~alone]
     held = max(1, round(len(places) * share))
     if held >= len(places):
         raise UserError(
@@ -205,15 +202,48 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
     if strata is not None and min(held, len(places) - held) < len(np.unique(strata)):
         strata = None
         notes.append(f"{table.name}: too few rows to hold some of each class back")
-    train_places, validation_places = train_test_split(places, test_size=held, random_state=seed, stratify=strata)
+    validation = np.zeros(len(rows), bool)
+    validation[places[_drawn(strata, len(places), held, seed)]] = True
     notes.append(
         f"{table.name}: {held} of {len(rows)} rows are held back for validation "
         f"(--validation_split {share:g}, seed {seed})"
     )
     return {
-        "train": rows.take(np.sort(np.concatenate([train_places, singles]))),
-        "validation": rows.take(np.sort(validation_places)),
+        "train": rows.take(np.flatnonzero(~validation)),
+        "validation": rows.take(np.flatnonzero(validation)),
     }
+
+
+def _drawn(strata: np.ndarray | None, count: int, held: int, seed: int) -> np.ndarray:
+    """The places of `held` of `count` rows: those that scikit-learn's `train_test_split` takes, without its list of all
+    rows, which takes 40 bytes for each."""
+    random = np.random.RandomState(seed)
+    if strata is None:
+        return random.permutation(count)[:held]
+    counts = np.bincount(strata)
+    counts = counts[counts > 0]
+    kept = _apportioned(counts, count - held, random)
+    taken = _apportioned(counts - kept, held, random)
+    classes = np.split(np.argsort(strata, kind="stable"), np.cumsum(counts)[:-1])
+    return np.concatenate([
+        rows[random.permutation(len(rows))[before : before + some]]
+        for rows, before, some in zip(classes, kept, taken, strict=True)
+    ])  # fmt: skip
+
+
+def _apportioned(counts: np.ndarray, draws: int, random: np.random.RandomState) -> np.ndarray:
+    """How many of each class are among so many draws: their share, the largest remainders rounded up, ties at random;
+    as scikit-learn's `_approximate_mode`, whose draws from `random` count too."""
+    share = counts / counts.sum() * draws
+    found = np.floor(share)
+    missing, remainder = int(draws - found.sum()), share - found
+    for value in np.unique(remainder)[::-1] if missing > 0 else ():
+        ties = np.flatnonzero(remainder == value)
+        found[random.choice(ties, size=min(len(ties), missing), replace=False)] += 1
+        missing -= min(len(ties), missing)
+        if not missing:
+            break
+    return found.astype(int)
 
 
 def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
