@@ -205,8 +205,8 @@ def main() -> None:
         "After the cache is made: mapping it and planning the first epoch, what a step of 32 texts takes of the data, "
         "and the memory that this adds to a process (tokens that are mapped and were read count).", "", *after, "",
         f"`toolkit predict` of {options.predicted:,} rows, MiniLM in float32, windows of 4,096 rows: the model "
-        f"computes for {100 * predicted['part']:.1f} % of the time from opening the file to the output (loading the model left "
-        f"out), {predicted['rate']:.0f} rows a second, peak {predicted['memory']:.2f} GB.", "",
+        f"computes for {100 * predicted['part']:.1f} % of the time from opening the file to the output (loading the "
+        f"model left out), {predicted['rate']:.0f} rows a second, peak {predicted['memory']:.2f} GB.", "",
     ]  # fmt: skip
     RESULTS.write_text("\n".join(text), encoding="utf-8")
 
