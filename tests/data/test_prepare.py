@@ -404,7 +404,7 @@ def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Calla
 def test_what_is_held_back_is_what_scikit_learn_takes(classes: int | None) -> None:
     for seed in range(60):
         random = np.random.default_rng(seed)
-        count = int(random.integers(40, 400))
+        count = int(random.integers(120, 400))
         strata = None if classes is None else np.sort(random.integers(0, classes, count - 2 * classes) ** 2 // classes)
         if strata is not None:  # each class twice at least, and some class ids without rows
             strata = random.permutation(np.concatenate([strata, np.repeat(np.unique(strata), 2)]))
