@@ -147,7 +147,7 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
 
 def prepared_lines(counts: list[int], root: Path) -> list[str]:
     lines = [
-        "| rows | CSV, MB | seconds | again, seconds | rows/s | the tokenizer's own, before and after | of it | peak GB |",
+        "| rows | CSV, MB | seconds | again | rows/s | the tokenizer's own, before and after | of it | peak GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for rows in counts:
@@ -206,8 +206,8 @@ def main() -> None:
     text = [
         "# Preparing data", "",
         f"`python benchmarks/data.py` on {cores} cores ({platform.processor() or platform.machine()}) that other work "
-        f"shares: load {load:.1f} at the end. MiniLM's tokenizer, at most 128 tokens; a tenth of the rows is held back. "
-        "Rows a second leave out what the same command takes again, when the tokens are there.", "", *prepared, "",
+        f"shares: load {load:.1f} at the end. MiniLM's tokenizer, at most 128 tokens; a tenth of the rows is held "
+        "back. Rows a second leave out what the same command takes again, when the tokens are there.", "", *prepared, "",
         "After the cache is made: mapping it and planning the first epoch, what a step of 32 texts takes of the data, "
         "and the memory that this adds to a process (tokens that are mapped and were read count).", "", *after, "",
         f"`toolkit predict` of {options.predicted:,} rows, MiniLM in float32, windows of 4,096 rows: the model "
