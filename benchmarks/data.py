@@ -207,7 +207,7 @@ def main() -> None:
         "# Preparing data", "",
         f"`python benchmarks/data.py` on {cores} cores ({platform.processor() or platform.machine()}) that other work "
         f"shares: load {load:.1f} at the end. MiniLM's tokenizer, at most 128 tokens; a tenth of the rows is held "
-        "back. Rows a second leave out what the same command takes again, when the tokens are there.", "", *prepared, "",
+        "back. Rows a second leave out what the same command takes again, when tokens are there.", "", *prepared, "",
         "After the cache is made: mapping it and planning the first epoch, what a step of 32 texts takes of the data, "
         "and the memory that this adds to a process (tokens that are mapped and were read count).", "", *after, "",
         f"`toolkit predict` of {options.predicted:,} rows, MiniLM in float32, windows of 4,096 rows: the model "
