@@ -25,6 +25,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	@echo "torch is there; now the rest."
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@echo "Done. Type:  source $(VENV)/bin/activate   and toolkit, accelerate and python recipes/cls.py are there."
 	touch $(INSTALLED)
 
 # Fine-tunes real BERT weights on real film reviews, evaluates, and leaves a run in runs/.

@@ -20,6 +20,7 @@ from toolkit.config import TASKS, ModelSettings, build
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.read import Table
 from toolkit.data.tokens import choose_max_length, load_tokenizer
+from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation import classification_metrics, outputs
 from toolkit.evaluation.decisions import Decisions, saved_decisions
 from toolkit.evaluation.predict_file import labels_of
@@ -32,6 +33,8 @@ from toolkit.pretrained import load_config
 
 def settings(task: str = "cls", **given: Any) -> Any:
     """The settings of a recipe (cls, bigbird or title) by their names. Raises UserError with every fault."""
+    if task not in TASKS:
+        raise UserError(f"settings({task!r}){did_you_mean(task, TASKS)}: there are {', '.join(TASKS)}")
     return build(TASKS[task], given)
 
 

@@ -50,8 +50,8 @@ def made_once(
             _make(folder, make, source)
     except OSError as error:
         raise UserError(
-            f"cannot write {folder} [{error}]: free space there, or name another folder by TOOLKIT_CACHE; "
-            "nothing was left behind"
+            f"cannot write {folder} [{error.strerror or error}]: name another folder by TOOLKIT_CACHE (export "
+            "TOOLKIT_CACHE=/tmp/toolkit), or free space if the disk is full; nothing was left behind"
         ) from error
     with contextlib.suppress(OSError):  # a cache that only others may write
         os.utime(_checked(folder))
@@ -160,7 +160,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    kept = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir())
+    kept, shown = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir()), False
     for folder in kept:
         checked, source = _checked(folder), ""
         days = (time.time() - (checked if checked.exists() else folder).stat().st_mtime) / _DAY_SECONDS
@@ -169,10 +169,11 @@ def run(options: argparse.Namespace) -> None:
             source = json.loads((folder / _FILES).read_bytes())["source"]
         gone = options.action == "prune" and days >= options.unused_days and remove(folder)
         if gone or options.action == "list":
-            name = folder.relative_to(cache_folder())
+            name, shown = folder.relative_to(cache_folder()), True
             print(f"{'removed ' * gone}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
-    if not kept:
-        print(f"{cache_folder()} is empty")
+    if not shown:
+        held = f"holds nothing that was unused for {options.unused_days:g} days" if kept else "is empty"
+        print(f"{cache_folder()} {held}")
 
 
 def remove(folder: Path) -> bool:

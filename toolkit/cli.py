@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.add_parser(commands)
     clean.add_parser(commands)
     to_bigbird_command.add_parser(commands)
-    report = commands.add_parser("report", help="write a run's report.html anew")
+    report = commands.add_parser("report", help="write a run's report.html again")
     report.add_argument("run", help="a run's folder")
     report.add_argument(
         "--explain",
@@ -152,7 +152,7 @@ def _run() -> None:
         parser.print_help()
         return
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        hint = did_you_mean(arguments[0], COMMANDS)
+        hint = _OTHER_WAYS.get(arguments[0]) or did_you_mean(arguments[0], COMMANDS)
         raise UserError(f"there is no `toolkit {arguments[0]}`{hint}: {', '.join(COMMANDS)}")
     if arguments[0] in ("prepare", "estimate", "doctor"):  # they read their own settings
         COMMANDS[arguments[0]](arguments[1:])
@@ -251,6 +251,10 @@ def _compare(options: argparse.Namespace) -> None:
     run(options)
 
 
+_OTHER_WAYS = {
+    "train": " (recipes train: python recipes/cls.py --help)",
+    "evaluate": " (toolkit.evaluate in Python does it, see docs/api.md, and a recipe's --test_file)",
+}
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
     "predict": _predict,

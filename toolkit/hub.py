@@ -34,10 +34,11 @@ def reach(name: str, kind: Literal["model", "dataset"] = "model", kept: Path | N
     except Exception as error:
         if not cached:
             setting = "model_name_or_path" if kind == "model" else "dataset_name"
+            owned, folder = name if "/" in name else f"OWNER/{name}", name.rpartition("/")[2]
             raise UserError(
                 f"--{setting} {name}: {constants.ENDPOINT} cannot be reached [{first_line(error)}]. In China use a "
                 "mirror (export HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; modelscope "
-                f"download --{kind} OWNER/NAME --local_dir FOLDER; then --{setting} FOLDER"
+                f"download --{kind} {owned} --local_dir {folder}; then --{setting} ./{folder}"
             ) from error
         _say(f"{name}: {constants.ENDPOINT} cannot be reached, so the copy in the cache is taken")
         constants.HF_HUB_OFFLINE = kind == "model"

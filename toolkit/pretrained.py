@@ -150,7 +150,7 @@ def _refuse_wrong_folder(name: str) -> None:
             f"`toolkit convert {name} OUT`"
         )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
-        raise UserError(f"--model_name_or_path {name} is a run's folder: did you mean {path / 'model'}?")
+        raise UserError(f"{name} is a run's folder, and its model is in {path / 'model'}: name that")
 
 
 @contextlib.contextmanager

@@ -377,9 +377,11 @@ class Run:
             words, file = shlex.split(again), launch.how_launched()["config_file"]
             words = words[: words.index(sys.argv[0]) + 1] + (["--config_file", file] if file else [])
             again = f"{shlex.join(words)} --train_file YOUR_FILE.csv --model_name_or_path bert-base-chinese"
-        elif again:  # once more, with another learning rate
+        elif again:  # once more: what another seed changes is chance
             folder = f"{training.output_dir}-2" if training.output_dir else None
-            again = self._command(learning_rate=f"{training.learning_rate / 2:g}", output_dir=folder)
+            again = (
+                self._command(seed=training.seed + 1, output_dir=folder) + "  # another seed: what differs is chance"
+            )
         lines = [f"  {line}" for line in (predict and f"{predict} YOUR_FILE.csv", again) if line]
         return ["next:", *lines] if lines else []
 

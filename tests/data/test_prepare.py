@@ -84,7 +84,7 @@ def test_texts_that_are_also_in_training_are_said(prepared: Callable[..., Prepar
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
     assert [note for note in data.notes if "also in the training" in note] == [
-        "validation: 3 of 5 texts are also in the training data: its scores are too high (rows 1, 2, 3)"
+        "validation: 3 of 5 texts are also in the training data: its scores will be too high (rows 1, 2, 3)"
     ]
 
 

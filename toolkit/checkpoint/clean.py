@@ -33,6 +33,8 @@ def run(options: argparse.Namespace) -> None:
 
 def clean(path: Path) -> str:
     """Returns the line that says what is free now. Raises UserError where a run goes on, or is to."""
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} {'is no run: it has no config.json' if path.is_dir() else 'does not exist'}")
     config = read_table(path / "config.json", {})
     with _locked(path):
         if why := _unfinished(path, config):

@@ -17,7 +17,8 @@ _FIRST = {
 }  # fmt: skip
 _LAUNCH = """To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines,
 --machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config
-under `deepspeed`; how long is waited: --rendezvous_timeout, --ddp_timeout (seconds)."""
+under `deepspeed`; how long is waited, in seconds: --rendezvous_timeout, --ddp_timeout, --peer_timeout,
+--stop_timeout."""
 
 
 def command_line(
@@ -73,7 +74,10 @@ def _described(field: Any) -> str:
 
 def _values(annotation: Any) -> str:
     """What may be given: `a|b` of choices, else the kind of value."""
+    if hasattr(annotation, "__metadata__"):
+        annotation = get_args(annotation)[0]
     parts = [part for part in get_args(annotation) or (annotation,) if part is not type(None)]
+    parts = [get_args(part)[0] if hasattr(part, "__metadata__") else part for part in parts]
     if get_origin(annotation) is Literal:
         return "|".join(map(str, parts))
     nested = next((part for part in parts if get_origin(part) is Literal), None)

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -37,6 +37,17 @@ _EXCLUSIVE = [
     ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
 ]  # fmt: skip
 
+
+# what other trainers call it
+_ELSEWHERE = {
+    "per_device_train_batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "gradient_accumulation_steps": "global_batch_size", "batch_size": "global_batch_size",
+    "eval_steps": "eval_every", "eval_strategy": "eval_every", "save_steps": "checkpoint_every",
+    "save_total_limit": "keep_checkpoints", "resume_from_checkpoint": "resume", "lr": "learning_rate",
+    "epochs": "num_train_epochs", "bf16": "mixed_precision", "fp16": "mixed_precision", "optim": "optimizer",
+    "max_seq_length": "max_length", "wd": "weight_decay", "patience": "early_stopping_patience",
+}  # fmt: skip
+_DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
 _FILES: dict[str, Path] = {}
 """Settings of this process that a YAML file gave, with its name."""
@@ -110,7 +121,10 @@ def build(settings_class: type[Settings], given: Mapping[str, Any], faults: Faul
     faults = faults or Faults()
     sections = sections_of(settings_class)
     built: dict[str, Any] = {}
+    known = [name for section in sections.values() for name in fields_of(section)]
     for name, value in given.items():
+        if name not in known:
+            faults.add(f"unknown setting {name}{_hint(name, known)}")
         if isinstance(value, str) and _UNWRITABLE.search(value):
             faults.add(f"--{name} {value!r}: it contains a character that cannot be written")
     for name, section in sections.items():
@@ -205,9 +219,11 @@ def fields_of(section: type) -> dict[str, Any]:
 
 def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{path} is not a YAML file of settings: settings are given as --name value")
+        way = f"pass --train_file {path}" if path.suffix in _DATA else "settings are given as --name value"
+        raise UserError(f"{path} is not a YAML file of settings: {way}")
     if not path.is_file():
-        raise UserError(f"there is no settings file {path} (looked in {Path.cwd()})")
+        beside = [str(file) for file in path.parent.glob("*.yaml")]
+        raise UserError(f"there is no settings file {path}{did_you_mean(str(path), beside)} (looked in {Path.cwd()})")
     loaded = read_yaml(path)
     if loaded is None:
         return {}
@@ -216,7 +232,7 @@ def _from_yaml(path: Path, sections: Mapping[str, type], faults: Faults) -> dict
     fields = {name: field for section in sections.values() for name, field in fields_of(section).items()}
     for name in loaded:
         if name not in fields:
-            faults.add(f"{path}: unknown setting {name}{did_you_mean(str(name), fields)}")
+            faults.add(f"{path}: unknown setting {name}{_hint(str(name), fields)}")
     return {name: _meant(name, value, fields[name], faults) for name, value in loaded.items() if name in fields}
 
 
@@ -245,15 +261,23 @@ def _from_command_line(
     for word in others:  # a fault for each unknown name; the word behind it is its value
         if word.startswith("--"):
             name = word[2:].split("=")[0]
-            hint = did_you_mean(name.replace("-", "_"), known)
-            faults.add(f"unknown setting --{name}{hint}; --help_all lists them all")
+            faults.add(f"unknown setting --{name}{_hint(name, known)}; --help_all lists them all")
         elif not value_follows:
             faults.add(f"{word!r} is not a setting: settings are given as --name value")
         value_follows = word.startswith("--") and "=" not in word
     return vars(given)
 
 
+def _hint(name: str, known: Collection[str]) -> str:
+    """The setting that is meant, where it can be told."""
+    name = name.replace("-", "_")
+    elsewhere = _ELSEWHERE.get(name)
+    return f" (did you mean {elsewhere}?)" if elsewhere in known else did_you_mean(name, known)
+
+
 def _explain(fault: Any) -> str:
     name = str(fault["loc"][0]) if fault["loc"] else "settings"
     message = fault["msg"].removeprefix("Value error, ")
+    message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
+    message = message.replace("an whole", "a whole").replace("Input should be", "must be")
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"

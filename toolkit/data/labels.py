@@ -139,7 +139,9 @@ class Labels(Targets):
 
     def describe(self) -> str:
         kind = self.problem_type.replace("_", " ")
-        return f"{kind}, {len(self.names)} outputs: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
+        what = "output" if self.problem_type == "regression" else "classes"
+        what += "s" * (what == "output" and self.size > 1)
+        return f"{kind}, {len(self.names)} {what}: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
 
 
 def find_labels(

@@ -184,7 +184,7 @@ def _cells(path: Path, settings: TextSettings, separator: str) -> Iterator[tuple
                 rows.extend(itertools.islice(reader, BATCH_ROWS))  # what was read before an error stays in it
             except csv.Error as error:
                 ends = "end of data" in str(error) or "field limit" in str(error)
-                fault = "is never closed" if ends else f"closes amid text on line {reader.line_num}"
+                fault = "is never closed" if ends else f"is followed by more text on line {reader.line_num}"
                 start, number = ended + sum(map(_height, rows)) + 1, filled + sum(map(_is_filled, rows))
                 raise UserError(
                     f"{path}, line {start} (row {number}): a double quote that begins a cell {fault}: where double "

@@ -286,6 +286,8 @@ class _Job:
         unknown = counts.unknown / max(1, counts.tokens)
         said = f"{split}: {100 * unknown:.0f} % of the tokens are unknown to this model's tokenizer"
         if unknown > MOST_UNKNOWN:
-            raise UserError(f"{said}: choose a --model_name_or_path that reads the language of these texts")
+            raise UserError(
+                f"{said}: choose a --model_name_or_path that reads the language of these texts (bert-base-chinese, say)"
+            )
         if unknown > MENTION_UNKNOWN:
             self.notes.append(f"{said}: does it read the language of these texts?")

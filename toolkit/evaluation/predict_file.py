@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,9 +57,10 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    output, shard = _output_of(options), _shard_of(options.shard)
     named = ModelSettings(model_name_or_path=options.model)
-    tokenizer, config = load_tokenizer(named), load_config(named)
+    config = load_config(named)
+    output, shard = _output_of(options), _shard_of(options.shard)
+    tokenizer = load_tokenizer(named)
     decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
     table, parts = read_file(options.file, _reading(options)), Parts(output, options.encoding)
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
@@ -336,6 +338,12 @@ def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
 def _output_of(options: Any) -> Path:
     """Where to write. Raises UserError before any work when that is impossible."""
     source = Path(options.file)
+    if source.is_dir():
+        raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
+    if not source.suffix and not source.exists():
+        raise UserError(
+            f"there is no file {source}: is it a text? Then toolkit predict MODEL --text {shlex.quote(options.file)}"
+        )
     if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
         raise UserError(f"{source}: name the file that becomes of these with --output")
     kind = format_of(source)

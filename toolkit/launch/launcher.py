@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -114,7 +115,8 @@ def _code_of(exit_code: int, who: str) -> int:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         hint = ": probably by the system, for lack of memory (`dmesg | tail`)" if exit_code == -9 else ""
-        print(f"error: {who} was ended by {name}{hint}", file=sys.stderr)
+        again = "the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
+        print(f"error: {who} on {socket.gethostname()} was ended by {name}{hint}; {again}", file=sys.stderr)
     return exit_code if exit_code > 0 else 1
 
 

@@ -127,11 +127,14 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
 def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
     """Until somebody listens there: torch would try for as long, and warn on every failure."""
     mentioned, me = place.local_rank > 0, f"rank {place.rank} on {socket.gethostname()}"
+    trouble: UnreachableError | None = None
     while True:
         left = deadline - time.monotonic()
         try:
             return connect(address, port, min(max(left, 1.0), 5.0)).close()
         except UnreachableError as error:
+            # the last try has a second, and may say less than those before it
+            trouble = error if trouble is None or error.kind != "silent" else trouble
             if left > 0:
                 if not mentioned and seconds - left > _MENTION_SECONDS:
                     print(f"{me}: rank 0 is not there yet: {error}", file=sys.stderr, flush=True)
@@ -143,7 +146,7 @@ def _await_server(address: str, port: int, place: Place, deadline: float, second
                 how = nodes.how if (nodes := requested_nodes(os.environ)) else "RANK"
                 hint = f". {address} is an address of this very machine ({how}): is it the first one?"
             raise UserError(
-                f"{me} found no rank 0 within {seconds:.0f} s: {error}. To do: {remedy(error)}{hint}. "
+                f"{me} found no rank 0 within {seconds:.0f} s: {trouble}. To do: {remedy(trouble)}{hint}. "
                 f"{_doctor(address, network.address_towards(address) or 'ADDRESS_OF_THIS_MACHINE')}"
             ) from error
 

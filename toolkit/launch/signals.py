@@ -18,6 +18,7 @@ from toolkit.launch.failure import leave
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
 SAME_SECONDS = 3.0
+_NEWS_SECONDS = 1.5
 _STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )  # Windows has no SIGUSR1
@@ -79,15 +80,23 @@ class StopSignals:
         if not self._number:
             self._number, self._since = number, now
             threading.Thread(target=self._end_where_it_hangs, daemon=True, name="stop").start()
-            if self._speaks:  # os.write: a handler may not wait for a stream's lock
-                line = f"\n{signal.Signals(number).name}: stopping after this step, with a checkpoint\n"
-                os.write(2, line.encode())
+            if number != signal.SIGTERM:
+                self._speak()
         elif number == signal.SIGINT and now - self._since > SAME_SECONDS:
             raise KeyboardInterrupt
+
+    def _speak(self) -> None:
+        if self._speaks:  # os.write: a handler may not wait for a stream's lock
+            os.write(
+                2, f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n".encode()
+            )
 
     def _end_where_it_hangs(self) -> None:
         limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
+        # a launcher sends SIGTERM to the others of a process that was killed, too: that news ends this one first
+        if self._number == signal.SIGTERM and not self._left.wait(_NEWS_SECONDS):
+            self._speak()
         while not self._left.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]

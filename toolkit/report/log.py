@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm import tqdm
@@ -99,7 +100,15 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     if len(names) > _MOST_CLASSES:
         names = sorted(names, key=lambda name: classes[name]["f1"])[:_MOST_CLASSES]
     lines = [f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names]
-    return [*lines, f"  and {len(classes) - len(names)} classes with higher F1"] if len(names) < len(classes) else lines
+    if len(names) < len(classes):
+        lines.append(f"  and {len(classes) - len(names)} classes with higher F1")
+    given = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
+    if len(given) == 1:
+        lines.append(
+            f"  every row is answered {list(classes)[given[0]]}: the model has learned nothing yet. Train longer "
+            "(--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced for uneven classes"
+        )
+    return lines
 
 
 def tracker_names(report_to: str) -> list[str]:

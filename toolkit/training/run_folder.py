@@ -95,7 +95,7 @@ def _open_folder(
         if held and not moved:
             remove_drafts(path)  # of a killed process
     except OSError as error:
-        raise UserError(f"--output_dir {path} cannot be written: {error.strerror}") from error
+        raise UserError(f"--output_dir {path} cannot be written ({error.strerror}): name another folder") from error
     return path, origin, lock
 
 

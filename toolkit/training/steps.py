@@ -152,13 +152,13 @@ class Step:
         (or DeepSpeed) over the declared accumulation: the factor cancels both, so that only the division by the
         global loss denominator remains.
 
-        Raises RuntimeError outside `micro_batches`, ValueError unless there is one loss per sample.
+        Raises RuntimeError outside `micro_batches`, UserError unless there is one loss per sample.
         """
         batch, accelerator = self._batch, self.steps.accelerator
         if batch is None:
             raise RuntimeError("step.mean() belongs inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
-            raise ValueError(
+            raise UserError(
                 f"step.mean() wants one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
