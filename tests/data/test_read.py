@@ -163,9 +163,9 @@ def quoted(opening: str, closing: str, separator: str = ",") -> str:
 @pytest.mark.parametrize(
     ("closing", "said"),
     [
-        ('the film " was good{}1', "closes amid text on line 171"),
-        ('said "yes"{}1', "closes amid text on line 171"),
-        ('"another{}1', "closes amid text on line 171"),
+        ('the film " was good{}1', "is followed by more text on line 171"),
+        ('said "yes"{}1', "is followed by more text on line 171"),
+        ('"another{}1', "is followed by more text on line 171"),
         ("none at all{}1", "is never closed"),
         ('a screen of 5"{}0', "takes in the rows up to line 171"),  # sound CSV, but for the labels within
     ],
