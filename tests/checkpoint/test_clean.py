@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
     for path, said in (
         (finished_run(tmp_path / "stopped", stopped={"step": 3}), "was stopped"),
         (finished_run(tmp_path / "killed", steps=4), "has taken 4 of 6 steps"),
-        (tmp_path / "none", "No such file"),
+        (tmp_path / "none", "does not exist"),
     ):
         with pytest.raises(UserError, match=said):
             clean(path)
