@@ -255,6 +255,6 @@ def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
         if seen.any():
             rows = listing(chosen[split].numbers[seen] + 1)
             notes.append(
-                f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too high "
-                f"(rows {rows})"
+                f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
+                f"high (rows {rows})"
             )
