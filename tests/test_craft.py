@@ -22,7 +22,7 @@ COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--repor
           "--per_device_batch_size", 6, "--max_eval_samples", 21]  # fmt: skip
 HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
 EACH = ["--max_steps", STEPS // 2, "--checkpoint_every", 1, "--keep_checkpoints", STEPS]
-# what a run is asked for; all of them are resumed in their middle too
+# what a run is asked for
 JOBS: dict[str, list[Any]] = {
     "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
     "pos_weight": ["--label_column", "tags", "--problem_type", "multi_label_classification", "--pos_weight", "balanced",
@@ -36,7 +36,9 @@ JOBS: dict[str, list[Any]] = {
 }  # fmt: skip
 # refused there at the start, with a line: tests/training/test_optimizer.py
 REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor",))
-TRIED = ["ddp x2", "zero2 x2", "zero3 x2", pytest.param("fsdp2 x2", marks=pytest.mark.slow)]
+RESUMED = ("weights", "lion", "ema")
+MARKS = {"ddp x2": (), "zero2 x2": (), "zero3 x2": (pytest.mark.slow,), "fsdp2 x2": (pytest.mark.slow,)}
+TRIED = [pytest.param(way, marks=(pytest.mark.multiprocess, *marks)) for way, marks in MARKS.items()]
 Runs = Callable[[str], Path]
 
 
@@ -58,17 +60,17 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
                 if name in REFUSED.get(way, ()):
                     continue
                 job = ["recipes.cls", *data, *COMMON, *asked]
-                jobs += [[*job, "--output_dir", runs / f"{name} again", *HALF]]
+                again = [f"{name} again"] if name in RESUMED else []
+                jobs += [[*job, "--output_dir", runs / each, *HALF] for each in again]
                 if name == "ema":
                     jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
-                jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, f"{name} again")]
+                jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, *again)]
             (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
         return runs
 
     return run
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("way", TRIED)
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> None:
@@ -81,11 +83,9 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> 
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("way", ["single", *TRIED])
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Runs) -> None:
-    if name in REFUSED.get(way, ()):
-        return
     undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert resumed == pytest.approx(undisturbed, rel=1e-6)
     mine, theirs = (lines_of(runs_of(way) / run / "eval.jsonl")[-1]["loss"] for run in (f"{name} again", name))
@@ -132,7 +132,7 @@ def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["zero2 x2", "zero3 x2"])
+@pytest.mark.parametrize("way", ["zero2 x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
 def test_the_average_moves_to_another_strategy(way: str, runs_of: Runs, tmp_path: Path) -> None:
     checkpoint, expected = runs_of(way) / "ema again/checkpoints/step-00000003", runs_of("single") / "ema"
     given = json.loads((runs_of("single") / "jobs.json").read_text(encoding="utf-8"))
