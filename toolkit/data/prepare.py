@@ -102,8 +102,8 @@ def prepare_data(
     digest = digest_of_text(json.dumps(asked, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
-    asked = getattr(settings, "objective", None)  # of labels; a recipe may have settings of its own without them
-    return _balanced(loaded, asked) if asked else loaded
+    objective = getattr(settings, "objective", None)  # of labels; a recipe may have settings of its own without them
+    return _balanced(loaded, objective) if objective else loaded
 
 
 def _balanced(data: Prepared, asked: ObjectiveSettings) -> Prepared:
