@@ -396,3 +396,29 @@ def test_of_folder_of_a_killed_run(three: Run) -> None:
     assert "The model at step 40, on the 60 samples of validation, each counted once." in text
     assert "The saved model is that of step 20." in text
     assert "dashed: the saved model, step 20" in text
+
+
+def test_slices_that_are_worse_than_chance_are_shown(three: Run) -> None:
+    folder, last, texts = three
+    predictions = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    wrong = [line["label"] != line["prediction"] for line in predictions]
+    groups = {"来源": [NASTY if bad else "web" for bad in wrong], "length": ["1 to 9 tokens"] * 60}
+    write_report(folder, last, texts, groups=groups)
+    _, *rows = Page(folder / "report.html").rows["slices"]
+    assert rows == [["来源", NASTY, str(sum(wrong)), "100.0 %"]]
+
+
+def test_tuned_decisions_are_drawn_and_rows_without_an_answer_are_no_mistakes(three: Run) -> None:
+    folder, last, texts = three
+    lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    write_lines(folder / "predictions.jsonl", [line | {"prediction": None} for line in lines[:50]] + lines[50:])
+    state = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3, "bins": [[30, 0.4, 0.3], [30, 0.9, 0.7]]}
+    found = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "before": state, "answered": 10,
+             "after": state | {"ece": 0.1, "bins": [[60, 0.7, 0.6]]}, "accuracy_of_answered": 0.9,
+             "coverage": [[1.0, 0.6, 0.3], [0.5, 0.9, 0.7]]}  # fmt: skip
+    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": found}, None), texts))
+    assert page.open == []
+    assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
+    assert page.source.count("<svg") > 2
+    assert len(page.rows["mistakes"]) - 1 == sum(line["label"] != line["prediction"] for line in lines[50:])
+    assert "10 of 60 are answered, and of those 90.0 % are right" in page.text
