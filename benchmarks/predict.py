@@ -160,7 +160,7 @@ def pipeline(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, li
     texts, clock, answers, first = _texts(file), trainer.Clock(), [], 0.0
     clock.start()
     classify = transformers.pipeline("text-classification", model=folder, batch_size=64, device="cpu")
-    for answer in classify(iter(texts), truncation=True):
+    for answer in classify((text for text in texts), truncation=True):
         first = first or time.perf_counter() - clock._wall
         answers.append(answer["label"])
     clock.stop()
