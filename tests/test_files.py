@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,15 @@ def test_a_folder_appears_whole_and_replaces_only_when_asked(tmp_path: Path) -> 
     with pytest.raises(UserError, match=message), writing(path), replace_folder(path) as draft:
         (draft / "x").write_text("third")
     assert ((path / "x").read_text(), names(path.parent)) == ("second", ["out"])
+
+
+def test_a_full_disk_is_a_line_in_the_words_of_every_library(tmp_path: Path) -> None:
+    """tokenizers and safetensors raise no OSError."""
+    full = "No space left on device (os error 28)"
+    with pytest.raises(UserError, match=f"{re.escape(full)}; nothing was left behind"), writing(tmp_path / "out"):
+        raise RuntimeError(full)
+    with pytest.raises(RuntimeError, match="another fault"), writing(tmp_path / "out"):
+        raise RuntimeError("another fault")
 
 
 def test_only_what_was_made_here_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
