@@ -1,10 +1,9 @@
 """How many planted label errors `--folds` finds.
 
-    python benchmarks/label_errors.py [--samples 3000] [--folds 5] [--epochs 2] [--share 0.05]
+    python benchmarks/label_errors.py [--dataset demo:rotten-tomatoes] [--samples 3000] [--folds 5] [--epochs 2]
 
-It turns the labels of 5 % of English film reviews (demo:rotten-tomatoes) round, trains MiniLM in folds by
-recipes/cls.py, and compares label_errors.jsonl with what was planted.
-Writes benchmarks/results/label_errors.md.
+It gives 5 % of the rows of English demo data another label, trains MiniLM in folds by recipes/cls.py, and compares
+label_errors.jsonl with what was planted. Writes benchmarks/results/label_errors-NAME.md.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def planted(folder: Path, samples: int, share: float) -> tuple[Path, set[int]]:
-    """(a CSV file of reviews, the rows with a wrong label)."""
+def planted(folder: Path, dataset: str, samples: int, share: float) -> tuple[Path, set[int]]:
+    """(a CSV file of texts and labels, the rows with a wrong label)."""
     from toolkit.data.read import read_demo
 
-    table = read_demo("demo:rotten-tomatoes")["train"].rows.shuffle(seed=11).select(range(samples)).to_pandas()
-    rows = np.random.default_rng(12).choice(samples, round(share * samples), replace=False)
+    table = read_demo(dataset)["train"].rows.shuffle(seed=11).select(range(samples)).to_pandas()[["text", "label"]]
+    drawn = np.random.default_rng(12)
+    rows = drawn.choice(samples, round(share * samples), replace=False)
     labels = table["label"].astype(str).to_numpy()
     names = sorted(set(labels))
-    labels[rows] = [names[1 - names.index(label)] for label in labels[rows]]
+    labels[rows] = [drawn.choice([name for name in names if name != label]) for label in labels[rows]]
     table["label"] = labels
     table.to_csv(folder / "rows.csv", index=False)
     return folder / "rows.csv", set(rows.tolist())
@@ -53,6 +53,8 @@ def at_cuts(ranked: list[int], wrong: set[int], samples: int) -> list[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dataset", default="demo:rotten-tomatoes")
+    parser.add_argument("--max_length", type=int, default=64)
     parser.add_argument("--samples", type=int, default=3000)
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--epochs", type=float, default=2)
@@ -62,12 +64,12 @@ def main() -> None:
     given, more = parser.parse_known_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="label-errors-"))
     folder.mkdir(exist_ok=True)
-    rows, wrong = planted(folder, given.samples, given.share)
+    rows, wrong = planted(folder, given.dataset, given.samples, given.share)
     started = time.monotonic()
     if not (folder / "run" / "label_errors.jsonl").is_file():
         command = [sys.executable, "recipes/cls.py", "--train_file", rows, "--model_name_or_path", "demo:minilm",
                    "--folds", given.folds, "--output_dir", folder / "run", "--num_train_epochs", given.epochs,
-                   "--max_length", 64, "--report_to", "none", *more]  # fmt: skip
+                   "--max_length", given.max_length, "--report_to", "none", *more]  # fmt: skip
         subprocess.run([str(word) for word in command], cwd=ROOT, check=True)
     seconds = time.monotonic() - started
     out_of_fold = [json.loads(line) for line in (folder / "run" / "out_of_fold.jsonl").open(encoding="utf-8")]
@@ -85,8 +87,7 @@ def main() -> None:
         + "".join(f" {word}" for word in sys.argv[1:] if "/" not in word)
         + "`.",
         "",
-        f"- {given.samples} English film reviews (demo:rotten-tomatoes), the labels of {len(wrong)} "
-        f"({given.share:.0%}) turned round at random",
+        f"- {given.samples} texts of {given.dataset}; {len(wrong)} of them ({given.share:.0%}) got another label",
         f"- MiniLM (6 layers, 22 million parameters), {given.folds} folds, {given.epochs:g} epochs, {os.cpu_count()} "
         f"CPU cores, {seconds:.0f} s" + (" (folds of an earlier call)" if seconds < 5 else ""),
         f"- out of fold the models agree with {np.mean(clean):.1%} of the labels that were not touched, and contradict "
@@ -105,7 +106,8 @@ def main() -> None:
     ]
     print("\n".join(lines))
     if not given.no_write:
-        (ROOT / "benchmarks" / "results" / "label_errors.md").write_text("\n".join(lines), encoding="utf-8")
+        name = given.dataset.removeprefix("demo:")
+        (ROOT / "benchmarks" / "results" / f"label_errors-{name}.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
