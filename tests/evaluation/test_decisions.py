@@ -11,6 +11,7 @@ import pytest
 
 from toolkit.config import DecisionSettings
 from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.evaluation.decisions import (
     Decisions,
@@ -20,7 +21,10 @@ from toolkit.evaluation.decisions import (
     saved_decisions,
     temperature_of,
     truthfulness,
+    tuned,
 )
+from toolkit.evaluation.outputs import Evaluation
+from toolkit.evaluation.predict_file import printed_answers
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
 THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))
@@ -67,6 +71,21 @@ def test_a_temperature_is_found_again_and_mends_the_error() -> None:
         after = truthfulness(Decisions(labels, 3.0).probabilities(sure), labelled)
         assert after["ece"] < 0.03 < 0.1 < before["ece"]
         assert after["brier"] < before["brier"]
+
+
+def test_probabilities_that_say_nothing_are_told_of() -> None:
+    logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
+    rows = np.arange(len(truth))
+    split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
+    found, said = tuned(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
+    assert found.temperature > 19
+    assert ["say next to nothing" in line for line in said] == [True]
+
+
+def test_no_answer_is_printed_as_such() -> None:
+    assert printed_answers(np.array([[0.1, 0.0]], np.float32), Decisions(TWO, abstain_below=0.9)) == [
+        "no answer (likeliest: neg 0.5250)"
+    ]
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:

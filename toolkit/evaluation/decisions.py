@@ -185,6 +185,11 @@ def tuned(asked: DecisionSettings, labels: Labels, validation: Evaluation) -> tu
             said.append("temperature 1: the model makes no mistake on the validation rows, which say nothing of doubt")
         else:
             decisions = replace(decisions, temperature=temperature_of(logits, truth))
+            if decisions.temperature > 0.99 * _TEMPERATURES[1]:
+                said.append(
+                    f"temperature {decisions.temperature:.0f}, the highest that is tried: on the validation rows the "
+                    "probabilities say next to nothing; train longer, or look at the labels"
+                )
     if asked.tune_thresholds:
         multi = labels.problem_type == MULTI
         # as probabilities, in the precision in which thresholds lie between them

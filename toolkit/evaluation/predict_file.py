@@ -132,7 +132,7 @@ def _print_answers(options: Any, accelerator: Accelerator) -> None:
     max_length = choose_max_length(options.max_length, tokenizer, config)
     loaded = _Loaded(options, accelerator, tokenizer, decisions, max_length, "")
     found = loaded.outputs(loaded.split(options.text, None, None))
-    for text, answer in zip(options.text, _answers(found, decisions), strict=True) if found is not None else ():
+    for text, answer in zip(options.text, printed_answers(found, decisions), strict=True) if found is not None else ():
         print(f"{answer}  {text}")
 
 
@@ -267,7 +267,7 @@ def _columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     return column, pair_column(table, pair, column)
 
 
-def _answers(found: Any, decisions: Decisions | None) -> list[str]:
+def printed_answers(found: Any, decisions: Decisions | None) -> list[str]:
     """What is printed of each text: a title, numbers, or classes with their probabilities."""
     if decisions is None:
         return list(found)
@@ -278,7 +278,11 @@ def _answers(found: Any, decisions: Decisions | None) -> list[str]:
             answers.append(" ".join(f"{name} {number:.4g}" for name, number in zip(labels.names, numbers, strict=True)))
         else:
             chances = dict(zip(labels.names, line["probabilities"], strict=True))
-            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"] or []
+            if line["prediction"] is None:  # --abstain_below
+                best = max(chances, key=lambda name: chances[name])
+                answers.append(f"no answer (likeliest: {best} {chances[best]:.4f})")
+                continue
+            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
             answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
     return answers
 
