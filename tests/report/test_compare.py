@@ -135,6 +135,18 @@ def test_the_command_prints_json_and_one_run_alone(tmp_path: Path, capsys: pytes
     assert (tmp_path / "c.html").is_file()
 
 
+def test_answers_that_were_held_back_count_as_in_the_evaluation(tmp_path: Path) -> None:
+    lines = predictions(0.1)
+    folder = made(tmp_path / "a", lines)
+    for line in lines[:300]:
+        line["probabilities"] = [0.5 if name == line["prediction"] else 0.25 for name in NAMES]
+        line["prediction"] = None  # --abstain_below 0.6
+    (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (run,) = compare([folder])[0]["runs"]
+    expected = Compared(folder, "a").record.last.numbers["accuracy"]
+    assert run["metrics"]["accuracy"]["value"] == pytest.approx(expected)
+
+
 def test_every_kind_of_prediction_has_intervals() -> None:
     several = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}] * 50
     found = bootstrap.scores_of(several, "multi_label_classification", NAMES)

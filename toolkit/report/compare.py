@@ -50,7 +50,16 @@ class Compared:
     def lines(self) -> list[dict[str, Any]]:
         """Of predictions.jsonl, where that is of the last evaluation."""
         lines = list(read_lines(self.folder / "predictions.jsonl"))
-        return lines if len(lines) == self.record.last.numbers.get("num_samples") else []
+        if len(lines) != self.record.last.numbers.get("num_samples"):
+            return []
+        held_back = [line for line in lines if line.get("prediction", "") is None]  # --abstain_below
+        thresholds = self.record.last.numbers.get("decisions", {}).get("thresholds", {})
+        names = self.record.data["labels"]
+        chances = np.array([thresholds.get(name, 0.5) for name in names or ()])
+        for line in held_back:  # accuracy and F1 in eval.jsonl are of all rows, too
+            found = np.clip(line["probabilities"], 1e-12, 1)
+            line["prediction"] = names[int((np.log(found) - np.log(chances / (1 - chances))).argmax())]
+        return lines
 
     @cached_property
     def scores(self) -> Scores | None:
