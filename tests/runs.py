@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,15 @@ def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, st
 def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, **options: Any) -> Finished:
     """`python recipes/cls.py ARGUMENTS`, from a process that has imported all it needs."""
     return forks().run([script, *arguments], seconds, **options)
+
+
+def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: float = 240) -> Finished:
+    """`torchrun -m MODULE WORDS` for each number of processes, at the same time; each must succeed."""
+    listed = json.dumps({processes: [str(word) for word in some] for processes, some in words.items()})
+    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
+    finished = forks().run(["tests/groups.py", module, listed], seconds, environment)
+    assert finished.code == 0, finished.err[-5000:]
+    return finished
 
 
 def run_of(settings: Sequence[str], folder: Path) -> Path:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.checkpoint.deepspeed_worker import KINDS, Kind
-from tests.runs import start
+from tests.runs import groups
 
 # kinds by number of processes
 WORLDS: Mapping[int, tuple[str, ...]] = {
@@ -50,23 +50,16 @@ def names() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def deepspeed_checkpoints(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
-    """Real checkpoints by `KIND xWORLD` (see `names`). About half a minute, once."""
-    root = tmp_path_factory.mktemp("deepspeed")
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda world: _make(root, world, tiny_model), (3, 2, 1)))
+def deepspeed_checkpoints(tiny_model: Path) -> dict[str, Made]:
+    """Real checkpoints by `KIND xWORLD` (see `names`), made once for all workers of a session."""
+    root = Path(os.environ["TOOLKIT_TESTS_FOLDER"], "deepspeed")
+    with FileLock(f"{root}.lock"):
+        if not root.exists():
+            words = {world: [tiny_model, f"{root}.draft/x{world}", *kinds] for world, kinds in WORLDS.items()}
+            groups("tests.checkpoint.deepspeed_worker", words)
+            Path(f"{root}.draft").rename(root)
     return {
         f"{name} x{world}": Made(root / f"x{world}" / name, root / f"x{world}" / f"{name}.safetensors", kind, world)
         for world, kinds in WORLDS.items()
         for name, kind in ((name, KINDS[name]) for name in kinds)
     }
-
-
-def _make(root: Path, world: int, model: Path) -> None:
-    folder = root / f"x{world}"
-    folder.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), "-m",
-               "tests.checkpoint.deepspeed_worker", model, folder, *WORLDS[world]]  # fmt: skip
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
-    finished = start([str(word) for word in command], env=environment)
-    assert finished.code == 0, finished.err[-5000:]

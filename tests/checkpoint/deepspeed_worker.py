@@ -230,6 +230,7 @@ def main() -> None:
     type(deepspeed.get_accelerator()).supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
     folder = Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
     for name in sys.argv[3:]:
         make(KINDS[name], folder / name)
     dist.barrier()

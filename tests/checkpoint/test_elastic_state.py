@@ -4,13 +4,11 @@ parameters of every awkward kind and settings that the recipes' own matrix (test
 from __future__ import annotations
 
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.runs import start
+from tests.runs import groups, lines_of
 
 # model (see elastic_ways.Odd) -> the ways between which it goes
 WAYS = {
@@ -48,20 +46,10 @@ def all_pairs() -> list[Triple]:
 def restored(folder: Path, plan: list[Triple]) -> dict[Triple, list[str]]:
     """Each restore -> what was wrong with it."""
     (folder / "plan.json").write_text(json.dumps(plan))
-    worlds = sorted({way[-1] for _, *ways in plan for way in ways}, reverse=True)
-    with ThreadPoolExecutor(len(worlds)) as pool:
-        list(pool.map(lambda world: work(folder, world), worlds))
-    lines = [line for world in worlds for line in (folder / f"results-{world}.jsonl").read_text().splitlines()]
-    results = [json.loads(line) for line in lines]
+    worlds = sorted({int(way[-1]) for _, *ways in plan for way in ways}, reverse=True)
+    groups("tests.checkpoint.elastic_worker", dict.fromkeys(worlds, [folder]), seconds=1400)
+    results = [line for world in worlds for line in lines_of(folder / f"results-{world}.jsonl")]
     return {(result["model"], result["reader"], result["target"]): result["faults"] for result in results}
-
-
-def work(folder: Path, world: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", world, "-m",
-               "tests.checkpoint.elastic_worker", folder]  # fmt: skip
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
-    finished = start(command, seconds=1400, env=environment)
-    assert finished.code == 0, finished.err[-5000:]
 
 
 def assert_all_are_right(results: dict[Triple, list[str]], plan: list[Triple]) -> None:

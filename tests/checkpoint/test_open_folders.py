@@ -19,7 +19,7 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import write_manifest, write_tensors
 from tests.checkpoint.test_damaged import fault_of
 from tests.checkpoint.test_open_deepspeed import tensor_of
-from tests.runs import ROOT, start
+from tests.runs import ROOT, groups
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.errors import UserError
 
@@ -28,10 +28,8 @@ WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0
 
 @pytest.fixture(scope="module")
 def accelerates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, module = tmp_path_factory.mktemp("accelerate"), "tests.checkpoint.accelerate_worker"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", module]
-    finished = start([*command, folder], env={"OMP_NUM_THREADS": "1"})
-    assert finished.code == 0, finished.err[-3000:]
+    folder = tmp_path_factory.mktemp("accelerate")
+    groups("tests.checkpoint.accelerate_worker", {2: [folder]})
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from tests.checkpoint.own_model_worker import Bare, Own
-from tests.runs import start
+from tests.runs import groups
 from toolkit.checkpoint.model_folder import load_weights, save_model
 
 
@@ -52,10 +51,7 @@ def test_the_weights_are_of_the_asked_type_whatever_is_computed_in(
 
 @pytest.mark.multiprocess
 def test_under_zero_3(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-               "tests.checkpoint.own_model_worker", tmp_path]  # fmt: skip
-    finished = start(command, seconds=120, env={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
-    assert finished.code == 0, finished.err[-3000:]
+    finished = groups("tests.checkpoint.own_model_worker", {2: [tmp_path]})
     assert "the weights came back" in finished.out
     text = (tmp_path / "model" / "own.txt").read_text()
     assert "embed.weight=91" in text
