@@ -11,6 +11,7 @@ where one of them starts another Python program (Popen), that program begins in 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -25,7 +26,7 @@ from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
              "toolkit.report.compare", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
-             "recipes.title")  # fmt: skip
+             "recipes.title", "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
@@ -108,4 +109,5 @@ if __name__ == "__main__":
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write one of that name
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    gc.freeze()  # ZeRO-3 collects garbage at each start, among all that was imported
     serve()

@@ -12,4 +12,5 @@ if __name__ == "__main__":
                           "-m", sys.argv[1], *words])
         for processes, words in json.loads(sys.argv[2]).items()
     ]  # fmt: skip
-    sys.exit(any([process.wait() for process in started]))
+    codes = [process.wait() for process in started]
+    sys.exit(any(codes))

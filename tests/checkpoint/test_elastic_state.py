@@ -47,7 +47,7 @@ def restored(folder: Path, plan: list[Triple]) -> dict[Triple, list[str]]:
     """Each restore -> what was wrong with it."""
     (folder / "plan.json").write_text(json.dumps(plan))
     worlds = sorted({int(way[-1]) for _, *ways in plan for way in ways}, reverse=True)
-    groups("tests.checkpoint.elastic_worker", dict.fromkeys(worlds, [folder]), seconds=1400)
+    groups("tests.checkpoint.elastic_worker", {world: [folder] for world in worlds}, seconds=1400)
     results = [line for world in worlds for line in lines_of(folder / f"results-{world}.jsonl")]
     return {(result["model"], result["reader"], result["target"]): result["faults"] for result in results}
 
