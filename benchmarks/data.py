@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from toolkit.config import ModelSettings
-from toolkit.data.batches import Collator, global_batches, micro_batches
+from toolkit.data.batches import Collator, GlobalBatches, micro_batches
 from toolkit.data.read import read_demo
 from toolkit.data.tokens import growing, load_split, load_tokenizer
 from toolkit.demo import model_path
@@ -80,7 +80,7 @@ def steps(folder: Path) -> dict[str, float]:
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=MODEL))
     before, started = resident(), time.perf_counter()
     split = load_split(folder, "train")
-    batches = global_batches(split.lengths, BATCH, seed=1, epoch=0)
+    batches = GlobalBatches(split.lengths, BATCH, seed=1, epoch=0)
     collate, ready = Collator(split, tokenizer, torch.device("cpu")), time.perf_counter()
     for indices in itertools.islice(itertools.cycle(batches), STEPS):
         for mine in micro_batches(split, indices, BATCH, 0, 1):

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, start
 from tests.splits import of_lengths
-from toolkit.data.batches import global_batches, micro_batches
+from toolkit.data.batches import GlobalBatches, micro_batches
 
 STEPS, STOPPED, FIRST = 8, 4, 64
 SEED = 42
@@ -134,7 +134,7 @@ def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
 
 def test_as_many_micro_batches_as_the_tokens_want(single: dict[str, Path], settings: list[str]) -> None:
     lengths = lengths_of(settings, most=704)
-    order = [*global_batches(lengths, 12, SEED, epoch=0), *global_batches(lengths, 12, SEED, epoch=1)][:STEPS]
+    order = [*GlobalBatches(lengths, 12, SEED, epoch=0), *GlobalBatches(lengths, 12, SEED, epoch=1)][:STEPS]
     for world in (1, 2):
         assert len({len(micro_batches(of_lengths(lengths), batch, 12, 0, world, 1250)) for batch in order}) > 1
     assert_same(single["tokens"], single["one micro-batch"])
@@ -268,7 +268,7 @@ def still_losses(single: dict[str, Path], settings: list[str]) -> np.ndarray:
 def expected_losses(losses: np.ndarray, settings: list[str]) -> list[float]:
     """Of the steps of an epoch: the mean over the texts of each global batch."""
     lengths = lengths_of(settings, most=4096)
-    order = global_batches(lengths, 12, SEED, epoch=0)
+    order = GlobalBatches(lengths, 12, SEED, epoch=0)
     kinds = [set(lengths[batch] <= 704) for batch in order]
     assert any(True in kind for kind in kinds[:-1])  # steps with short texts, and long ones in later steps
     return [float(losses[batch].mean()) for batch in order]

@@ -29,7 +29,7 @@ from transformers import (
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
 from toolkit.config import GenerationSettings, PretrainedSettings
-from toolkit.data.batches import global_batches
+from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.readable import readable
 from toolkit.data.tokens import load_tokenizer
@@ -201,7 +201,7 @@ def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(
     rows = lines_of(Path(data[1]))
     texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
     titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
-    chosen = global_batches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
+    chosen = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
     assert np.ptp([len(titles[place]) for place in chosen]) >= 8  # a mean of means would be another number
     losses, terms = 0.0, 0
     for place in chosen:

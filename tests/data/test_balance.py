@@ -12,7 +12,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from tests.splits import of_lengths
 from toolkit.config import ObjectiveSettings, ProblemType
 from toolkit.data import balance
-from toolkit.data.batches import global_batches, most_micro_batches
+from toolkit.data.batches import GlobalBatches, most_micro_batches
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
@@ -41,7 +41,7 @@ def test_balanced_weights_are_scikit_learns() -> None:
     classes = np.unique(train.labels)
     expected = dict(zip(classes, compute_class_weight("balanced", classes=classes, y=train.labels), strict=True))
     assert train.weights == pytest.approx([expected[label] for label in train.labels])
-    assert train.loss_denominators.sum() == pytest.approx(len(train))
+    assert train.loss_denominators().sum() == pytest.approx(len(train))
     other = found["validation"]  # by the training rows' counts; a class that training has none of weighs 1
     assert other.weights == pytest.approx([{**expected, 2: 1.0}[label] for label in other.labels])
 
@@ -92,7 +92,7 @@ def test_sampling_draws_classes_as_asked(sampling: str, shares: dict[int, float]
 
 
 def order_of(train: Split, epoch: int, seed: int = 1) -> list[np.ndarray]:
-    return global_batches(train.lengths, 32, seed, epoch, chances=train.chances)
+    return GlobalBatches(train.lengths, 32, seed, epoch, chances=train.chances)
 
 
 def test_a_drawn_epoch_follows_seed_and_epoch_and_is_as_long() -> None:

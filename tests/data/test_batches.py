@@ -14,10 +14,10 @@ from tests.splits import of_lengths
 from toolkit.data.batches import (
     IGNORED,
     Collator,
+    GlobalBatches,
     TitleCollator,
     collator_of,
     even_width,
-    global_batches,
     micro_batches,
     most_micro_batches,
 )
@@ -41,11 +41,43 @@ def padded_part(order: list[np.ndarray], lengths: np.ndarray) -> float:
 @pytest.mark.parametrize("batch", [1, 2, 7, 32, 1000])
 @pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000])
 def test_an_epoch_holds_every_sample_once(count: int, batch: int, grouped: bool) -> None:
-    order = global_batches(lengths_of(count), batch, seed=3, epoch=1, group_by_length=grouped)
+    order = [*GlobalBatches(lengths_of(count), batch, seed=3, epoch=1, group_by_length=grouped)]
     assert sorted(np.concatenate(order).tolist()) == list(range(count))
     assert [len(part) for part in order[:-1]] == [batch] * (len(order) - 1)
     assert len(order) == -(-count // batch)
     assert 1 <= len(order[-1]) <= batch
+
+
+def planned_at_once(
+    lengths: np.ndarray, size: int, seed: int, epoch: int, grouped: bool, chances: np.ndarray | None
+) -> list[np.ndarray]:
+    """An epoch as it was planned before batches were made one by one: the order that checkpoints resume in."""
+    generator, count = np.random.default_rng([seed, epoch]), len(lengths)
+    order = generator.permutation(count) if chances is None else generator.choice(count, count, p=chances)
+    windows = max(1, min(count // (size * 4), 50)) if grouped else 1
+    batches: list[np.ndarray] = []
+    for start in range(0, count, size * windows):
+        window = order[start : start + size * windows]
+        if grouped:
+            window = window[np.argsort(-lengths[window], kind="stable")]
+        batches += [window[place : place + size] for place in range(0, len(window), size)]
+    full = [batch for batch in batches if len(batch) == size]
+    places = generator.permutation(len(full)) if grouped else range(len(full))
+    return [full[place] for place in places] + [batch for batch in batches if len(batch) < size]
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 257, 2000, 6401, 20_011])
+def test_batches_made_one_by_one_are_those_of_an_epoch_planned_at_once(count: int) -> None:
+    lengths = lengths_of(count, seed=count)
+    chances = lengths / lengths.sum()
+    for size, grouped, drawn in product([1, 3, 7, 32, 1000], [True, False], [None, chances]):
+        for seed, epoch in ((0, 0), (7, 3)):
+            wanted = planned_at_once(lengths, size, seed, epoch, grouped, drawn)
+            order = GlobalBatches(lengths, size, seed, epoch, grouped, drawn)
+            assert len(order) == len(wanted)
+            for place in np.random.default_rng(0).permutation(len(order))[:400]:  # whichever is asked for first
+                assert order[place].tolist() == wanted[place].tolist(), (size, grouped, seed, place)
+            assert [batch.tolist() for batch in order][:400] == [batch.tolist() for batch in wanted][:400]
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -53,7 +85,7 @@ def test_the_order_follows_seed_and_epoch(grouped: bool) -> None:
     lengths = lengths_of(200)
 
     def flat(seed: int, epoch: int) -> list[int]:
-        return np.concatenate(global_batches(lengths, 8, seed, epoch, grouped)).tolist()
+        return np.concatenate(GlobalBatches(lengths, 8, seed, epoch, grouped)).tolist()
 
     assert flat(1, 0) == flat(1, 0)
     assert len({tuple(flat(seed, epoch)) for seed, epoch in product((1, 2, 3), (0, 1, 2))}) == 9
@@ -63,15 +95,15 @@ def test_the_order_follows_seed_and_epoch(grouped: bool) -> None:
 def test_batches_are_of_other_samples_in_each_epoch(count: int) -> None:
     """Also where all lengths are sorted: the same batches in another order would not be another epoch."""
     lengths = lengths_of(count)
-    epochs = [{frozenset(batch.tolist()) for batch in global_batches(lengths, 8, 1, epoch)} for epoch in range(2)]
+    epochs = [{frozenset(batch.tolist()) for batch in GlobalBatches(lengths, 8, 1, epoch)} for epoch in range(2)]
     assert len(epochs[0] & epochs[1]) < len(epochs[0]) / 2
 
 
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_grouping_wastes_little_on_padding(batch: int) -> None:
     lengths = lengths_of(5000)
-    grouped = padded_part(global_batches(lengths, batch, 1, 0), lengths)
-    plain = padded_part(global_batches(lengths, batch, 1, 0, group_by_length=False), lengths)
+    grouped = padded_part(GlobalBatches(lengths, batch, 1, 0), lengths)
+    plain = padded_part(GlobalBatches(lengths, batch, 1, 0, group_by_length=False), lengths)
     assert grouped < 0.15
     assert plain > 2 * grouped  # the lengths are uneven enough for the test to mean something
 
@@ -140,7 +172,7 @@ def test_no_global_batch_has_more_micro_batches_than_the_most(world: int, max_to
         samples, per_device = int(generator.integers(1, 60)), int(generator.integers(1, 12))
         most = most_micro_batches(of_lengths(lengths), samples, per_device, world, max_tokens)
         batches_of_steps = [
-            batch for grouped in (True, False) for batch in global_batches(lengths, samples, seed, 0, grouped)
+            batch for grouped in (True, False) for batch in GlobalBatches(lengths, samples, seed, 0, grouped)
         ]
         batches_of_steps += [generator.permutation(len(lengths))[: generator.integers(1, samples + 1)]]
         counts = [
@@ -227,7 +259,7 @@ def test_each_token_of_a_title_is_told_those_before_it(
     assert set(batch.inputs) == {"decoder_input_ids", *texts.inputs}
     assert all(torch.equal(batch.inputs[name], tensor) for name, tensor in texts.inputs.items())
     assert (batch.samples, batch.tokens, batch.ids.tolist()) == (texts.samples, texts.tokens, texts.ids.tolist())
-    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_denominators[indices].tolist()
+    assert (batch.labels != IGNORED).sum(1).tolist() == titled.loss_denominators(indices).tolist()
 
 
 def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, titled: TitleSplit) -> None:

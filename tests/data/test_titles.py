@@ -105,7 +105,7 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Pr
     data = prepared(rows, validation_file=rows, drop_empty_text=True)
     for split in (data.train, data.validation):
         assert split.rows.tolist() == [0, 1, 3, 5]
-        assert titled(split).loss_denominators.tolist() == [2, 3, 5, 7]
+        assert titled(split).loss_denominators().tolist() == [2, 3, 5, 7]
     assert titled(data.validation).titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
     assert titled(data.validation).texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
     assert [note for note in data.notes if "train_file.jsonl: 2 rows with an empty text or title are left out" in note]
@@ -136,8 +136,8 @@ def test_titles_are_tokens_from_the_first_to_the_end(
             assert target[-1] == tokenizer.sep_token_id
             assert target[1:-1] == tokens[1:-1][: most - 1]
             assert found.tokens(place).tolist() == tokenizer(own[place]["text"])["input_ids"]
-        assert found.loss_denominators.tolist() == [min(len(tokens) - 1, most) for tokens in whole]
-        assert found.loss_denominators.max() <= most
+        assert found.loss_denominators().tolist() == [min(len(tokens) - 1, most) for tokens in whole]
+        assert found.loss_denominators().max() <= most
         assert found.rows.tolist() == list(range(len(own)))
     assert data.targets == Titles("title", most)
 

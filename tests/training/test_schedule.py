@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Batch, global_batches
+from toolkit.data.batches import Batch, GlobalBatches
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 from toolkit.models.loss import sample_losses, token_losses
@@ -166,14 +166,14 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     assert isinstance(split, TitleSplit)
     torch.manual_seed(0)
     model = Toy()
-    (indices, *_) = global_batches(split.lengths, 16, 42, 0)
+    (indices, *_) = GlobalBatches(split.lengths, 16, 42, 0)
     every = []
     for index in indices:
         text, title = (torch.from_numpy(part.astype(np.int64)) for part in (split.tokens(index), split.target(index)))
         logits = model.tokens(model.words(text).mean(0) + model.words(title[:-1]))
         every.append(torch.nn.functional.cross_entropy(logits, title[1:], reduction="none"))
     mean = torch.cat(every).mean()
-    assert torch.cat(every).shape == (split.loss_denominators[indices].sum(),)
+    assert torch.cat(every).shape == (split.loss_denominators(indices).sum(),)
     mean.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     found = trained(split, max_steps=1, max_tokens_per_batch=60)[0]

@@ -1,6 +1,6 @@
 """How a batch is chosen: an epoch's samples -> global batches -> each process's micro-batches -> tensors.
 
-1. `global_batches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
+1. `GlobalBatches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
    of the texts only, not on the number of processes.
 2. `micro_batches`: one global batch cut into what each process computes at a time. That depends on the world, and does
    not change the sum of the losses over the global batch. An evaluation cuts a whole split in the same way.
@@ -48,33 +48,52 @@ class Batch:
     """(B, classes) float32: `Split.teacher`."""
 
 
-def global_batches(
-    lengths: np.ndarray,
-    global_batch_size: int,
-    seed: int,
-    epoch: int,
-    group_by_length: bool = True,
-    chances: np.ndarray | None = None,
-) -> list[np.ndarray]:
+class GlobalBatches(Sequence[np.ndarray]):
     """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
-    `chances` (samples,). The last batch may be smaller."""
-    generator = np.random.default_rng([seed, epoch])
-    count = len(lengths)
-    order = generator.permutation(count) if chances is None else generator.choice(count, count, p=chances)
-    if not group_by_length:
-        return _cut(order, global_batch_size)
-    # small sets get smaller windows, or every epoch would be one sorted list
-    windows = max(1, min(len(order) // (global_batch_size * 4), _WINDOW_BATCHES))
-    batches: list[np.ndarray] = []
-    for window in _cut(order, global_batch_size * windows):
-        batches += _cut(window[np.argsort(-lengths[window], kind="stable")], global_batch_size)
-    short = [batch for batch in batches if len(batch) < global_batch_size]
-    full = [batch for batch in batches if len(batch) == global_batch_size]
-    return [full[place] for place in generator.permutation(len(full))] + short
+    `chances` (samples,). The last batch may be smaller.
 
+    Beside one number for each sample nothing is made before it is asked for: an epoch of many samples begins at once.
+    """
 
-def _cut(order: np.ndarray, size: int) -> list[np.ndarray]:
-    return [order[start : start + size] for start in range(0, len(order), size)]
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        global_batch_size: int,
+        seed: int,
+        epoch: int,
+        group_by_length: bool = True,
+        chances: np.ndarray | None = None,
+    ) -> None:
+        generator, count = np.random.default_rng([seed, epoch]), len(lengths)
+        if chances is None:  # as `generator.permutation` has them, in half the memory
+            self._order = np.arange(count, dtype=np.int32 if count <= 2**31 else np.int64)
+            generator.shuffle(self._order)
+        else:
+            self._order = generator.choice(count, count, p=chances)
+        self._lengths, self._size, self._by_length = lengths, global_batch_size, group_by_length
+        # small sets get smaller windows, or every epoch would be one sorted list
+        self._window = global_batch_size * max(1, min(count // (global_batch_size * 4), _WINDOW_BATCHES))
+        self._sorted: set[int] = set()
+        full = count // global_batch_size
+        self._places = generator.permutation(full) if group_by_length else np.arange(full)
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._size)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        # the short one stays the last
+        start = self._size * (int(self._places[number]) if number < len(self._places) else number)
+        if self._by_length:
+            self._sort_window(start // self._window)
+        return self._order[start : start + self._size]
+
+    def _sort_window(self, number: int) -> None:
+        if number not in self._sorted:
+            window = self._order[number * self._window : (number + 1) * self._window]
+            window[:] = window[np.argsort(-self._lengths[window], kind="stable")]
+            self._sorted.add(number)
 
 
 def micro_batches(
@@ -99,12 +118,14 @@ def most_micro_batches(split: Split, samples: int, per_device: int, world: int, 
     """At least as many micro-batches as any `samples` texts of a split need on each process."""
     if max_tokens is None and split.buckets is None:
         return max(1, -(-samples // (per_device * world)))
-    longest = np.argsort(-split.lengths, kind="stable")[:samples]
+    longest = split.longest(samples)
     if split.chances is not None:  # one text may be drawn again and again
         longest = np.full_like(longest, longest[0])
     most = len(_cut_by_length(longest, split.lengths[longest], per_device, max_tokens, None))
     if split.buckets is not None:  # where one bucket ends, a micro-batch can end before it is full
-        most = min(len(longest), most + len(np.unique(split.buckets.of(split.lengths))) - 1)
+        most = min(
+            len(longest), most + len(np.unique(split.buckets.of(np.flatnonzero(np.bincount(split.lengths))))) - 1
+        )
     return max(1, -(-most // world))
 
 

@@ -85,8 +85,14 @@ class Split:
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """(samples,) int64, in tokens."""
-        return np.diff(self.offsets)
+        """(samples,) int32, in tokens."""
+        return np.subtract(self.offsets[1:], self.offsets[:-1], dtype=np.int32, casting="unsafe")
+
+    def longest(self, count: int) -> np.ndarray:
+        """At most so many samples, the longest first."""
+        count = min(count, len(self))
+        found = np.argpartition(self.lengths, -count)[-count:]
+        return found[np.argsort(-self.lengths[found], kind="stable")]
 
     def span(self, index: int) -> slice:
         """Where a sample lies in `input_ids` and `token_types`."""
@@ -96,10 +102,11 @@ class Split:
         """(length,) int32."""
         return self.input_ids[self.span(index)]
 
-    @functools.cached_property
-    def loss_denominators(self) -> np.ndarray:
-        """(samples,): what each sample adds to the loss denominator: 1, int64, or its weight, float64."""
-        return np.broadcast_to(np.int64(1), len(self)) if self.weights is None else self.weights.astype(np.float64)
+    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """(samples,): what each of some samples adds to the loss denominator: 1, int64, or its weight, float64."""
+        if self.weights is None:
+            return np.broadcast_to(np.int64(1), len(self))[indices]
+        return self.weights[indices].astype(np.float64)
 
     def texts(self) -> list[str]:
         """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
@@ -132,10 +139,9 @@ class TitleSplit(Split):
     target_offsets: np.ndarray
     """(samples + 1,) int64."""
 
-    @functools.cached_property
-    def loss_denominators(self) -> np.ndarray:
+    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
         """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is given."""
-        return np.diff(self.target_offsets) - 1
+        return self.target_offsets[1:][indices] - self.target_offsets[:-1][indices] - 1
 
     def target(self, index: int) -> np.ndarray:
         """(length,) int32."""

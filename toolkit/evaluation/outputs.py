@@ -163,7 +163,7 @@ class Outputs:
         if self.accelerator.is_main_process:
             losses, metrics, lines = numbers_of(arrays)
             weights = 1 if self.split.weights is None else self.split.weights
-            loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators.sum())
+            loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum())
             numbers = {"num_samples": len(self.split), "loss": loss, **metrics}
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], lines)
 

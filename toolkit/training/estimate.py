@@ -16,7 +16,6 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -204,7 +203,8 @@ def fit_batch_size(
     device, longest, (strategy, zero) = accelerator.device, int(train.lengths.max()), strategy_of(accelerator)
     trial = Trial(model, str(accelerator.mixed_precision), device.type, strategy)
     kept = state(strategy, accelerator.num_processes, model, str(accelerator.mixed_precision), device.type, zero)
-    by_length, collate = np.argsort(-train.lengths, kind="stable"), collator_of(train, tokenizer, device)
+    most = -(-settings.global_batch_size // accelerator.num_processes)
+    by_length, collate = train.longest(most), collator_of(train, tokenizer, device)
     free = free_bytes(device, model)
 
     def fits(size: int) -> bool:
@@ -215,7 +215,6 @@ def fit_batch_size(
         counted = trial.count({name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name})
         return with_activations(kept, counted, device.type).peak <= _USABLE * free
 
-    most = -(-settings.global_batch_size // accelerator.num_processes)
     sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each shares the work out evenly
     found = min(gather_object([bisect.bisect_left(sizes, True, key=lambda size: not fits(size))]))
     if found == 0:

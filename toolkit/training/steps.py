@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import resource
 import sys
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from toolkit import launch, memory
 from toolkit.config import TrainingSettings
 from toolkit.data.ahead import Ahead
-from toolkit.data.batches import Batch, collator_of, global_batches, micro_batches, most_micro_batches
+from toolkit.data.batches import Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.signals import StopSignals
@@ -234,16 +235,15 @@ class Steps:
                 step = step.following
 
     def _left(self) -> Iterator[Step]:
-        per_epoch, total = self.schedule.steps_per_epoch, self.schedule.total_steps
-        lengths, denominators = self.train.lengths, self.train.loss_denominators
-        size, seed, by_length = self.settings.global_batch_size, self.settings.seed, self.settings.group_by_length
-        done = self.done
-        for epoch in range(done // per_epoch, -(-total // per_epoch)):
-            order = global_batches(lengths, size, seed, epoch, by_length, self.train.chances)
-            for number, indices in enumerate(order, epoch * per_epoch + 1):
-                if done < number <= total:
-                    tokens, denominator = int(lengths[indices].sum()), denominators[indices].sum().item()
-                    yield Step(self, number, indices, tokens, denominator)
+        per_epoch, train, settings = self.schedule.steps_per_epoch, self.train, self.settings
+        left = range(self.done, self.schedule.total_steps)
+        for epoch, numbers in itertools.groupby(left, lambda number: number // per_epoch):
+            size, by_length = settings.global_batch_size, settings.group_by_length
+            order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.chances)
+            for number in numbers:
+                indices = order[number % per_epoch]
+                tokens, denominator = train.lengths[indices].sum(), train.loss_denominators(indices).sum()
+                yield Step(self, number + 1, indices, int(tokens), denominator.item())
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
         """Yields what to record of this step and of those before it that were not gathered: nothing in most steps where
