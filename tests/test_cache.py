@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from tests.faults import Fault
 from toolkit import cache
-from toolkit.cache import made_once
+from toolkit.cache import made_once, remembered_digest
 from toolkit.errors import UserError
 
 
@@ -164,3 +165,22 @@ def test_a_home_that_may_not_be_looked_into_names_the_setting(
     monkeypatch.setattr(cache, "damage_of", denied)
     with pytest.raises(UserError, match=r"Permission denied.*TOOLKIT_CACHE"):
         once()
+
+
+def test_a_large_file_is_read_once_for_each_state(
+    tmp_path: Path, toolkit_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_LARGE_BYTES", 4)
+    path, first = tmp_path / "a.csv", xxhash.xxh3_128(b"first").hexdigest()
+    path.write_bytes(b"first")
+    assert remembered_digest(path) == first
+    assert not (toolkit_cache / "digests").exists()  # just written: another write might leave the same times
+    monkeypatch.setattr(cache, "_SETTLED_SECONDS", 0)
+    assert remembered_digest(path) == first
+    with monkeypatch.context() as closed:
+        closed.setattr(cache, "digest_of_file", lambda path: pytest.fail("it was read again"))
+        assert remembered_digest(path) == first
+    times = path.stat()
+    path.write_bytes(b"other")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as large and as old: its change is told by the disk
+    assert remembered_digest(path) == xxhash.xxh3_128(b"other").hexdigest()

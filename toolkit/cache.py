@@ -18,7 +18,7 @@ import xxhash
 
 from toolkit import launch
 from toolkit.errors import UserError
-from toolkit.files import replace_folder
+from toolkit.files import replace_file, replace_folder
 from toolkit.units import size_text
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _CHUNK_BYTES = 1 << 20
 _FILES = "files.json"
 """In each folder, written last: what it was made of, and the size and checksum of every file."""
 _DAY_SECONDS = 24 * 3600
+_LARGE_BYTES, _SETTLED_SECONDS = 32 << 20, 2.0
 
 
 def cache_folder() -> Path:
@@ -128,6 +129,24 @@ def digest_of_file(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def remembered_digest(path: Path) -> str:
+    """`digest_of_file`, computed once for each state of a large file on its disk."""
+    stat = path.stat()
+    state = f"{path.absolute()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
+    kept = cache_folder() / "digests" / digest_of_text(state)
+    # what is written twice within a tick of the disk's clock looks the same
+    if stat.st_size < _LARGE_BYTES or time.time() - stat.st_ctime < _SETTLED_SECONDS:
+        return digest_of_file(path)
+    with contextlib.suppress(OSError):
+        return kept.read_text()
+    digest = digest_of_file(path)
+    with contextlib.suppress(OSError):
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(kept, flush=False) as draft:
+            draft.write_text(digest)
+    return digest
 
 
 def digest_of_text(text: str) -> str:

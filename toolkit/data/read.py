@@ -15,7 +15,7 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit import demo
-from toolkit.cache import cache_folder, digest_of_file, digest_of_files, digest_of_text, made_once
+from toolkit.cache import cache_folder, digest_of_file, digest_of_files, digest_of_text, made_once, remembered_digest
 from toolkit.config import TextSettings, named_in
 from toolkit.data.opening import OPENERS
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
@@ -151,7 +151,7 @@ def _digest_of(path: Path) -> str:
         raise UserError(f"{path} is empty")
     format_of(path)
     try:
-        return digest_of_file(path)
+        return remembered_digest(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 

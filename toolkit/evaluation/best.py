@@ -22,7 +22,7 @@ USUAL: dict[Task, str] = {
     "title_generation": "rougeL",
 }
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
-_TRIED_TITLES = 20
+_TRIED_TITLES, _TRIED_ROWS = 20, 10_000
 
 
 class Best:
@@ -104,4 +104,8 @@ def _tried(split: Split, size: int) -> tuple[Any, Any]:
     if isinstance(split, TitleSplit):
         titles = split.titles()[:_TRIED_TITLES]
         return titles, titles
-    return np.random.default_rng(0).standard_normal((len(split), size)).astype(np.float32), split.labels
+    labels = np.asarray(split.labels)
+    if len(labels) > _TRIED_ROWS:  # from end to end, and one of each class, however rare
+        firsts = labels.argmax(axis=0) if labels.ndim > 1 else np.unique(labels, return_index=True)[1][:_TRIED_ROWS]
+        labels = labels[np.union1d(np.linspace(0, len(labels) - 1, _TRIED_ROWS, dtype=np.int64), firsts)]
+    return np.random.default_rng(0).standard_normal((len(labels), size)).astype(np.float32), labels
