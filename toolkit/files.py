@@ -47,14 +47,14 @@ def replace_file(path: Path, flush: bool = True) -> Iterator[Path]:
     try:
         yield draft
         if flush:
-            flush_file(draft)
+            flush_path(draft)
         draft.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise
     if flush:
-        flush_folder(path.parent)
+        flush_path(path.parent)
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def replace_folder(
                 parent.rmdir()
         raise
     if flush:
-        flush_folder(path.parent)
+        flush_path(path.parent)
 
 
 def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], object]) -> None:
@@ -180,23 +180,18 @@ def flush_tree(folder: Path) -> None:
     """Everything in the folder, and the names of its files, are on the disk."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            flush_file(path)
+            flush_path(path)
     flush_folders(folder)
 
 
 def flush_folders(folder: Path) -> None:
     """The names of the files in the folder and in those within are on the disk."""
     for path in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        flush_folder(path)
+        flush_path(path)
 
 
-def flush_folder(folder: Path) -> None:
-    """What was made, renamed or removed in the folder is on the disk."""
-    flush_file(folder)
-
-
-def flush_file(path: Path) -> None:
-    """What was written to the file, or made in the folder, is on the disk."""
+def flush_path(path: Path) -> None:
+    """What was written to the file, or made, renamed or removed in the folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

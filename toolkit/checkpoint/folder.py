@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_folder, flush_folders, read_table, refuse_link_out, replace_file, write_new
+from toolkit.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.units import size_text
 
 MANIFEST = "manifest.json"
@@ -101,8 +100,7 @@ def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     entries = {}
     for name in names:
         path = folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        flush_path(path)
         entries[name] = {"bytes": path.stat().st_size, "crc32": f"{crc32_of_range(path):08x}"}
     return entries
 
@@ -156,7 +154,7 @@ def publish(folder: Path, manifest: dict[str, Any]) -> None:
     manifest["crc32"] = _digits(manifest)
     with replace_file(folder / MANIFEST) as draft:
         write_new(draft, json.dumps(manifest, ensure_ascii=False, indent=1))
-    flush_folder(folder.parent)
+    flush_path(folder.parent)
 
 
 def point(checkpoints: Path, name: str, folder: Path) -> None:

@@ -18,9 +18,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import read_into
-from toolkit.checkpoint.save import bytes_of, write_all
+from toolkit.checkpoint.save import bytes_of
 from toolkit.errors import UserError
-from toolkit.files import create_file
+from toolkit.files import create_file, flush_path
 from toolkit.launch.network import node_id
 from toolkit.units import size_text
 
@@ -92,8 +92,8 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
     """A file's bytes from one rank to others, which write them under the same name; all processes call this."""
     rank = accelerator.process_index
     buffer = torch.empty(min(_CHUNK, size), dtype=torch.uint8)
-    with contextlib.ExitStack() as stack:
-        try:
+    try:
+        with contextlib.ExitStack() as stack:
             if rank in writers:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(create_file(path))
@@ -104,11 +104,11 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
                 sent = block.to(accelerator.device)
                 torch.distributed.broadcast(sent, src=reader)
                 if rank in writers:
-                    write_all(file.fileno(), bytes_of(sent))
-            if rank in writers:
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, "
-                "and start the same command again"
-            ) from error
+                    file.write(bytes_of(sent))
+        if rank in writers:
+            flush_path(path)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, "
+            "and start the same command again"
+        ) from error

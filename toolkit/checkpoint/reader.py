@@ -40,6 +40,14 @@ class Member:
     crc32: int | None = None
     """Of all its bytes, where the file holds one."""
 
+    def check(self, found: int) -> None:
+        """Raises UserError unless the CRC32 that was found is the one it was written with."""
+        if self.crc32 not in (None, found):
+            raise UserError(
+                f"{self.file}: the bytes of {self.name} have the checksum {found:08x} and were written with "
+                f"{self.crc32:08x}: damaged, copy the file again or take another checkpoint"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -150,14 +150,16 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
     checksums: dict[str, int] = {}
     of_data = 0
     with create_file(folder / draft.name) as file:
-        write_all(file.fileno(), memoryview(layout.header()))  # in the place of the true one, which is as long
+        file.write(layout.header())  # in the place of the true one, which is as long
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])
             checksums[name] = crc32(content)
             of_data = combine(of_data, checksums[name], len(content))
-            write_all(file.fileno(), content)
+            file.write(content)
         header = layout.header(checksums)
-        os.pwrite(file.fileno(), header, 0)
+        file.seek(0)
+        file.write(header)
+        file.flush()
         os.fsync(file.fileno())
     whole = combine(crc32(header), of_data, layout.size - len(header))
     return {"bytes": layout.size, "crc32": f"{whole:08x}"}
@@ -167,12 +169,6 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     """Of a tensor, without a copy where it lies in host memory."""
     content: Any = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(content)
-
-
-def write_all(descriptor: int, content: memoryview) -> None:
-    """To an open file, at its place."""
-    while len(content):  # one call writes 2 GiB at most
-        content = content[os.write(descriptor, content) :]
 
 
 def written_by(folder: Path, rank: int) -> list[str]:

@@ -36,7 +36,7 @@ from toolkit.checkpoint.save import (
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
-from toolkit.files import finite, flush_file, flush_folder, write_new
+from toolkit.files import finite, flush_path, write_new
 from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
 
@@ -201,8 +201,8 @@ class Checkpoints:
         config, *lines = (self.path.with_name(name) for name in ("config.json", "metrics.jsonl", "eval.jsonl"))
         found = [path for path in (config, *lines) if path.is_file()]
         for path in found:
-            flush_file(path)
-        flush_folder(self.path.parent)
+            flush_path(path)
+        flush_path(self.path.parent)
         return {path.name: path.read_bytes().count(b"\n") if path in found else 0 for path in lines}
 
     def point_best(self) -> None:

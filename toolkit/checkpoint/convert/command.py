@@ -5,13 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, with_model_names, written_dtype
+from toolkit.checkpoint.lora import is_lora
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.demo import model_path
 from toolkit.errors import UserError
+from toolkit.units import size_text
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
@@ -56,15 +64,10 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check(arguments)
     if arguments.inspect:
-        from toolkit.checkpoint.convert.describe import describe, lines
-        from toolkit.checkpoint.read.open import open_checkpoint
-
         reader = open_checkpoint(arguments.checkpoint)
-        as_json = arguments.json and json.dumps(describe(reader), ensure_ascii=False, indent=1, default=str)
-        print(as_json or "\n".join(lines(reader)))
+        as_json = arguments.json and json.dumps(_described(reader), ensure_ascii=False, indent=1, default=str)
+        print(as_json or "\n".join(_lines(reader)))
         return
-    from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
     print("\n".join(convert(ConvertSettings(**given))))
@@ -94,3 +97,62 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("--json goes with --inspect")
     if not arguments.inspect and arguments.out is None:
         raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
+
+
+def _described(reader: CheckpointReader) -> dict[str, Any]:
+    """What `--inspect --json` prints: what a checkpoint holds, from its structure alone."""
+    weights, stored = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
+    missing = []
+    if reader.model_folder is None:
+        missing.append("config and tokenizer: --config_from FOLDER supplies them")
+    if reader.excluded:
+        count = sum(math.prod(shape) for shape in reader.excluded.values())
+        missing.append(
+            f"{len(reader.excluded)} frozen parameters with {count:,} numbers: --base_model FOLDER supplies them"
+        )
+    return {
+        "checkpoint": str(reader.path),
+        "strategy": reader.strategy,
+        "world": reader.world,
+        "step": reader.step,
+        "engine_dtype": reader.engine_dtype,
+        "parameters": len(weights),
+        "numbers": sum(each.count for each in weights),
+        "dtypes": dict(Counter(each.dtype for each in weights).most_common()),
+        "weights_bytes": sum(each.size for each in weights),
+        "buffers": len(reader.buffers),
+        "frozen": len(reader.frozen),
+        "tied": dict(reader.tied),
+        "lora": is_lora(reader),
+        "moments": len(reader.optimizer_state),
+        "excluded": dict(reader.excluded),
+        "model_folder": str(reader.model_folder) if reader.model_folder else None,
+        "missing": missing,
+        "output_bytes": {
+            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in stored)
+            for dtype in ("F32", "BF16")
+        },
+        "shapes": {name: stored.shape for name, stored in with_model_names(reader).weights.items()},
+        "details": reader.details,
+    }
+
+
+def _lines(reader: CheckpointReader) -> list[str]:
+    """The same for a person."""
+    facts = _described(reader)
+    step = "step not recorded" if reader.step is None else f"step {reader.step}"
+    dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
+    sizes = [size_text(size) for size in facts["output_bytes"].values()]
+    return [
+        f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
+        f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
+        f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
+        f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
+        + (", a LoRA adapter" if facts["lora"] else ""),
+        f"  optimizer   moments of {facts['moments']} parameters",
+        f"  config      {reader.model_folder or 'none'}",
+        f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
+        "  details     "
+        + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
+        *(f"  missing     {what}" for what in facts["missing"]),
+    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -104,8 +104,11 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
             os.ftruncate(file, shard.layout.size)
             _write_at(file, memoryview(shard.layout.header()), 0)
             for output in shard.outputs:
-                for member, part in _parts(output, file, shard.layout.offsets[output.name]):
-                    parts[member].append(part)
+                offset, first = shard.layout.offsets[output.name], 0
+                for span in output.stored.spans:
+                    end = span.start + span.count * ITEM_BYTES[output.stored.dtype]
+                    parts[span.member].append(_Part(output, file, offset, first, span.start, end))
+                    first += span.count
                 for factor in (output.delta.a, output.delta.b) if output.delta else ():
                     for span in factor.spans:
                         parts[span.member] += ()  # to be checked, though nothing is copied from it
@@ -149,21 +152,6 @@ class _Part:
         _write_at(self.file, self.output.converted(numbers, element), place)
 
 
-def _parts(output: Output, file: int, offset: int) -> Iterator[tuple[Member, _Part]]:
-    stored, first = output.stored, 0
-    item = ITEM_BYTES[stored.dtype]
-    for span in stored.spans:
-        end = span.start + span.count * item
-        if span.start % item or end > span.member.size:
-            where = f"{span.member.name} of {span.member.file}"
-            raise UserError(f"{stored.name} does not lie within {where}: the checkpoint is damaged")
-        if span.count:
-            yield span.member, _Part(output, file, offset, first, span.start, end)
-        first += span.count
-    if first != stored.count:
-        raise UserError(f"{stored.name} is not whole in the checkpoint: the output would have a hole")
-
-
 def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     """Does all the work in threads, and returns the bytes read."""
     members = sorted(parts, key=lambda member: (str(member.file), member.offset))  # so that a disk reads ahead
@@ -177,11 +165,7 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
         for (member, start, end), value in zip(chunks, values, strict=True):
             checksums[member] = combine(checksums[member], value, end - start)
     for member, value in checksums.items():
-        if member.crc32 is not None and value != member.crc32:
-            raise UserError(
-                f"{member.name} of {member.file} is damaged: its checksum is {value:08x} and should be "
-                f"{member.crc32:08x}; take another copy of this file, or another checkpoint"
-            )
+        member.check(value)
     return sum(end - start for _, start, end in chunks)
 
 

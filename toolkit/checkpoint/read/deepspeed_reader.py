@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,31 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
     Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
     """
     files = open_files(tag_folder)
-    stage, content = _stage(files), files.models[0].content
+    stage, model = _stage(files), files.models[0]
     tensors, scalars = _owned_by_optimizer(files, stage) if stage else ({}, {})
     masters = {name: kept.pop("") for name, kept in tensors.items()}
-    module = _Module(files, masters)
-    weights = {**masters, **module.frozen}
+    module, content = model.tensors(model.content["module"]), model.content
+    buffers = {name: module.pop(name) for name in content.get("buffer_names") or () if name in module}
+    tied = _tied(model, module, masters)
+    frozen, excluded = _frozen(files.models, module, {*masters, *tied})
+    weights = {**masters, **frozen}
+    for other, name in tied.items():
+        if name not in weights and name not in excluded:
+            raise UserError(f"{model.file}: {other} is tied to {name}, which is not there: damaged?")
     return CheckpointReader(
         path=path,
         strategy=f"zero{stage}" if stage else "ddp" if files.world > 1 else "single",
         world=files.world,
         step=content.get("global_steps") if type(content.get("global_steps")) is int else None,
         # as the model names them, whatever order the groups have
-        weights={name: weights[name] for name in (*module.tensors, *weights) if name in weights},
-        buffers=module.buffers,
-        tied=module.tied,
-        frozen=frozenset(module.frozen if stage else ()),
-        excluded=module.excluded,
+        weights={name: weights[name] for name in (*module, *weights) if name in weights},
+        buffers={name: model.stored(name, tensor) for name, tensor in buffers.items()},
+        tied=tied,
+        frozen=frozenset(frozen if stage else ()),
+        excluded=excluded,
         optimizer_state={name: kept for name, kept in tensors.items() if kept},
         optimizer_scalars=scalars,
-        engine_dtype=main_dtype(module.tensors[name].dtype for name in masters or weights if name in module.tensors),
+        engine_dtype=main_dtype(module[name].dtype for name in masters or weights if name in module),
         model_folder=model_folder,
         details={
             "zero_stage": stage,
@@ -272,49 +278,35 @@ def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
 # all that the optimizer does not own
 
 
-class _Module:
-    """What of the model's own state counts."""
+def _tied(model: TorchFile, module: Mapping[str, Tensor], owned: Collection[str]) -> dict[str, str]:
+    """Other name -> name."""
+    shared = model.content.get("shared_params")
+    if type(shared) is not dict:
+        return tied_tensors(module)
+    return {b if a in owned and b not in owned else a: a if a in owned else b for a, b in shared.items()}
 
-    def __init__(self, files: Files, owned: Mapping[str, TensorIndex]) -> None:
-        self.models, self.owned, content = files.models, owned, files.models[0].content
-        self.tensors = self.models[0].tensors(content["module"])
-        buffers = set(content.get("buffer_names") or ())
-        self.buffers = {name: self._stored(name) for name in self.tensors if name in buffers}
-        self.tied = self._tied(content.get("shared_params"))
-        self.shapes: Shapes = content.get("frozen_param_shapes") or {}
-        fragments = [model.content.get("frozen_param_fragments") for model in self.models]
-        left_out = fragments[0] is None
-        self.excluded = dict(self.shapes) if left_out else {}
-        self.frozen = {} if left_out else {name: self._fragment(name, fragments) for name in self.shapes}
-        self.frozen |= dict(self._whole())
-        for other, name in self.tied.items():
-            if name not in {*owned, *self.frozen, *self.excluded}:
-                raise UserError(f"{self.models[0].file}: {other} is tied to {name}, which is not there: damaged?")
 
-    def _stored(self, name: str) -> TensorIndex:
-        return self.models[0].stored(name, self.tensors[name])
+def _frozen(
+    models: list[TorchFile], module: Mapping[str, Tensor], known: Collection[str]
+) -> tuple[dict[str, TensorIndex], dict[str, tuple[int, ...]]]:
+    """(parameters that are neither `known` nor owned by the optimizer, the shapes of those that are left out)."""
+    shapes: Shapes = models[0].content.get("frozen_param_shapes") or {}
+    fragments = [model.content.get("frozen_param_fragments") for model in models]
+    left_out = fragments[0] is None
+    found = {} if left_out else {name: _fragment(name, shape, models, fragments) for name, shape in shapes.items()}
+    for name, tensor in module.items():  # in `module` alone: all under stage 0, frozen ones under stage 1
+        if name not in known and name not in shapes:
+            if len(models) > 1 and tensor.shape == (0,):
+                raise UserError(f"{models[0].file}: {name} is a placeholder, and no file holds its part")
+            found[name] = models[0].stored(name, tensor)
+    return found, dict(shapes) if left_out else {}
 
-    def _tied(self, shared: Any) -> dict[str, str]:
-        """Other name -> name."""
-        if type(shared) is dict:
-            owned = self.owned
-            return {b if a in owned and b not in owned else a: a if a in owned else b for a, b in shared.items()}
-        return tied_tensors({name: tensor for name, tensor in self.tensors.items() if name not in self.buffers})
 
-    def _fragment(self, name: str, fragments: list[Any]) -> TensorIndex:
-        """A frozen parameter as stages 2 (whole) and 3 (a part in each rank's file, the last ones padded) write it."""
-        shape, parts, place = self.shapes[name], [], 0
-        for model, held in zip(self.models, fragments, strict=True):
-            part = model.stored(name, held.get(name)).cut(0, math.prod(shape) - place)
-            parts.append((place, part))
-            place += part.count
-        return joined(self.models[0].file.parent, name, shape, parts)
-
-    def _whole(self) -> Iterator[tuple[str, TensorIndex]]:
-        """What lies in `module` alone: all under stage 0, frozen parameters under stage 1."""
-        for name, tensor in self.tensors.items():
-            if name in self.owned or name in self.buffers or name in self.tied or name in self.shapes:
-                continue
-            if len(self.models) > 1 and tensor.shape == (0,):
-                raise UserError(f"{self.models[0].file}: {name} is a placeholder, and no file holds its part")
-            yield name, self._stored(name)
+def _fragment(name: str, shape: tuple[int, ...], models: list[TorchFile], fragments: list[Any]) -> TensorIndex:
+    """A frozen parameter as stages 2 (whole) and 3 (a part in each rank's file, the last ones padded) write it."""
+    parts, place = [], 0
+    for model, held in zip(models, fragments, strict=True):
+        part = model.stored(name, held.get(name)).cut(0, math.prod(shape) - place)
+        parts.append((place, part))
+        place += part.count
+    return joined(models[0].file.parent, name, shape, parts)

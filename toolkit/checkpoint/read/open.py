@@ -7,9 +7,8 @@ from pathlib import Path
 from toolkit.checkpoint.folder import MANIFEST, complete, step_number
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
-from toolkit.checkpoint.read.fsdp_reader import is_fsdp_folder, open_fsdp
 from toolkit.checkpoint.read.run_reader import open_run_checkpoint
-from toolkit.checkpoint.read.weights_reader import has_weights, open_weights
+from toolkit.checkpoint.read.weights_reader import open_weights
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.files import refuse_link_out
@@ -72,10 +71,8 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
             return open_run_checkpoint(path, found[0]), found[0]  # the newest
     if tag := find_tag_folder(path):
         return open_deepspeed(path, tag, _model_folder(path)), path
-    if is_fsdp_folder(path):
-        return open_fsdp(path), path
-    if has_weights(path):
-        return open_weights(path), path
+    if weights := open_weights(path):
+        return weights, path
     names = sorted(entry.name for entry in path.iterdir())
     raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
 

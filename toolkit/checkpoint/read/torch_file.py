@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from toolkit.checkpoint.checksum import crc32_of_range
+from toolkit.checkpoint.checksum import crc32, crc32_of_range, read_into
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
 from toolkit.errors import UserError
@@ -89,22 +89,16 @@ def read_member(member: Member, most: int) -> bytes:
     """A whole member, its checksum compared. Raises UserError if it is larger than `most` bytes."""
     if member.size > most:
         raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than is believable: damaged?")
-    verify_member(member)
-    with member.file.open("rb") as opened:
-        opened.seek(member.offset)
-        return opened.read(member.size)
+    content = bytearray(member.size)
+    read_into(member.file, member.offset, memoryview(content))
+    member.check(crc32(content))
+    return bytes(content)
 
 
 def verify_member(member: Member) -> None:
     """Compares a member's bytes with its checksum, where the file holds one. Raises UserError."""
-    if member.crc32 is None:
-        return
-    found = crc32_of_range(member.file, member.offset, member.size)
-    if found != member.crc32:
-        raise UserError(
-            f"{member.file}: the bytes of {member.name} have the checksum {found:08x} and were written with "
-            f"{member.crc32:08x}: damaged, copy the file again or take another checkpoint"
-        )
+    if member.crc32 is not None:
+        member.check(crc32_of_range(member.file, member.offset, member.size))
 
 
 def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str, Member]:

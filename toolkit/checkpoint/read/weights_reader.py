@@ -1,60 +1,85 @@
-"""Folders of weights as a `CheckpointReader`: Hugging Face's, and `accelerator.save_state`'s of one process or DDP."""
+"""Folders that hold weights and no optimizer that we could read, as a `CheckpointReader`: Hugging Face's, and those of
+`accelerator.save_state` of one process, DDP (the same) and FSDP.
+
+FSDP writes one file of the whole model, or a folder of torch.distributed.checkpoint: a pickled `.metadata` that says
+which rectangle of which tensor lies where, and `__RANK_N.distcp` files, each a row of small files of torch.save.
+Parameters and buffers have no mark that would tell them apart: all are `weights`. The parameters' order in an
+optimizer's file is not known, and only a run's own checkpoints are resumed: its state is left alone.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.read.torch_file import open_torch_file
-from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, TensorIndex
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, TensorIndex, joined
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError, listing
 
 # In the order in which transformers looks for them. An adapter's come last: a folder may hold both.
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FSDP_FULL, FSDP_SHARDED, FSDP_PREFIX = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "model."
+
+Weights = tuple[dict[str, TensorIndex], dict[str, str]]
+"""(tensors by name, other name -> name of those that are tied)."""
+# (tensor, offsets of a chunk) -> (file, first byte, bytes).
+_Places = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 
 
-def has_weights(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (*SINGLE, *INDEXES))
-
-
-def open_weights(folder: Path) -> CheckpointReader:
-    """Opens a folder of weights. The parameters' order in an optimizer's file is not known, so it is left alone.
+def open_weights(folder: Path) -> CheckpointReader | None:
+    """Opens a folder of weights; None where it holds none.
 
     Raises UserError where a file is missing or damaged, or tensors are in two files.
     """
+    states = len(list(folder.glob("random_states_*.pkl")))
+    if fsdp := _of_fsdp(folder):
+        tensors, tied = fsdp
+        if not tensors:
+            raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
+        strategy, world = "fsdp2", states or len({s.member.file for each in tensors.values() for s in each.spans})
+    elif found := _files(folder):
+        tensors, tied = _of_files(folder, *found)
+        saved_state = states or (folder / "optimizer.bin").is_file()
+        strategy, world = "ddp" if states > 1 else "single" if saved_state else "model", states
+    else:
+        return None
+    return CheckpointReader(
+        path=folder,
+        strategy=strategy,
+        world=max(world, 1),
+        weights=tensors,
+        tied=tied,
+        engine_dtype=main_dtype(stored.dtype for stored in tensors.values()),
+        model_folder=folder if (folder / "config.json").is_file() else None,
+        details={"files": len({span.member.file for stored in tensors.values() for span in stored.spans})},
+    )
+
+
+def _of_files(folder: Path, files: list[Path], named: Iterable[str]) -> Weights:
+    """`named`: tensors that an index says are there."""
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
-    files, named = _files(folder)
     for file in files:
-        found, aliases = _safetensors(file) if file.suffix == ".safetensors" else torch_tensors(file)
-        twice = [name for name in found if name in tensors]
-        if twice:
+        found, aliases = _safetensors(file) if file.suffix == ".safetensors" else _torch_tensors(file)
+        if twice := [name for name in found if name in tensors]:
             raise UserError(f"{file}: {listing(twice)} are in another file of {folder} too: copy the folder again")
         tensors |= found
         tied |= aliases
     if missing := [name for name in named if name not in tensors]:
         raise UserError(f"the index of {folder} names {listing(missing)}, which its files do not hold; copy it again")
-    states = len(list(folder.glob("random_states_*.pkl")))
-    saved_state = states or (folder / "optimizer.bin").is_file()
-    return CheckpointReader(
-        path=folder,
-        strategy="ddp" if states > 1 else "single" if saved_state else "model",
-        world=max(states, 1),
-        weights=tensors,
-        tied=tied,
-        engine_dtype=main_dtype(stored.dtype for stored in tensors.values()),
-        model_folder=folder if (folder / "config.json").is_file() else None,
-        details={"files": len(files)},
-    )
+    return tensors, tied
 
 
-def _files(folder: Path) -> tuple[list[Path], Iterable[str]]:
+def _files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
     """(the files of the first form of weights that is there, tensors that an index of them names)."""
     for single, index in zip_longest(SINGLE, INDEXES):
         if (folder / single).is_file():
@@ -66,7 +91,7 @@ def _files(folder: Path) -> tuple[list[Path], Iterable[str]]:
             return [folder / single], ()
         if index and (folder / index).is_file():
             return _of_index(folder / index)
-    raise UserError(f"{folder} holds no weights")
+    return None
 
 
 def _of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
@@ -83,15 +108,15 @@ def _of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
     return [index.parent / name for name in names], found
 
 
-def _safetensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
+def _safetensors(file: Path) -> Weights:
     header = read_header(file)
     # safetensors' save_model notes the tied names that it left out, {left out: kept}; accelerate does not
     tied = {name: kept for name, kept in header.metadata.items() if kept in header.tensors and name != "format"}
     return dict(header.tensors), tied
 
 
-def torch_tensors(file: Path) -> tuple[dict[str, TensorIndex], dict[str, str]]:
-    """(tensors by name, other name -> name) of a state dict that torch.save wrote."""
+def _torch_tensors(file: Path) -> Weights:
+    """Of a state dict that torch.save wrote."""
     opened = open_torch_file(file)
     tensors = opened.tensors(opened.content) if type(opened.content) is dict else {}
     if not tensors:
@@ -116,3 +141,76 @@ def main_dtype(dtypes: Iterable[str]) -> str:
     """F32, BF16 or F16, whichever most tensors have."""
     counts = Counter(dtype for dtype in dtypes if dtype in ("F32", "BF16", "F16"))
     return counts.most_common(1)[0][0] if counts else "F32"
+
+
+# FSDP
+
+
+def _of_fsdp(folder: Path) -> Weights | None:
+    """Of FULL_STATE_DICT or SHARDED_STATE_DICT; None where the folder is not FSDP's."""
+    if (folder / FSDP_SHARDED).is_dir():
+        return _sharded(folder / FSDP_SHARDED), {}
+    if (folder / FSDP_FULL).is_file():
+        return _torch_tensors(folder / FSDP_FULL)
+    if any(folder.glob("pytorch_model_fsdp_*rank*.bin")):
+        raise UserError(
+            f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
+            "save with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+    return None
+
+
+def _sharded(folder: Path) -> dict[str, TensorIndex]:
+    """The model's tensors of torch.distributed.checkpoint."""
+    metadata = folder / ".metadata"
+    if not metadata.is_file():
+        raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
+    with metadata.open("rb") as opened:
+        structure = opened.read(MOST_BYTES + 1)  # more are refused
+    try:
+        content = unpickle(structure, metadata).state
+        places = _places(folder, content["storage_data"])
+        return {
+            name.removeprefix(FSDP_PREFIX): _whole(folder, name, entry.state, places)
+            for name, entry in content["state_dict_metadata"].items()
+            if entry.name.endswith(".TensorStorageMetadata") and name.startswith(FSDP_PREFIX)
+        }
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{metadata} is damaged, or of a version that is not known ({type(error).__name__}: {error})"
+        ) from None
+
+
+def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
+    places = {}
+    for index, info in storage.items():
+        name = info.state["relative_path"]
+        if Path(name).name != name or info.state.get("transform_descriptors"):
+            raise ValueError(f"a shard {name} that is elsewhere or compressed")
+        key = index.state["fqn"], tuple(index.state.get("offset") or ())
+        places[key] = folder / name, info.state["offset"], info.state["length"]
+    if missing := sorted({file for file, _, _ in places.values() if not file.is_file()}):
+        path = shlex.quote(str(folder.resolve()))
+        raise UserError(
+            f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
+            "share no disk each has the files of its own processes (__RANK_...), to be brought together here: "
+            f"`rsync -a OTHER_MACHINE:{path}/ {path}/`"
+        )
+    return places
+
+
+def _whole(folder: Path, name: str, entry: Mapping[str, Any], places: _Places) -> TensorIndex:
+    """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
+    shape, parts = entry["size"], []
+    for chunk in entry["chunks"]:
+        offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+        if not math.prod(sizes):
+            continue
+        if any(offsets[1:]) or sizes[1:] != shape[1:]:
+            raise ValueError(f"{name} is sharded along other dimensions than the first")
+        file, start, length = places[name, offsets]
+        opened = open_torch_file(file, start=start, size=length)
+        if type(opened.content) is not Tensor or opened.content.shape != sizes:
+            raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
+        parts.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.stored(name, opened.content)))
+    return joined(folder, name.removeprefix(FSDP_PREFIX), shape, parts)
