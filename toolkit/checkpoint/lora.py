@@ -112,29 +112,22 @@ class AdapterConfig:
     path: Path
     content: Mapping[str, Any]
 
-    def scaling(self, layer: str, rank: int) -> float:
-        """What B @ A is multiplied by. `layer`: without `base_model.model.`.
-
-        Raises UserError when the config is not of this adapter.
-        """
-        expected = self._pattern("rank_pattern", layer, self.content.get("r"))
-        if expected != rank:
-            raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
-        alpha = self._pattern("alpha_pattern", layer, self.content.get("lora_alpha"))
-        if alpha is None:
-            raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
-        return float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
-
-    def _pattern(self, key: str, layer: str, default: Any) -> Any:
-        patterns = self.content.get(key) or {}
-        return next((value for name, value in patterns.items() if f".{layer}".endswith(f".{name}")), default)
+    def _of_layer(self, layer: str, patterns: str, key: str) -> Any:
+        known = self.content.get(patterns) or {}
+        return next((value for name, value in known.items() if f".{layer}".endswith(f".{name}")), self.content.get(key))
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
-        """What the factors add to a weight. Raises UserError where they do not fit it."""
-        layer = name.removesuffix(".weight")
-        transposed = is_embedding or bool(self.content.get("fan_in_fan_out"))
-        delta = LoraDelta(a, b, self.scaling(layer, a.shape[0]), transposed)
-        if delta.shape != weight.shape or a.shape[0] != b.shape[1]:
+        """What the factors add to a weight. Raises UserError where they do not fit it, or the config is another's."""
+        layer, rank = name.removesuffix(".weight"), a.shape[0]
+        expected = self._of_layer(layer, "rank_pattern", "r")
+        if expected != rank:
+            raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
+        alpha = self._of_layer(layer, "alpha_pattern", "lora_alpha")
+        if alpha is None:
+            raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
+        scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
+        delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))
+        if delta.shape != weight.shape or rank != b.shape[1]:
             raise UserError(
                 f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
             )
@@ -191,22 +184,22 @@ def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[T
     }
 
 
-def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, tuple[TensorIndex, None]]:
+def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str, TensorIndex]:
     """The adapter under the names of peft's adapter_model.safetensors.
 
     Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
     """
     factors_of(reader.weights, reader.path)  # one adapter, whole
     trained, frozen = reader.optimizer_state, reader.frozen
-    adapters: dict[str, tuple[TensorIndex, None]] = {}
+    adapters: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
         is_trained = name in trained if trained else bool(frozen) and name not in frozen
         if is_adapters(name):
-            adapters[saved_name(name)] = tensor, None
+            adapters[saved_name(name)] = tensor
         elif is_trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
                 raise UserError(
                     f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"
                 )
-            adapters[name] = tensor, None
+            adapters[name] = tensor
     return adapters

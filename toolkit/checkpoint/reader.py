@@ -162,12 +162,6 @@ class CheckpointReader:
         return {name: float(kept["step"].value) for name, kept in self.optimizer_scalars.items() if "step" in kept}
 
 
-def unchecked(tensors: Iterable[TensorIndex]) -> list[Path]:
-    """Files of torch.save whose writer was told to leave checksums out, so that damage in them cannot be seen."""
-    members = {span.member for stored in tensors for span in stored.spans}
-    return sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
-
-
 def joined(where: Path, name: str, shape: tuple[int, ...], parts: Iterable[tuple[int, TensorIndex]]) -> TensorIndex:
     """A tensor of its shards, (first element, shard) each. Raises UserError unless each element is there once.
 

@@ -24,7 +24,7 @@ from toolkit.checkpoint.convert.model_files import (
 from toolkit.checkpoint.convert.transfer import Output, Shard, into_shards, verify_numbers, write_shards
 from toolkit.checkpoint.folder import MANIFEST
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex, unchecked
+from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.files import replace_folder, writing
@@ -72,23 +72,23 @@ def convert(settings: ConvertSettings) -> list[str]:
     reader, dtype = with_model_names(open_checkpoint(settings.checkpoint)), DTYPES[settings.dtype]
     adapter = _adapter_config(settings, reader)
     if is_adapter := adapter is not None and not settings.merge_lora:
-        weights: Weights = {**lora.adapter_tensors(reader, adapter)}
-        tied: dict[str, str] = {}
+        held, deltas, names = lora.adapter_tensors(reader, adapter), dict[str, lora.LoraDelta](), dict[str, str]()
     else:
-        weights = _whole(settings, reader, adapter)
+        held, deltas = _whole(settings, reader, adapter)
         names = {lora.merged_name(other): lora.merged_name(name) for other, name in reader.tied.items()}
-        tied = {other: name for other, name in names.items() if name in weights and other not in weights}
-    _refuse_unchecked(settings, [*reader.weights.values(), *(stored for stored, _ in weights.values())])
+    tied = {other: name for other, name in names.items() if name in held and other not in held}
+    _refuse_unchecked(settings, [*reader.weights.values(), *held.values()])
     folder = adapter.path.parent if adapter and is_adapter else _config_folder(settings, reader)
     config, files = files_beside(folder, is_adapter, dtype)
     files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
-    with_tied = weights | {other: weights[name] for other, name in tied.items()}
+    with_tied = held | {other: held[name] for other, name in tied.items()}
     if config is not None and folder is not None:
-        shapes = {name: stored.shape for name, (stored, _) in with_tied.items()}
+        shapes = {name: stored.shape for name, stored in with_tied.items()}
         check_config(shapes, config, folder / CONFIG, str(reader.path))
     if settings.keep_tied:
-        weights, tied = with_tied, {}
-    outputs = [Output(name, stored, written_dtype(stored, dtype), delta) for name, (stored, delta) in weights.items()]
+        deltas |= {other: deltas[name] for other, name in tied.items() if name in deltas}
+        held, tied = with_tied, {}
+    outputs = [Output(name, stored, written_dtype(stored, dtype), deltas.get(name)) for name, stored in held.items()]
     shards = into_shards(outputs, settings.max_shard_bytes, is_adapter)
     lines = _described(settings, shards, files) if settings.dry_run else _write(settings, reader, shards, files, tied)
     if not files:
@@ -102,7 +102,10 @@ def convert(settings: ConvertSettings) -> list[str]:
 
 
 def _refuse_unchecked(settings: ConvertSettings, tensors: Iterable[TensorIndex]) -> None:
-    if not settings.without_checksums and (files := unchecked(tensors)):
+    """Files of torch.save whose writer was told to leave checksums out: damage in them cannot be seen."""
+    members = {span.member for stored in tensors for span in stored.spans}
+    files = sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
+    if files and not settings.without_checksums:
         raise UserError(
             f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that "
             "damage in it cannot be seen: convert it all the same with --without_checksums"
@@ -181,9 +184,6 @@ def _refuse_foreign(folder: Path, out: Path) -> None:
 
 # which tensors
 
-Weights = dict[str, tuple[TensorIndex, lora.LoraDelta | None]]
-"""By the model's names, in its order: what is stored, and what LoRA adds to it."""
-
 
 def with_model_names(reader: CheckpointReader) -> CheckpointReader:
     """The same by the model's own names: without wrappers, and without a `module.` that all have.
@@ -241,8 +241,11 @@ def written_dtype(stored: TensorIndex, wanted: str) -> str:
     return wanted if stored.dtype in FLOATS else stored.dtype
 
 
-def _whole(settings: ConvertSettings, reader: CheckpointReader, adapter: lora.AdapterConfig | None) -> Weights:
-    """Every parameter and buffer of a plain model; with LoRA the trained heads stand in place of the old ones.
+def _whole(
+    settings: ConvertSettings, reader: CheckpointReader, adapter: lora.AdapterConfig | None
+) -> tuple[dict[str, TensorIndex], dict[str, lora.LoraDelta]]:
+    """(every parameter and buffer of a plain model, by its names and in its order; what LoRA adds to them). With LoRA
+    the trained heads stand in place of the old ones.
 
     Raises UserError when a parameter is neither in the checkpoint nor in the base model.
     """
@@ -250,15 +253,14 @@ def _whole(settings: ConvertSettings, reader: CheckpointReader, adapter: lora.Ad
     wanted: dict[str, tuple[int, ...] | None] = dict(reader.excluded)
     if adapter is None:
         held |= _from_base(settings, reader, held, wanted)
-        return {name: (stored, None) for name, stored in held.items()}
+        return held, {}
     factors = lora.factors_of(held, reader.path)
     held = {lora.merged_name(name): stored for name, stored in held.items() if lora.stays(name)}
     wanted = {lora.merged_name(name): shape for name, shape in wanted.items() if lora.stays(name)}
     wanted = {name: shape for name, shape in (dict.fromkeys(factors) | wanted).items() if name not in held}
     adapter.check_mergeable(bool(wanted))
     held |= _from_base(settings, reader, held, wanted)
-    deltas = {name: adapter.delta(name, held[name], *pair) for name, pair in factors.items()}
-    return {name: (stored, deltas.get(name)) for name, stored in held.items()}
+    return held, {name: adapter.delta(name, held[name], *pair) for name, pair in factors.items()}
 
 
 def _from_base(
