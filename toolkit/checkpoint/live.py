@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,7 +204,8 @@ class FlatState(ZeroState):
         """id of a parameter -> (group, its first element in the group's flat buffer)."""
         for number, group in enumerate(self.groups):
             # BF16_Optimizer leaves no gaps
-            offsets = getattr(zero, "round_robin_bit16_offsets", {number: _starts(group)})[number]
+            one_by_one = itertools.accumulate((each.numel() for each in group), initial=0)
+            offsets = getattr(zero, "round_robin_bit16_offsets", {number: list(one_by_one)[:-1]})[number]
             self.places |= {id(each): (number, offset) for each, offset in zip(group, offsets, strict=True)}
 
     def flattened(self) -> Iterator[tuple[torch.Tensor, list[Any]]]:
@@ -275,11 +276,6 @@ class Stage3State(ZeroState):
                 parameter.data = piece.data
         zero.checkpoint_event_epilogue()
         super().after_loading(steps)
-
-
-def _starts(group: Iterable[torch.Tensor]) -> list[int]:
-    """The first element of each of the parameters that lie one after the other."""
-    return list(itertools.accumulate((parameter.numel() for parameter in group), initial=0))[:-1]
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,8 +71,10 @@ def convert(settings: ConvertSettings) -> list[str]:
     _check_place(settings)
     reader, dtype = with_model_names(open_checkpoint(settings.checkpoint)), DTYPES[settings.dtype]
     adapter = _adapter_config(settings, reader)
+    deltas: dict[str, lora.LoraDelta] = {}
+    names: dict[str, str] = {}
     if is_adapter := adapter is not None and not settings.merge_lora:
-        held, deltas, names = lora.adapter_tensors(reader, adapter), dict[str, lora.LoraDelta](), dict[str, str]()
+        held = lora.adapter_tensors(reader, adapter)
     else:
         held, deltas = _whole(settings, reader, adapter)
         names = {lora.merged_name(other): lora.merged_name(name) for other, name in reader.tied.items()}

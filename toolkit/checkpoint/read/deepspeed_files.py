@@ -34,7 +34,9 @@ class Files:
 
 
 def is_tag_folder(folder: Path) -> bool:
-    return folder.is_dir() and any(_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name) for name in _names(folder))
+    return folder.is_dir() and any(
+        _MODEL.fullmatch(entry.name) or _OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()
+    )
 
 
 def find_tag_folder(root: Path) -> Path | None:
@@ -55,13 +57,9 @@ def find_tag_folder(root: Path) -> Path | None:
     return root / named
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir())
-
-
 def open_files(folder: Path) -> Files:
     """Opens every file of a tag folder. Raises UserError unless all are there, whole and of one save."""
-    names = _names(folder)
+    names = sorted(entry.name for entry in folder.iterdir())
     found = {"model": _by_rank(folder, names, _MODEL), "optimizer": _by_rank(folder, names, _OPTIMIZER)}
     models = [_open(path, "module") for path in found["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in found["optimizer"].values()]
