@@ -165,3 +165,5 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[
     assert found == pytest.approx(expected, rel=1e-5)
     mine, theirs = (lines_of(runs_of(run) / name / "eval.jsonl")[-1] for run in (way, "single"))
     assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    one, other = (load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single"))
+    assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in other.items()}

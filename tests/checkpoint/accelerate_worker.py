@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.checkpoint.deepspeed_worker import Odd
+from tests.checkpoint.elastic_ways import Odd
 
 
 def data_parallel(accelerator: Accelerator, folder: Path) -> None:
     torch.manual_seed(3)
-    model = Odd(empty=False)
+    model = Odd("")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.backward(model(torch.arange(5)))
+    accelerator.backward(model(torch.arange(5)[None]))
     optimizer.step()
     accelerator.save_state(str(folder / "safe"))
     accelerator.save_state(str(folder / "bin"), safe_serialization=False)
@@ -39,7 +39,7 @@ def data_parallel(accelerator: Accelerator, folder: Path) -> None:
 def fully_sharded(accelerator: Accelerator, folder: Path) -> None:
     """As accelerate/utils/fsdp_utils.py writes SHARDED_STATE_DICT and FULL_STATE_DICT."""
     torch.manual_seed(5)
-    model = Odd(empty=False)
+    model = Odd("")
     fully_shard(model, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=str(folder / "sharded" / "pytorch_model_fsdp_0"))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,5 +1,5 @@
-"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for
-tests/checkpoint/elastic_worker.py."""
+"""A small model of awkward parameters, optimizers of many kinds, and every way to shard them, for the workers beside
+this file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers
+from toolkit.training import lion
 
 SAVED_AFTER, TRAINED_ON = 2, 5
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -37,22 +38,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Lion(torch.optim.Optimizer):
-    """As any class from a package: one moment, no count of steps (Chen et al., 2023)."""
+class Lion(lion.Lion):
+    """As any class from a package: one moment, and a count of its own, as schedule-free ones keep it."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
         for group in self.param_groups:
-            group["k"] += 1  # as schedule-free ones count
-            for parameter in (each for each in group["params"] if each.grad is not None):
-                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                one, two = group["betas"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(torch.sign(moment * one + parameter.grad * (1 - one)), alpha=group["lr"] * 0.1)
-                moment.mul_(two).add_(parameter.grad, alpha=1 - two)
+            group["k"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["k"] += 1
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -204,7 +201,7 @@ def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[
     )
     state = live_state(accelerator, engine)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options[0] if options else "", torch.float32)
-    masters = lines_of(engine) if "robin" in options else masters_of(engine, keys)
+    masters = flat_masters_of(engine) if "robin" in options else masters_of(engine, keys)
     return Way(state, engine, f"zero{stage}", dtype, update, masters, engine.destroy)
 
 
@@ -223,7 +220,7 @@ def masters_of(engine: Any, keys: Sequence[str]) -> Callable[[str, Any], tuple[t
     return masters
 
 
-def lines_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+def flat_masters_of(engine: Any) -> Callable[[str, Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """From the flat groups themselves: the public calls do not know round_robin_gradients' order."""
     zero = engine.optimizer
 

@@ -35,12 +35,16 @@ def command(*words: Any, before: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", TENSORS)
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_line_says_what_was_done(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", TENSORS)
+def test_one_line_says_what_was_done(run: Path, tmp_path: Path) -> None:
     done = command("convert", run, tmp_path / "out", "--verify")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -68,8 +72,8 @@ def test_one_line_says_what_was_done(tmp_path: Path) -> None:
         (["convertt", "run"], "did you mean convert"),
     ],
 )
+@pytest.mark.usefixtures("run")
 def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_run(tmp_path / "run", TENSORS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     done = command(*words, *(["--overwrite"] if words[-1] == "." else []))
@@ -98,8 +102,8 @@ def test_no_torch_and_little_memory(tmp_path: Path) -> None:
         assert int(peak) < most, done.stdout
 
 
-def test_overwrite_replaces_and_nothing_else_does(tmp_path: Path) -> None:
-    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     convert(run, out)
     (out / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match=r"already there: .*--overwrite"):
@@ -113,8 +117,8 @@ def test_overwrite_replaces_and_nothing_else_does(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out", "run"]
 
 
-def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
-    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     out.mkdir()
     convert(run, out, overwrite=True)  # an empty one is nobody's
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
@@ -129,9 +133,9 @@ def test_overwrite_keeps_its_hands_off_other_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_folder_that_appeared_meanwhile_is_left_alone(
-    overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    overwrite: bool, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    out = tmp_path / "out"
     real = conversion.write_shards
 
     def write_shards(folder: Path, *arguments: Any) -> int:
@@ -148,8 +152,8 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["model/vocab.txt", "model/config.json", "weights.safetensors", "model"])
-def test_a_link_out_of_the_folder_is_refused(name: str, tmp_path: Path, fault: Fault) -> None:
-    run, elsewhere = write_run(tmp_path / "run", TENSORS), tmp_path / "elsewhere"
+def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Path, fault: Fault) -> None:
+    elsewhere = tmp_path / "elsewhere"
     (run / "model" / "config.json").write_text('{"model_type": "new"}')
     (run / "model" / "vocab.txt").touch()
     (run / name).rename(elsewhere)
@@ -170,9 +174,8 @@ def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
     assert set(read_folder(tmp_path / "out")) == set(TENSORS)
 
 
-def test_verify_executes_nothing_of_the_folder(tmp_path: Path) -> None:
+def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> None:
     """Whatever is typed meanwhile."""
-    run = write_run(tmp_path / "run", TENSORS)
     config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig"}}
     (run / "model" / "config.json").write_text(json.dumps(config))
     (run / "model" / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass OwnConfig: pass\n")
@@ -184,9 +187,9 @@ def test_verify_executes_nothing_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_old_folder_stays_when_the_new_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    run, out = write_run(tmp_path / "run", TENSORS), tmp_path / "out"
+    out = tmp_path / "out"
     convert(run, out)
     before = (out / "model.safetensors").read_bytes()
     real = Path.rename
@@ -204,8 +207,7 @@ def test_the_old_folder_stays_when_the_new_one_fails(
     fault("a disk that fails while convert replaces OUT", str(raised.value), "nothing: OUT is the old one")
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", TENSORS)
+def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def full(*arguments: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -9,10 +9,28 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch import nn
 
-from tests.checkpoint.own_model_worker import Bare, Own
-from tests.runs import groups
 from toolkit.checkpoint.model_folder import load_weights, save_model
+
+
+class Own(nn.Module):
+    """Not from `transformers`: no config, a save of its own, a tied weight, a buffer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(13, 7)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = nn.BatchNorm1d(7)
+
+    def save(self, folder: Path, state_dict: dict[str, torch.Tensor]) -> None:
+        (folder / "own.txt").write_text(" ".join(f"{name}={state_dict[name].numel()}" for name in sorted(state_dict)))
+
+
+class Bare(nn.Linear):
+    """Nothing but a module."""
 
 
 @pytest.mark.parametrize("make", [lambda seed: Own(seed), lambda seed: Bare(2 + seed, 3)])
@@ -47,11 +65,3 @@ def test_the_weights_are_of_the_asked_type_whatever_is_computed_in(
     again = AutoModel.from_pretrained(tmp_path / "model", dtype="auto")
     assert {tensor.dtype for tensor in again.parameters()} == {told}
     assert torch.equal(next(again.parameters()).float(), next(model.parameters()).float())
-
-
-@pytest.mark.multiprocess
-def test_under_zero_3(tmp_path: Path) -> None:
-    finished = groups("tests.checkpoint.own_model_worker", {2: [tmp_path]})
-    assert "the weights came back" in finished.out
-    text = (tmp_path / "model" / "own.txt").read_text()
-    assert "embed.weight=91" in text

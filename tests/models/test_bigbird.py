@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -21,6 +22,8 @@ from transformers import (
 
 from toolkit.errors import UserError
 from toolkit.models import bigbird
+from toolkit.models.bigbird import plan
+from toolkit.models.bigbird.plan import Pattern
 
 SMALL: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
@@ -282,3 +285,19 @@ def test_errors() -> None:
     narrow = bigbird.install(make(max_position_embeddings=1000))
     with pytest.raises(UserError, match="--max_length 960"):
         narrow(**batch(999))
+
+
+def test_random_generators_are_left_alone() -> None:
+    plan.random_blocks.cache_clear()
+    before, state = np.random.get_state(), torch.get_rng_state()
+    drawn = [plan.random_blocks(Pattern(seed, 2, 16, 3, 4096, 1152, True)) for seed in (0, 1)]
+    assert not np.array_equal(*drawn)
+    assert str(np.random.get_state()) == str(before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_table_made_in_inference_can_be_trained_with() -> None:
+    plan.tables.cache_clear()
+    with torch.inference_mode():
+        made = plan.tables(Pattern(0, 2, 64, 3, 4096, 1024, True))
+    assert not any(table.is_inference() for table in made.values())

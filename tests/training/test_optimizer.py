@@ -190,21 +190,21 @@ def test_buffers_are_broadcast_where_they_are_learned(norm: Any, broadcast: bool
     assert accelerator.ddp_handler.broadcast_buffers == broadcast
 
 
-def test_without_a_config_only_the_accumulation_is_told() -> None:
-    accelerator = accelerator_with(None)
-    align(accelerator)
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_auto_becomes_what_the_settings_mean(stage: int | None) -> None:
+    """Without DeepSpeed only the accumulation is told; its stage 3 can always save its weights."""
+    config = None if stage is None else AUTO | {"zero_optimization": {"stage": stage}}
+    align(accelerator := accelerator_with(config, stage=stage or 0))
     assert accelerator.gradient_accumulation_steps == 2
-
-
-def test_auto_becomes_what_the_settings_mean() -> None:
-    accelerator = accelerator_with(dict(AUTO))
-    align(accelerator)
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    assert config["gradient_clipping"] == 0.5
-    assert config["gradient_accumulation_steps"] == accelerator.gradient_accumulation_steps == 2
-    assert config["train_micro_batch_size_per_gpu"] == 8
-    assert config["train_batch_size"] == 32
-    assert "stage3_gather_16bit_weights_on_model_save" not in config["zero_optimization"]
+    gathers = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+    assert config is None or config == {
+        "gradient_clipping": 0.5,
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 8,
+        "train_batch_size": 32,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **gathers},
+    }
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
@@ -216,13 +216,6 @@ def test_the_three_sizes_agree_as_deepspeed_wants_them(processes: int, global_ba
     micro, accumulation = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     assert config["train_batch_size"] == micro * accumulation * processes >= global_batch_size
     assert micro <= 4
-
-
-def test_stage_3_can_always_save_its_weights() -> None:
-    accelerator = accelerator_with(AUTO | {"zero_optimization": {"stage": 3}}, stage=3)
-    align(accelerator)
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
 @pytest.mark.parametrize(

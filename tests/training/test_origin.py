@@ -64,12 +64,9 @@ def steps(origin: Origin) -> list[int | None]:
     return [folders.step_number(path) for path in origin.candidates]
 
 
-def test_auto(run: Path, tmp_path: Path) -> None:
+def test_auto_and_no(run: Path, tmp_path: Path) -> None:
     assert steps(choose_origin("auto", run / "checkpoints", FACTS)) == [6, 4, 2]
     assert choose_origin("auto", tmp_path / "new" / "checkpoints", FACTS) == Origin()
-
-
-def test_no(run: Path) -> None:
     assert choose_origin("no", run / "checkpoints", FACTS) == Origin()
 
 
@@ -107,24 +104,6 @@ def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no complete checkpoint there") as caught:
         choose_origin(str(run), run / "checkpoints", FACTS)
     assert str(caught.value).count("is missing") == 3
-
-
-@pytest.mark.parametrize("key", [key for key in IDENTITY if key not in ("data", "model")])
-@pytest.mark.parametrize("by_path", [False, True])
-def test_another_job_is_named(key: str, by_path: bool, run: Path) -> None:
-    other = {**FACTS, "identity": {**IDENTITY, key: "another"}}
-    with pytest.raises(UserError) as caught:
-        choose_origin(str(run) if by_path else "auto", run / "checkpoints", other)
-    assert "step-00000006 belongs to another job" in str(caught.value)
-    assert f"{key} was " in str(caught.value)
-    assert str(caught.value).count(" and is another") == 1
-    assert "--overwrite_output_dir" in str(caught.value)
-
-
-def test_all_that_differs_is_named_at_once(run: Path) -> None:
-    other = {**FACTS, "identity": {**IDENTITY, "seed": 43, "labels": ["a", "b", "c"]}}
-    with pytest.raises(UserError, match=r"labels was \[neg, pos\] and is \[a, b, c\]; seed was 42 and is 43"):
-        choose_origin("auto", run / "checkpoints", other)
 
 
 def test_other_data_are_explained_by_the_settings(run: Path) -> None:

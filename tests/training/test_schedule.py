@@ -36,14 +36,9 @@ from toolkit.training.steps import Step, Steps, make_schedule
     ],
 )
 def test_steps(given: dict[str, Any], samples: int, steps_per_epoch: int, total: int) -> None:
-    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(samples, 8)), processes=1)
-    assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
-
-
-@pytest.mark.parametrize("processes", range(1, 9))
-def test_steps_do_not_depend_on_the_processes(processes: int) -> None:
-    schedule = make_schedule(TrainingSettings(per_device_batch_size=4), of_lengths(np.full(101, 8)), processes)
-    assert (schedule.steps_per_epoch, schedule.total_steps, schedule.eval_every) == (4, 12, 4)
+    for processes in range(1, 9):
+        schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(samples, 8)), processes)
+        assert (schedule.steps_per_epoch, schedule.total_steps) == (steps_per_epoch, total)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +180,7 @@ def test_the_loss_of_titles_is_the_mean_over_all_their_tokens(no_launcher: None)
     [({}, [4, 8, 12]), ({"eval_every": 5}, [5, 10, 12]), ({"eval_every": 100}, [12]), ({"max_steps": 6}, [4, 6])],
 )
 def test_evaluations(given: dict[str, Any], steps: list[int]) -> None:
-    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), 1)
+    schedule = make_schedule(TrainingSettings(**given), of_lengths(np.full(100, 8)), processes=3)
     every: Any = SimpleNamespace(schedule=schedule)
     due = [Step(every, number, np.zeros(0), 0, 1).evaluates for number in range(1, schedule.total_steps + 1)]
     assert [number for number, evaluates in enumerate(due, 1) if evaluates] == steps
