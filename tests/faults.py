@@ -11,13 +11,27 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from toolkit.errors import UserError
+
 Fault = Callable[..., None]
+
+
+def refusal(act: Callable[..., Any], *given: Any, says: Sequence[str] = (), **named: Any) -> str:
+    """The one line of the UserError that this call ends with; each of `says` stands in it."""
+    with pytest.raises(UserError) as raised:
+        act(*given, **named)
+    said = str(raised.value)
+    assert "\n" not in said
+    assert [words for words in says if words not in said] == [], said
+    return said
+
+
 PAGE = """# What happens when something breaks
 [中文](faults.zh.md)
 

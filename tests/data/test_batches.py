@@ -142,9 +142,10 @@ def test_micro_batches_are_exactly_the_global_batch(world: int, per_device: int,
         assert all(len(batch) for batch in in_time) or size < len(in_time)
         if max_tokens is None:
             assert max(map(len, in_time)) - min(map(len, in_time)) <= 1
-        else:  # neighbours in length at the same time: the longest first, over all processes
+        else:
             assert all(len(batch) <= 1 or padded_tokens(batch, lengths) <= max_tokens for batch in in_time)
-            assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
+        # neighbours in length at the same time: the longest first, over all processes
+        assert (np.diff(lengths[np.concatenate(in_time)]) <= 0).all()
         needed = fewest_batches(lengths[indices].tolist(), per_device, max_tokens or 10**6)
         assert len(mine[0]) == -(-needed // world)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.faults import refusal
 from toolkit import demo
 from toolkit.data.read import Table, read_demo
 from toolkit.demo import DATASETS, MODELS, Demo, about, locate
@@ -30,10 +31,7 @@ def test_a_demo_is_found_without_importing_its_package() -> None:
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])
 def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, Demo]) -> None:
-    with pytest.raises(UserError) as caught:
-        locate(name, known)
-    assert "did you mean" in str(caught.value)
-    assert all(f"demo:{short}" in str(caught.value) for short in known)
+    refusal(locate, name, known, says=["did you mean", *(f"demo:{short}" for short in known)])
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:

@@ -12,6 +12,7 @@ import pytest
 from sklearn.model_selection import train_test_split
 
 from tests.data.conftest import MODEL
+from tests.faults import refusal
 from toolkit.config import TaskSettings, TextSettings, build, parse
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data
@@ -105,10 +106,8 @@ EMPTY = [
 
 
 def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., Prepared]) -> None:
-    with pytest.raises(UserError) as caught:
-        prepared(EMPTY, validation_file=EMPTY[:1])
-    for part in ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'"):
-        assert part in str(caught.value)
+    says = ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'")
+    refusal(prepared, EMPTY, validation_file=EMPTY[:1], says=says)
 
 
 def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults import refusal
 from toolkit.config import TextSettings, TitleSettings
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
@@ -77,25 +78,15 @@ def test_a_column_of_titles_that_cannot_be_told(
     write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, parts: list[str]
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
-    with pytest.raises(UserError) as caught:
-        find_titles(table, wanted, text, 9)
-    assert "a.jsonl" in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)
+    refusal(find_titles, table, wanted, text, 9, says=["a.jsonl", *parts])
 
 
 @pytest.mark.parametrize("empty", ["", " \n\t", None])
 def test_rows_without_a_title_are_named(prepared: Callable[..., Prepared], empty: str | None) -> None:
     rows = news(6)
     rows[1]["title"] = rows[4]["title"] = empty
-    with pytest.raises(UserError) as caught:
-        prepared(news(3), validation_file=rows)
-    for part in (
-        "validation_file.jsonl",
-        "the title in column 'title' is empty in 2 of 6 rows (rows 2, 5)",
-        "--drop_empty_text",
-    ):
-        assert part in str(caught.value)
+    said = "the title in column 'title' is empty in 2 of 6 rows (rows 2, 5)"
+    refusal(prepared, news(3), validation_file=rows, says=["validation_file.jsonl", said, "--drop_empty_text"])
 
 
 def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
@@ -114,10 +105,8 @@ def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Pr
 @pytest.mark.parametrize("empty", ["train", "validation"])
 def test_a_column_of_empty_titles(prepared: Callable[..., Prepared], empty: str) -> None:
     files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
-    with pytest.raises(UserError) as caught:
-        prepared(files["train"], validation_file=files["validation"], drop_empty_text=True)
-    for part in (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column"):
-        assert part in str(caught.value)
+    says = (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column")
+    refusal(prepared, files["train"], validation_file=files["validation"], drop_empty_text=True, says=says)
 
 
 @pytest.mark.parametrize("most", [2, 4, 5, 32])
