@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.test_bigbird_ways import batch, compare, fast, make
+from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import ROOT, environment, lines_of, losses_of, start
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
@@ -128,12 +128,15 @@ def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, artic
 
 
 @pytest.mark.skipif(not DEVICES, reason="flex_attention has no backward pass on a CPU")
-def test_flex_attention_at_many_widths() -> None:
+@pytest.mark.parametrize("attention", ["flex", "gathered"])
+@pytest.mark.parametrize("training", [True, False])
+def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
     """More than torch's eight: beyond its limit flex_attention would make dense scores."""
-    reference = make(training=True, hidden_size=64, sharpness=5).cuda()
-    for width in range(768, 768 + 64 * 11, 64):
-        inputs = {name: value.cuda() for name, value in batch(width, "right").items()}
-        compare(fast(reference, "flex"), reference, inputs, 1e-4, 1e-4)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    reference = make(training=training, hidden_size=64, sharpness=5).cuda()
+    for width in (*range(768, 768 + 64 * 11, 64), 4096):
+        inputs = {name: value.cuda() for name, value in batch(width, "both" if width % 128 else "right").items()}
+        compare(fast(reference, attention), reference, inputs, 1e-4, 1e-4)
 
 
 def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:

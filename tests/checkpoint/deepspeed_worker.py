@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.checkpoint.elastic_ways import ADAM, Odd, flat_masters_of, masters_of, start_group
+from tests.checkpoint.elastic_ways import ADAM, Odd, engine_of, flat_masters_of, masters_of, start_group
 
 STEPS = 2
 
@@ -29,9 +29,8 @@ STEPS = 2
 @dataclass(frozen=True)
 class Kind:
     stage: int
-    dtype: str = "fp32"
-    zero: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
+    options: str = ""
+    """Of `elastic_ways.OPTIONS`."""
     groups: int = 1
     frozen: bool = False
     frozen_group: bool = False
@@ -58,13 +57,11 @@ KINDS: dict[str, Kind] = {
     "zero3-frozen-group": Kind(3, groups=2, frozen=True, frozen_group=True),  # stages 1 and 2 do not start
     "zero0": Kind(0),
     "zero0-bf16": Kind(0, "bf16"),
-    "zero1-bf16-optimizer": Kind(
-        1, "bf16", groups=2, config={"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 1}
-    ),
-    "zero2-aligned": Kind(2, "bf16", {"parameter_alignment": True}, groups=2),
-    "zero2-round-robin": Kind(2, zero={"round_robin_gradients": True}, groups=2),
-    "zero2-elastic": Kind(2, "bf16", {"elastic_checkpoint": True}, groups=2),
-    "zero3-subgroups": Kind(3, "bf16", {"sub_group_size": 50}, groups=2),
+    "zero1-bf16-optimizer": Kind(1, "bf16 accumulates", groups=2),
+    "zero2-aligned": Kind(2, "bf16 aligned", groups=2),
+    "zero2-round-robin": Kind(2, "robin", groups=2),
+    "zero2-elastic": Kind(2, "bf16 elastic", groups=2),
+    "zero3-subgroups": Kind(3, "bf16 subgroups", groups=2),
 }
 
 
@@ -98,18 +95,6 @@ def make_model(kind: Kind) -> nn.Module:
     return model
 
 
-def config_of(kind: Kind) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": kind.stage, **kind.zero},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": kind.dtype == "bf16"},
-        "fp16": {"enabled": kind.dtype == "fp16", "initial_scale_power": 4},
-        **kind.config,
-    }
-
-
 def take_step(engine: Any, kind: Kind, step: int) -> None:
     tokens = torch.arange(5)[None] * (dist.get_rank() + 2 + step) % 13
     engine.backward(engine(tokens, labels=tokens[0, :1] % 3).loss if kind.bert else engine(tokens))
@@ -117,12 +102,10 @@ def take_step(engine: Any, kind: Kind, step: int) -> None:
 
 
 def make(kind: Kind, folder: Path) -> None:
-    import deepspeed
-
     model = make_model(kind)
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(groups_of(model, kind), lr=0.01)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config_of(kind))
+    engine = engine_of(model, optimizer, kind.stage, kind.options.split())
     for step in range(STEPS):
         take_step(engine, kind, step)
     engine.save_checkpoint(str(folder), exclude_frozen_parameters=kind.exclude)
@@ -141,7 +124,7 @@ def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def weights_and_moments(engine: Any, kind: Kind, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    masters = flat_masters_of(engine) if "round_robin_gradients" in kind.zero else masters_of(engine, ADAM)
+    masters = flat_masters_of(engine) if "robin" in kind.options else masters_of(engine, ADAM)
     found = {}
     for name, parameter in engine.module.named_parameters():
         if kind.stage and parameter.requires_grad and name != "nothing":

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulates": {"data_types": {"grad_accum_dtype": "fp32"}},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "scattered": {"zero_optimization": {"contiguous_gradients": False}},
+    "elastic": {"zero_optimization": {"elastic_checkpoint": True}},
     "aligned": {"zero_optimization": {"parameter_alignment": True}},
     "subgroups": {"zero_optimization": {"sub_group_size": 40}},
     "kept": {"zero_optimization": {"stage3_param_persistence_threshold": 10_000_000}},
@@ -178,7 +179,8 @@ def sharded_by_rows(module: nn.Module, make: Any, keys: Sequence[str]) -> Way:
     return plain(module, module, optimizer, "fsdp2", masters)
 
 
-def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str], keys: Sequence[str]) -> Way:
+def engine_of(module: nn.Module, optimizer: Any, stage: int, options: Sequence[str]) -> Any:
+    """DeepSpeed's, with some of `OPTIONS`."""
     import deepspeed
 
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
@@ -187,7 +189,11 @@ def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[
     for option in options:
         for key, value in OPTIONS[option].items():
             config[key] = {**config.get(key, {}), **value}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
+def with_deepspeed(module: nn.Module, optimizer: Any, stage: int, options: list[str], keys: Sequence[str]) -> Way:
+    engine = engine_of(module, optimizer, stage, options)
 
     def update(loss: torch.Tensor) -> None:
         engine.backward(loss)
