@@ -62,7 +62,7 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -
     base = tmp_path / "base"
     live_base = make_peft(tiny_model).unload()
     live_base.save_pretrained(base)
-    said = convert(run, tmp_path / "out", merge_lora=True, base_model=base)
+    said = convert(run, tmp_path / "out", merge_lora=True, base_model=base, verify=variant == "embedding")
     wanted = live.merge_and_unload().state_dict()
     found = read_folder(tmp_path / "out")
     assert set(found) == set(wanted)
@@ -70,6 +70,7 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     if variant == "embedding":
         assert "the sum with their adapter" in said[0]
+        assert "BertForSequenceClassification" in said[1]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
