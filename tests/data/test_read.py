@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
+import json
 import lzma
 import os
 import shutil
@@ -300,6 +302,22 @@ def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> N
         _ = read_file(pattern).rows
     with pytest.raises(UserError, match="no file has such a name"):
         read_file(str(tmp_path / "nothing-*.csv"))
+
+
+@pytest.mark.parametrize("characters", [1, 2, 5, 1 << 20])
+def test_a_list_of_json_is_read_as_a_stream(tmp_path: Path, characters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parse, "_JSON_CHARACTERS", characters)
+    rows = [{"text": 'a "b], [" \\', "label": 12.5e3, "deep": [1, {"c": []}]}, ["x", -1, None], 17, "é\n", True, {}]
+    for indent in (None, 2):
+        path = Path(write(tmp_path / "a.json", " \n" + json.dumps(rows, indent=indent) + "\n "))
+        assert parse.read_json(path) == rows
+    for text in ('[{"text": "a"}, {"text": "b"}', '[{"text": "a"},]', '[{"text": "a"}] [1]', '[{"text": "a"} 1]'):
+        with pytest.raises(UserError, match=r"a\.json: not JSON"):
+            parse.read_json(Path(write(tmp_path / "a.json", text)))
+    stream = io.StringIO(json.dumps(rows * 1000))
+    if characters < 10:
+        assert next(parse._items(stream)) == rows[0]
+        assert stream.tell() < 200
 
 
 def test_a_changed_file_is_read_again_though_its_time_and_size_are_the_same(tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
         )
 
 
+def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> None:
+    truth, seen = [0] * 30_000, []
+    truth[12_345] = 1
+    own = {"f1_macro": 0.5}
+    make_best(ALONE, TrainingSettings(), SINGLE, lambda *given: seen.append(given) or own, split_of(SINGLE, truth), 2)
+    ((logits, tried),) = seen
+    assert 10_000 <= len(tried) <= 10_002
+    assert (logits.shape, set(tried)) == ((len(tried), 2), {0, 1})
+
+
 def made_best(wanted: str | None, problem: ProblemType) -> Best:
     """As a run makes it, which tries the metrics on random outputs."""
     names = "y" if problem == "regression" else "ab"

@@ -187,12 +187,13 @@ class Collator:
         width = max(lengths)
         if self.device.type == "cuda":
             width = even_width(width, self.longest, self.split.buckets)
-        inputs = {"input_ids": self._padded(samples, width, self.pad_id)}
+        inputs = {"input_ids": self._padded(samples, width, self.pad_id, self.left)}
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
-            inputs["attention_mask"] = self._padded([np.ones_like(sample) for sample in samples], width, 0)
+            ones = [np.ones_like(sample) for sample in samples]
+            inputs["attention_mask"] = self._padded(ones, width, 0, self.left)
         if self.split.token_types is not None:
             types = [self.split.token_types[self.split.span(int(index))] for index in indices]
-            inputs["token_type_ids"] = self._padded(types, width, self.pad_type)
+            inputs["token_type_ids"] = self._padded(types, width, self.pad_type, self.left)
         return Batch(
             inputs=inputs,
             labels=self._move(self.split.labels[indices]),
@@ -206,11 +207,11 @@ class Collator:
     def _weights(self, indices: np.ndarray) -> np.ndarray:
         return np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
 
-    def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int) -> torch.Tensor:
+    def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
         """Arrays (length,) -> (B, S) int64 on the device."""
         padded = np.full((len(samples), width), filler, np.int64)
         for row, sample in enumerate(samples):
-            padded[row, slice(width - len(sample), width) if self.left else slice(0, len(sample))] = sample
+            padded[row, slice(width - len(sample), width) if left else slice(0, len(sample))] = sample
         return self._move(padded)
 
     def _move(self, array: np.ndarray) -> torch.Tensor:
@@ -231,14 +232,10 @@ class TitleCollator(Collator):
         batch = super().__call__(indices)
         titles = [self.split.target(int(index)) for index in (indices if len(indices) else [0])]
         width = max(len(title) for title in titles) - 1
-        given = np.full((len(titles), width), self.pad_id, np.int64)  # (B, T)
-        wanted = np.full((len(titles), width), IGNORED, np.int64)  # (B, T)
-        for row, title in enumerate(titles):
-            given[row, : len(title) - 1] = title[:-1]
-            wanted[row, : len(title) - 1] = title[1:]
         # no mask of the decoder's padding: it comes last, and no token looks ahead
-        inputs = {**batch.inputs, "decoder_input_ids": self._move(given)}
-        return replace(batch, inputs=inputs, labels=self._move(wanted))
+        given = self._padded([title[:-1] for title in titles], width, self.pad_id, left=False)  # (B, T)
+        wanted = self._padded([title[1:] for title in titles], width, IGNORED, left=False)  # (B, T)
+        return replace(batch, inputs={**batch.inputs, "decoder_input_ids": given}, labels=wanted)
 
 
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:

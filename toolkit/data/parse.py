@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
 from toolkit.data.opening import OPENERS, bad_encoding, most_bytes, open_text, too_large
@@ -27,6 +27,8 @@ _MOST_CELL = 1 << 26
 """Characters of one cell: a long document has fewer, and a quote that is not closed takes no more memory."""
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 BATCH_ROWS = 2048
+_JSON_CHARACTERS = 1 << 20
+_JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 
@@ -245,11 +247,6 @@ def _refuse_swallowed(
 # --- JSON
 
 
-def _loads(text: str) -> Any:
-    """Raises ValueError and RecursionError."""
-    return json.loads(text, object_pairs_hook=_each_once)
-
-
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -258,24 +255,66 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+
+
 def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
     with open_text(path, encoding, "\n") as text:
         for number, line in enumerate(text, 1):
             if line.strip():
                 try:
-                    yield _loads(line)
+                    yield _DECODER.decode(line)
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"{path}, line {number}: not JSON ({error})") from error
 
 
-def _json(path: Path, encoding: str) -> Iterable[Any]:
-    """A list of rows, which is whole in memory; `{"data": [rows]}`; or, under this name too, a row a line."""
+def _json(path: Path, encoding: str) -> Iterator[Any]:
+    """A list of rows; `{"data": [rows]}`, which is whole in memory; or, under this name too, a row a line."""
+    try:
+        with open_text(path, encoding) as file:
+            yield from _items(file)
+        return
+    except UnicodeError:
+        raise
+    except (ValueError, IndexError, RecursionError):
+        pass  # no list, or a broken one: whole, it can be told what it is, and where it is broken
+    yield from _whole_json(path, encoding)
+
+
+def _items(file: IO[str]) -> Iterator[Any]:
+    """The items of a list of JSON, read as they are asked for. Raises ValueError, IndexError and RecursionError where
+    the file holds anything else."""
+    text, place = file.read(_JSON_CHARACTERS).lstrip(), 0
+    if not text.startswith("["):
+        raise ValueError
+    while text[place] != "]":  # it is what stands before an item
+        try:
+            item, end = _DECODER.raw_decode(text, _end_of_space(text, place + 1))
+            if text[end := _end_of_space(text, end)] not in ",]":
+                raise ValueError
+        except (ValueError, IndexError):  # the item goes on beyond what was read; more each time
+            if not (more := file.read(max(_JSON_CHARACTERS, len(text) - place))):
+                raise
+            text, place = text[place:] + more, 0
+            continue
+        yield item
+        place = end
+    if text[place + 1 :].strip() or file.read().strip():
+        raise ValueError
+
+
+def _end_of_space(text: str, start: int) -> int:
+    found = _JSON_SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
     with open_text(path, encoding) as file:
         text = file.read()
     if not text.strip():
         raise UserError(f"{path} is empty")
     try:
-        loaded = _loads(text)
+        loaded = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         lines = [line for line in text.split("\n") if line.strip()]
         if len(lines) > 1 and all(line.lstrip().startswith("{") and line.rstrip().endswith("}") for line in lines):
