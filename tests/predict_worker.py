@@ -1,15 +1,33 @@
-"""`toolkit predict` with windows of 16 rows, in a group of processes (tests/jobs_worker.py)."""
+"""`toolkit predict` with windows of 16 rows: in a group of processes (tests/jobs_worker.py), or as a script, which
+prints the first row of each part that it has written, and kills itself behind that of the row KILLED_AT."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from typing import Any
 
 from toolkit.cli import build_parser
 from toolkit.data import parse, read
 from toolkit.evaluation import predict_file
+from toolkit.evaluation.parts import Parts
 
 
 def main() -> None:
     parse.BATCH_ROWS = read.BATCH_ROWS = 8
     predict_file.WINDOW_ROWS = 16
     predict_file.predict_file(build_parser().parse_args(["predict", *sys.argv[1:]]))
+
+
+class _Killed(Parts):
+    def write(self, start: int, *given: Any) -> None:
+        super().write(start, *given)
+        print(start, flush=True)
+        if os.environ.get("KILLED_AT") == str(start):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    predict_file.Parts = _Killed  # type: ignore[misc]
+    main()

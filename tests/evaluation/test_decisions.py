@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from toolkit.config import DecisionSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
+from toolkit.evaluation import decisions as decisions_module
 from toolkit.evaluation.decisions import (
     Decisions,
     best_threshold,
@@ -160,3 +162,16 @@ def test_what_labels_cannot_have_is_refused(asked: dict[str, Any], labels: Label
     with pytest.raises(UserError, match=next(iter(asked)) if len(asked) == 1 else "positive_class") as error:
         check_asked(DecisionSettings(**asked), labels)
     assert told in str(error.value)
+
+
+def test_the_hub_is_not_asked_for_what_its_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(decisions_module, "hf_hub_download", None)  # which would fail
+    for name, folder in (("without", ".no_exist"), ("with", "snapshots")):
+        kept = tmp_path / f"models--nobody--{name}"
+        for place in (kept / "refs", kept / "snapshots" / "abc", kept / folder / "abc"):
+            place.mkdir(parents=True, exist_ok=True)
+        (kept / "refs" / "main").write_text("abc")
+        written(kept / folder / "abc")
+    assert saved_decisions("nobody/without", TWO) == Decisions(TWO)
+    assert saved_decisions("nobody/with", TWO) == Decisions(TWO, 2.0, {"pos": 0.3})

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS
+from tests.runs import WAYS, recipe
 from toolkit.cli import build_parser
 from toolkit.data import parse, read
 from toolkit.errors import UserError
@@ -161,10 +162,54 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)
     assert (tmp_path / "other.csv").read_bytes() == whole
-    assert not list(tmp_path.glob("*.parts"))
     for wrong in ("0/3", "4/3", "2", "a/b"):
         with pytest.raises(UserError, match="write 3/64"):
             predicted("third.csv", "--shard", wrong)
+
+
+def test_a_shard_that_is_started_again_finds_its_work_done(
+    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The same file, model and settings: it says so, computes nothing and fails not; otherwise the refusal stays."""
+    for shard in ("1/2", "2/2"):
+        predicted("out.csv", "--shard", shard)
+    whole, parts = (tmp_path / "out.csv").read_bytes(), tmp_path / "out.csv.parts"
+    assert [path.name for path in parts.iterdir() if path.is_file()] == ["manifest.json"]
+    with monkeypatch.context() as still:
+        still.setattr(Parts, "write", None)
+        for more in (["--shard", "2/2"], ["--shard", "3/5"], ["--join"]):
+            capsys.readouterr()
+            predicted("out.csv", *more)
+            assert f"{tmp_path / 'out.csv'} is there and whole" in capsys.readouterr().err
+        for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
+            with pytest.raises(UserError, match=r"out.csv exists: name another"):
+                predicted("out.csv", *more)
+        (tmp_path / "out.csv").write_bytes(whole[:-9])
+        with pytest.raises(UserError, match=r"out.csv exists: name another"):
+            predicted("out.csv", "--shard", "2/2")
+    (tmp_path / "out.csv").unlink()  # whoever removes it wants it made again, with other settings too
+    predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
+    with pytest.raises(UserError, match="parts of another prediction"):
+        predicted("out.csv", "--shard", "2/2")
+    predicted("out.csv", "--overwrite", "--shard", "2/2")
+    predicted("out.csv", "--shard", "1/2")
+    assert (tmp_path / "out.csv").read_bytes() == whole
+
+
+def test_a_process_that_is_killed_loses_one_part(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """SIGKILL behind the second of five parts; the same command goes on, and computes the first two not again."""
+    whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
+    given = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
+    killed = recipe(*given, script="tests/predict_worker.py", env={"KILLED_AT": "16"})
+    assert killed.code == -signal.SIGKILL, killed.err
+    first = ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
+    assert sorted(path.name for path in Path(f"{out}.parts").glob("part-*")) == first
+    again = recipe(*given, script="tests/predict_worker.py")
+    assert again.code == 0, again.err
+    assert out.read_bytes() == whole
+    assert f"32 of {ROWS} rows are done in {out}.parts: going on" in again.err
+    assert again.out.split() == ["32", "48", "64"]
+    assert not Path(f"{out}.parts").exists()
 
 
 def test_parts_of_something_else_are_not_joined(predicted: Predict, model: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ They are found on the validation rows by the best model, and kept beside its wei
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import torch
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.config import DecisionSettings, ProblemType
@@ -122,10 +123,13 @@ def saved_decisions(model: str, labels: Labels) -> Decisions:
     """
     path = Path(model_path(model)) / DECISIONS
     if not path.parent.is_dir():
-        try:
-            path = Path(huggingface_hub.hf_hub_download(model, DECISIONS))
-        except (EntryNotFoundError, HfHubHTTPError, HFValidationError):  # without a network: not in its cache either
+        kept = try_to_load_from_cache(model, DECISIONS)
+        if kept is None:  # the hub is asked once for each commit of the model, and its cache tells from then on
+            with contextlib.suppress(EntryNotFoundError, HfHubHTTPError):  # no network: not in the cache either
+                kept = hf_hub_download(model, DECISIONS)
+        if not isinstance(kept, str):
             return Decisions(labels)
+        path = Path(kept)
     if not path.is_file():
         return Decisions(labels)
     found = read_table(path, _KINDS)

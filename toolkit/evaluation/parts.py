@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from toolkit.cache import digest_of_file
 from toolkit.data.opening import OPENERS
 from toolkit.data.parse import format_of, wider
 from toolkit.data.read import fitted
@@ -28,21 +29,40 @@ class Parts:
     def __init__(self, output: Path, encoding: str) -> None:
         self.output, self.encoding, self.kind = output, encoding, format_of(output)
         self.folder = output.with_name(f"{output.name}.parts")
+        self.manifest = self.folder / "manifest.json"
 
     def begin(self, facts: dict[str, Any], overwrite: bool) -> None:
         """Makes the folder, or goes on with one that is of the same. Raises UserError for one of something else."""
-        manifest = self.folder / "manifest.json"
-        if manifest.is_file() and (before := json.loads(manifest.read_text(encoding="utf-8"))) != facts:
-            odd = [name for name in facts if facts[name] != before.get(name)]
+        before, joined = self._manifest()
+        if joined and not self.done():  # of an output that is made again
+            self.manifest.unlink()
+            shutil.rmtree(self.folder / "joining", ignore_errors=True)
+        elif before and (odd := [name for name in facts if facts[name] != before.get(name)]):
             if not overwrite:
                 raise UserError(
                     f"{self.folder} holds parts of another prediction (other: {listing(odd)}): go on with what it was, "
                     "name another --output, or pass --overwrite to begin anew"
                 )
             shutil.rmtree(self.folder)
-        if not manifest.is_file():
-            with self._writing(), replace_file(manifest) as draft:
-                draft.write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+        if not self.manifest.is_file():
+            self._write_manifest(facts)
+
+    def are_joined(self, facts: dict[str, Any]) -> bool:
+        """Whether the output is there and whole, and was joined of shards of the same."""
+        before, joined = self._manifest()
+        return (
+            before == facts and joined is not None and self.output.is_file() and digest_of_file(self.output) == joined
+        )
+
+    def _manifest(self) -> tuple[dict[str, Any], str | None]:
+        """(what the parts are of, the digest of the output that shards were joined to)."""
+        found = json.loads(self.manifest.read_text(encoding="utf-8")) if self.manifest.is_file() else {}
+        joined = found.pop("joined", None)
+        return found, joined
+
+    def _write_manifest(self, content: dict[str, Any]) -> None:
+        with self._writing(), replace_file(self.manifest) as draft:
+            draft.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
     def done(self) -> dict[int, int]:
         """First row -> end, in the order of the rows."""
@@ -84,8 +104,9 @@ class Parts:
             return False
         return True
 
-    def join(self) -> None:
-        """Makes the output of the parts, and removes them."""
+    def join(self, of_shards: bool) -> None:
+        """Makes the output of the parts, and removes them. Of shards the manifest stays: one that a scheduler starts
+        once more is to find that its work is done."""
         parts = [self._path(start, end) for start, end in self.done().items()]
         with self._writing(), replace_file(self.output) as draft:
             if self.kind == ".parquet":
@@ -96,7 +117,13 @@ class Parts:
                 ) as file:
                     for line in self._lines(parts):
                         file.write(line)
-        shutil.rmtree(self.folder)
+            if of_shards:
+                self._write_manifest(self._manifest()[0] | {"joined": digest_of_file(draft)})
+        if not of_shards:
+            shutil.rmtree(self.folder)
+            return
+        for part in parts:
+            part.unlink()
 
     def _lines(self, parts: list[Path]) -> Iterator[str]:
         """A JSON file is a list of the lines of a JSONL file."""

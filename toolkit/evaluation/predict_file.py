@@ -59,16 +59,18 @@ def predict_file(options: Any) -> None:
         return
     named = ModelSettings(model_name_or_path=options.model)
     config = load_config(named)
-    output, shard = _output_of(options), _shard_of(options.shard)
+    parts, shard = Parts(_output_of(options), options.encoding), _shard_of(options.shard)
     tokenizer = load_tokenizer(named)
     decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
-    table, parts = read_file(options.file, _reading(options)), Parts(output, options.encoding)
+    table = read_file(options.file, _reading(options))
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
-    _refuse_columns(table, _columns(nothing, decisions, output, options) if decisions else ["prediction"])
+    _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
     column, pair = _columns_read(options, table)
     max_length = choose_max_length(options.max_length, tokenizer, config, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.same_everywhere(accelerator, "the file, the model and the options", facts)
+    if _is_done(options, accelerator, parts, facts):
+        return
     if accelerator.is_main_process:
         parts.begin(facts, options.overwrite)
     done: dict[int, int] = broadcast_object_list([parts.done()])[0]
@@ -87,13 +89,34 @@ def predict_file(options: Any) -> None:
         _predict_parts(loaded, table, [column, *([pair] if pair else [])], parts, _windows(table, done, shard))
     if not accelerator.is_main_process:
         return
-    if lacking := parts.missing(rows):
+    if not (lacking := parts.missing(rows)):
+        if not options.shard or parts.take_joining():
+            parts.join(of_shards=_in_shards(options))
+            print(f"{rows} rows: {parts.output}", file=sys.stderr)
+    elif not parts.are_joined(facts):  # meanwhile, by another
         print(
             f"shard {options.shard} is done; not yet: rows {listing(lacking)} (the last one joins all)", file=sys.stderr
         )
-    elif not options.shard or parts.take_joining():
-        parts.join()
-        print(f"{rows} rows: {output}", file=sys.stderr)
+
+
+def _in_shards(options: Any) -> bool:
+    return bool(options.shard or options.join)
+
+
+def _is_done(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
+    """Whether the shards were joined already, as one finds that a scheduler starts again. Raises UserError where
+    another output is there."""
+    if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
+        return False
+    joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
+    if not joined:
+        raise _exists(parts.output)
+    launch.say(accelerator, f"{parts.output} is there and whole: its shards were joined, nothing is left to do")
+    return True
+
+
+def _exists(output: Path) -> UserError:
+    return UserError(f"{output} exists: name another with --output, or pass --overwrite")
 
 
 class _Loaded:
@@ -356,8 +379,8 @@ def _output_of(options: Any) -> Path:
     output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{written}")
     if format_of(output) == ".txt":
         raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} exists: name another with --output, or pass --overwrite")
+    if output.exists() and not options.overwrite and not _in_shards(options):
+        raise _exists(output)
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: there is no folder {output.parent}")
     if not os.access(output.parent, os.W_OK):

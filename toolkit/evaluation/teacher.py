@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
-from toolkit.cache import cache_folder, damage_of, made_once
+from toolkit.cache import cache_folder, damage_of, digest_of_text, made_once
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
@@ -51,7 +51,7 @@ def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepa
     _refuse_other_tokens(teacher.config, own, data, tokenizer, named)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
     asked = [content_of(name), data.digest, rows, accelerator.mixed_precision, order]
-    digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:24]
+    digest = digest_of_text(repr(asked))
     found = np.zeros((0, 0), np.float32)
     if not all(gather_object([damage_of(cache_folder() / "teachers" / digest) is None])):
         launch.say(accelerator, f"computing what {name} says of {len(data.train)} training rows, once")
