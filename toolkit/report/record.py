@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 
 from toolkit import demo
 from toolkit.config import Task
@@ -183,8 +182,6 @@ def render(template: str, context: dict[str, Any], **filters: Any) -> str:
         autoescape=template.endswith(".html"),
     )
     environment.filters |= {"number": number, **filters}
-    page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
-    environment.globals["style"] = Markup(page[page.index("<style>") + 7 : page.index("</style>")])  # of all pages
     return environment.get_template(template).render(context)
 
 
