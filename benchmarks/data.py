@@ -128,13 +128,14 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
 
     from toolkit.cli import build_parser
     from toolkit.evaluation import predict_file
+    from toolkit.evaluation.saved_model import SavedModel
 
     AutoModelForSequenceClassification.from_pretrained(model_path(MODEL)).save_pretrained(root / "model")
     load_tokenizer(ModelSettings(model_name_or_path=MODEL)).save_pretrained(root / "model")
     write_rows(root / "new.csv", rows)
     predict_file.WINDOW_ROWS = 4096
-    loaded, computed = predict_file._Loaded, 0.0
-    make, outputs, loading = loaded.__init__, loaded.outputs, 0.0
+    loaded, computed = SavedModel, 0.0
+    make, outputs, loading = loaded.load, loaded.outputs, 0.0
 
     def timed_make(self: Any, *given: Any) -> None:
         nonlocal loading
@@ -149,7 +150,7 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
         computed += time.perf_counter() - started
         return found
 
-    loaded.__init__, loaded.outputs = timed_make, timed_outputs  # type: ignore[method-assign]
+    loaded.load, loaded.outputs = timed_make, timed_outputs  # type: ignore[method-assign]
     words = ["predict", root / "model", root / "new.csv", "--text_column", "text", "--max_length", "128"]
     started = time.perf_counter()
     predict_file.predict_file(build_parser().parse_args(list(map(str, words))))

@@ -15,7 +15,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, lines_of, start
 from tests.test_jobs import write_rows
 from toolkit.evaluation.decisions import Decisions, saved_decisions
-from toolkit.evaluation.predict_file import labels_of
+from toolkit.evaluation.saved_model import labels_of
 from toolkit.pretrained import load_config
 
 COMMON = ["--max_steps", 8, "--eval_every", 2, "--checkpoint_every", 4, "--global_batch_size", 20, "--dropout", 0,

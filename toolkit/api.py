@@ -16,19 +16,14 @@ import numpy as np
 from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
-from toolkit.config import TASKS, ModelSettings, build
-from toolkit.data.prepare import split_of_texts
+from toolkit.config import TASKS, build
 from toolkit.data.read import Table
-from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation import classification_metrics, outputs
-from toolkit.evaluation.decisions import Decisions, saved_decisions
-from toolkit.evaluation.predict_file import labels_of
-from toolkit.evaluation.titles import generate_titles, title_metrics
+from toolkit.evaluation import classification_metrics
+from toolkit.evaluation.decisions import Decisions
+from toolkit.evaluation.saved_model import SavedModel
+from toolkit.evaluation.titles import title_metrics
 from toolkit.launch import failure_detector
-from toolkit.models import title_model
-from toolkit.models.classifier import load_saved_classifier
-from toolkit.pretrained import load_config
 
 
 def settings(task: str = "cls", **given: Any) -> Any:
@@ -67,15 +62,9 @@ def _outputs(
     model: str | Path, texts: Sequence[str], per_device_batch_size: int = 64, max_tokens: int | None = 16384
 ) -> tuple[Decisions | None, Any]:
     """(how it decides, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
-    accelerator, named = launch.make_accelerator(), ModelSettings(model_name_or_path=str(model))
-    tokenizer, writes = load_tokenizer(named), load_config(named).model_type == title_model.KIND
-    loaded = title_model.load_saved_title_model(named) if writes else load_saved_classifier(named)
-    length = choose_max_length(None, tokenizer, loaded.config)
-    split = split_of_texts("texts", tokenizer, loaded.config, length, list(map(str, texts)))
-    prepared = accelerator.prepare_model(loaded, evaluation_mode=True)
-    predicts: Any = generate_titles if writes else outputs.predict
-    found = predicts(accelerator, prepared, split, tokenizer, per_device_batch_size, max_tokens)
-    return None if writes else saved_decisions(str(model), labels_of(loaded.config)), found
+    saved = SavedModel(str(model))
+    saved.load(launch.make_accelerator(), saved.length(None), per_device_batch_size, max_tokens)
+    return saved.decisions, saved.outputs(saved.split(list(map(str, texts))))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:

@@ -31,7 +31,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.decisions import DECISIONS, saved_decisions
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.predict_file import labels_of
+from toolkit.evaluation.saved_model import labels_of
 from toolkit.files import replace_folder, writing
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier

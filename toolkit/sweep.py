@@ -347,9 +347,9 @@ def finished(folder: Path) -> bool:
 
 
 def metric_of(folder: Path) -> Any:
-    from toolkit.report.compare import Compared
+    from toolkit.report.record import Record, last_evaluation
 
-    return Compared(folder, folder.name).metric
+    return Record.load(folder, last_evaluation(folder)).best
 
 
 def evaluations(folder: Path) -> list[tuple[int, float]]:

@@ -36,8 +36,15 @@ _EXCLUSIVE = [
       for name in ("tune_thresholds", "calibrate", "abstain_below")),
     ("validation_file", "validation_split", "rows are only held back when there is no validation file"),
 ]  # fmt: skip
-
-
+# a setting -> the one without which it has no effect
+_BELONGS_TO = {
+    "dataset_config_name": ("dataset_name", ""),
+    "positive_class": ("tune_thresholds", ", which it is for"),
+    **dict.fromkeys(("distillation_temperature", "distillation_alpha"),
+                    ("teacher", ", the model that teaches: name its folder")),
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_target_modules"),
+                    ("lora_r", ", which turns LoRA on: give it (8 is usual)")),
+}  # fmt: skip
 # what other trainers call it
 _ELSEWHERE = {
     "per_device_train_batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
@@ -160,8 +167,6 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     _add_useless_comparison(given, faults)
     if str(given.get("num_beams")) == "1" and given.get("length_penalty") is not None:
         faults.add("--length_penalty has no effect with --num_beams 1: use more beams, or drop it")
-    if given.get("dataset_config_name") is not None and given.get("dataset_name") is None:
-        faults.add("--dataset_config_name is given without --dataset_name")
     if given.get("folds") is not None:
         if given.get("output_dir") is None:
             faults.add("--folds needs --output_dir: the same command goes on there with the fold that is not finished")
@@ -169,8 +174,6 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
             faults.add(
                 "--folds goes on by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
             )
-    if given.get("positive_class") is not None and given.get("tune_thresholds") is None:
-        faults.add("--positive_class is given without --tune_thresholds, which it is for")
     for twice in ("r_drop_alpha", "fgm_epsilon"):
         if given.get(twice) is not None and given.get("teacher") is not None:
             faults.add(f"--teacher and --{twice} contradict each other (its second pass has no teacher): give one")
@@ -179,12 +182,9 @@ def contradictions(given: Mapping[str, Any], faults: Faults) -> None:
     for other in ("freeze_layers", "reinit_layers"):
         if given.get(other) is not None and given.get("lora_r") is not None:
             faults.add(f"--{other} and --lora_r contradict each other (LoRA trains its own matrices alone): give one")
-    for needs in ("distillation_temperature", "distillation_alpha"):
-        if given.get(needs) is not None and given.get("teacher") is None:
-            faults.add(f"--{needs} is given without --teacher, the model that teaches: name its folder")
-    for needs in ("lora_alpha", "lora_dropout", "lora_target_modules"):
-        if given.get(needs) is not None and given.get("lora_r") is None:
-            faults.add(f"--{needs} is given without --lora_r, which turns LoRA on: give it (8 is usual)")
+    for name, (needed, why) in _BELONGS_TO.items():
+        if given.get(name) is not None and given.get(needed) is None:
+            faults.add(f"--{name} is given without --{needed}{why}")
 
 
 def _add_useless_comparison(given: Mapping[str, Any], faults: Faults) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from toolkit.data.labels import Labels
 from toolkit.evaluation.decisions import Decisions, brought, readable
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Lines, Outputs
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100
@@ -19,16 +19,12 @@ MOST_CONFUSABLE = 100
 
 def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation of gathered logits (N, C) and losses (N,); every process gets the numbers."""
-
-    kept: list[np.ndarray] = []
-
-    def numbers_of(arrays: list[np.ndarray]) -> tuple[np.ndarray, dict[str, Any], Lines]:
-        logits, losses = arrays
-        kept.append(logits)
-        lines = partial(prediction_lines, outputs.split.rows, logits, outputs.split.labels, Decisions(labels))
-        return losses, compute_metrics(logits, outputs.split.labels), lines
-
-    return replace(outputs.evaluation(numbers_of), outputs=(outputs.split, kept[0]) if kept else None)
+    split = outputs.split
+    if not (arrays := outputs.in_order()):
+        return outputs.evaluation()
+    logits, losses = arrays
+    lines = partial(prediction_lines, split.rows, logits, split.labels, Decisions(labels))
+    return outputs.evaluation(losses, compute_metrics(logits, split.labels), lines, logits)
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:

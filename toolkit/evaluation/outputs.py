@@ -6,7 +6,7 @@ with the data set before any number is computed from them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -152,20 +152,22 @@ class Outputs:
         return [column[order] for column in columns[1:]]
 
     def evaluation(
-        self, numbers_of: Callable[[list[np.ndarray]], tuple[np.ndarray, dict[str, Any], Lines]]
+        self,
+        losses: np.ndarray | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        predictions: Lines | None = None,
+        logits: np.ndarray | None = None,
     ) -> Evaluation:
-        """Checks that each sample is there once, and computes the numbers on the main process; all call this.
-
-        `numbers_of` turns the outputs, (N, ...) each, into (losses (N,), the metrics, the prediction lines). The loss
-        is the sum of all, weighted, over the split's loss denominator, as a training step has it.
-        """
-        arrays, numbers, lines = self.in_order(), {}, None
-        if self.accelerator.is_main_process:
-            losses, metrics, lines = numbers_of(arrays)
+        """The evaluation of the main process's losses (N,), in order, and metrics; all call this, the others with
+        nothing, and get the numbers. The loss is the sum of all, weighted, over the split's loss denominator, as a
+        training step has it."""
+        numbers: dict[str, Any] = {}
+        if losses is not None:
             weights = 1 if self.split.weights is None else self.split.weights
             loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum())
-            numbers = {"num_samples": len(self.split), "loss": loss, **metrics}
-        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], lines)
+            numbers = {"num_samples": len(self.split), "loss": loss, **(metrics or {})}
+        kept = None if logits is None else (self.split, logits)
+        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, kept)
 
     def _raise_everywhere(self, fault: str, kind: type[Exception]) -> None:
         found: list[str] = broadcast_object_list([fault])

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,23 +21,18 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.cache import digest_of_files, digest_of_text, remove
-from toolkit.config import ModelSettings, TextSettings
-from toolkit.data.labels import USUAL, Labels, problem_of
+from toolkit.config import TextSettings
+from toolkit.data.labels import USUAL
 from toolkit.data.parse import format_of
-from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.read import Table, columns_of, find_columns, read_file
 from toolkit.data.rows import joined_texts, pair_column, text_column
-from toolkit.data.tokens import Split, choose_max_length, load_tokenizer, separator_of
+from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.decisions import Decisions, saved_decisions
-from toolkit.evaluation.outputs import predict
+from toolkit.evaluation.decisions import Decisions
 from toolkit.evaluation.parts import SEPARATORS, Parts
-from toolkit.evaluation.titles import generate_titles
-from toolkit.models import title_model
-from toolkit.models.classifier import load_saved_classifier
-from toolkit.pretrained import load_config
+from toolkit.evaluation.saved_model import SavedModel
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
@@ -57,16 +52,14 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    named = ModelSettings(model_name_or_path=options.model)
-    config = load_config(named)
-    parts, shard = Parts(_output_of(options), options.encoding), _shard_of(options.shard)
-    tokenizer = load_tokenizer(named)
-    decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
+    saved = SavedModel(options.model)
+    decisions, parts = saved.decisions, Parts(_output_of(options), options.encoding)
+    _shard_of(options.shard)  # a wrong one is told before any work
     table = read_file(options.file, _reading(options))
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
     _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
     column, pair = _columns_read(options, table)
-    max_length = choose_max_length(options.max_length, tokenizer, config, pair is not None)
+    max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.same_everywhere(accelerator, "the file, the model and the options", facts)
     if _is_done(options, accelerator, parts, facts):
@@ -85,8 +78,8 @@ def predict_file(options: Any) -> None:
             launch.say(accelerator, line)
         if done:
             launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: going on")
-        loaded = _Loaded(options, accelerator, tokenizer, decisions, max_length, json.dumps(facts))
-        _predict_parts(loaded, table, [column, *([pair] if pair else [])], parts, _windows(table, done, shard))
+        saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
+        _predict_parts(options, saved, table, list(filter(None, [column, pair])), parts, done, json.dumps(facts))
     if not accelerator.is_main_process:
         return
     if not (lacking := parts.missing(rows)):
@@ -119,44 +112,15 @@ def _exists(output: Path) -> UserError:
     return UserError(f"{output} exists: name another with --output, or pass --overwrite")
 
 
-class _Loaded:
-    """A model that is ready to predict."""
-
-    def __init__(
-        self,
-        options: Any,
-        accelerator: Accelerator,
-        tokenizer: Any,
-        decisions: Decisions | None,
-        max_length: int,
-        name: str,
-    ) -> None:
-        named = ModelSettings(model_name_or_path=options.model)
-        model: Any = load_saved_classifier(named) if decisions else title_model.load_saved_title_model(named)
-        self.options, self.accelerator, self.tokenizer, self.decisions = options, accelerator, tokenizer, decisions
-        self.config, self.max_length, self.name = model.config, max_length, name
-        self.model = accelerator.prepare_model(model, evaluation_mode=True)
-
-    def split(self, texts: Sequence[str], pairs: Sequence[str] | None, shared_as: str | None) -> Split:
-        return split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
-
-    def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
-        """Logits (N, C), or titles, on the main process, None on the others; all must call it."""
-        sizes = (self.options.per_device_batch_size, self.options.max_tokens_per_batch)
-        predicts: Any = predict if self.decisions else generate_titles
-        return predicts(self.accelerator, self.model, split, self.tokenizer, *sizes, bar)
-
-
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
-    named = ModelSettings(model_name_or_path=options.model)
-    tokenizer, config = load_tokenizer(named), load_config(named)
-    decisions = None if config.model_type == title_model.KIND else saved_decisions(options.model, labels_of(config))
+    saved = SavedModel(options.model)
     _columns_read(options, None)
-    max_length = choose_max_length(options.max_length, tokenizer, config)
-    loaded = _Loaded(options, accelerator, tokenizer, decisions, max_length, "")
-    found = loaded.outputs(loaded.split(options.text, None, None))
-    for text, answer in zip(options.text, printed_answers(found, decisions), strict=True) if found is not None else ():
-        print(f"{answer}  {text}")
+    length = saved.length(options.max_length)
+    saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
+    found = saved.outputs(saved.split(options.text))
+    if found is not None:
+        for text, answer in zip(options.text, printed_answers(found, saved.decisions), strict=True):
+            print(f"{answer}  {text}")
 
 
 class _Window(NamedTuple):
@@ -187,11 +151,16 @@ def _windows(table: Table, done: dict[int, int], shard: tuple[int, int]) -> Iter
             return
 
 
-def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Parts, windows: Iterator[_Window]) -> None:
-    """Each window is computed while the next is read and tokenized, and the one before is written."""
-    accelerator, ready = loaded.accelerator, functools.partial(_ready, loaded, table, columns, windows)
-    share = len(table) / _shard_of(loaded.options.shard)[1]
-    bar = Progress(Path(loaded.options.file).name, round(share) - sum(e - s for s, e in parts.done().items()))
+def _predict_parts(
+    options: Any, saved: SavedModel, table: Table, columns: list[str], parts: Parts, done: dict[int, int], name: str
+) -> None:
+    """Each window is computed while the next is read and tokenized, and the one before is written. `name`: what the
+    tokens that processes share are of."""
+    accelerator, shard = saved.accelerator, _shard_of(options.shard)
+    ready = functools.partial(_ready, saved, table, columns, _windows(table, done, shard), name)
+    bar = Progress(
+        Path(options.file).name, round(len(table) / shard[1]) - sum(end - start for start, end in done.items())
+    )
     rows = empty = computed = 0
     with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
         following = reader.submit(ready)
@@ -199,14 +168,14 @@ def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Par
         while (made := following.result()) is not None:
             window, split, places, blank = made
             following = reader.submit(ready)
-            found = loaded.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
+            found = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
             rows, empty, computed = rows + window.rows.num_rows, empty + blank, computed + len(split)
             if split.folder != Path() and accelerator.is_local_main_process:
                 remove(split.folder.parent)  # every process has computed it, and so has mapped it
                 Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
             if accelerator.is_main_process:
                 written.result()
-                written = writer.submit(_write, loaded, parts, window, found, places)
+                written = writer.submit(_write, options, saved.decisions, parts, window, np.asarray(found)[places])
         written.result()
     seconds = max(time.monotonic() - bar.started, 1e-9)
     bar.close()
@@ -218,30 +187,28 @@ def _predict_parts(loaded: _Loaded, table: Table, columns: list[str], parts: Par
 
 
 def _ready(
-    loaded: _Loaded, table: Table, columns: list[str], windows: Iterator[_Window]
+    saved: SavedModel, table: Table, columns: list[str], windows: Iterator[_Window], name: str
 ) -> tuple[_Window, Split, np.ndarray, int] | None:
     """(the next window, the texts in it, each of them once, which of them each row has, how many rows have none)."""
     window = next(windows, None)
     if window is None:
         return None
-    separator = separator_of(loaded.tokenizer)
+    separator = separator_of(saved.tokenizer)
     cells = ([window.rows[name].to_pylist() for name in columns_of(table, column)] for column in columns)
     read = [joined_texts(some, separator) for some in cells]
     once: dict[tuple[str, ...], int] = {}
     places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
     first = window.start + np.unique(places, return_index=True)[1]
     texts, *pairs = (list(some) for some in zip(*once, strict=True))
-    several = loaded.accelerator.num_processes > 1  # they share the work of tokenizing
-    shared_as = digest_of_text(f"{loaded.name} {window.start}") if several else None
-    split = loaded.split(texts, pairs[0] if pairs else None, shared_as)
+    several = saved.accelerator.num_processes > 1  # they share the work of tokenizing
+    shared_as = digest_of_text(f"{name} {window.start}") if several else None
+    split = saved.split(texts, pairs[0] if pairs else None, shared_as)
     return window, replace(split, name=table.name, rows=first), places, sum(not text.strip() for text in read[0])
 
 
-def _write(loaded: _Loaded, parts: Parts, window: _Window, found: Any, places: np.ndarray) -> None:
-    if loaded.decisions is None:
-        columns = {"prediction": [found[place] for place in places.tolist()]}
-    else:
-        columns = _columns(found[places], loaded.decisions, parts.output, loaded.options)
+def _write(options: Any, decisions: Decisions | None, parts: Parts, window: _Window, found: Any) -> None:
+    """`found`: of each row its logits, or its title."""
+    columns = _columns(found, decisions, parts.output, options) if decisions else {"prediction": found.tolist()}
     parts.write(window.start, window.rows, columns)
 
 
@@ -308,12 +275,6 @@ def printed_answers(found: Any, decisions: Decisions | None) -> list[str]:
             names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
             answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
     return answers
-
-
-def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs."""
-    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
-    return Labels(problem_of(config.problem_type), names, ())
 
 
 def _columns(logits: np.ndarray, decisions: Decisions, output: Path, options: Any) -> dict[str, list[Any]]:

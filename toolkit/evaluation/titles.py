@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.readable import readable
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation import rouge
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Lines, Outputs, batches_of
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
 
@@ -37,15 +38,13 @@ def title_evaluation(outputs: Outputs, tokenizer: Any, compute_metrics: ComputeM
     """
     split = outputs.split
     assert isinstance(split, TitleSplit)
-
-    def numbers_of(arrays: list[np.ndarray]) -> tuple[np.ndarray, dict[str, Any], Lines]:
-        losses, written = arrays
-        titles, references = [readable(tokenizer, row) for row in written.tolist()], split.titles()
-        metrics = compute_metrics(titles, references)
-        segmenter = metrics.get("rouge_segmenter", "auto")
-        return losses, metrics, lambda: _lines(split.rows, titles, references, segmenter)
-
-    return outputs.evaluation(numbers_of)
+    if not (arrays := outputs.in_order()):
+        return outputs.evaluation()
+    losses, written = arrays
+    titles, references = [readable(tokenizer, row) for row in written.tolist()], split.titles()
+    metrics = compute_metrics(titles, references)
+    lines = partial(_lines, split.rows, titles, references, metrics.get("rouge_segmenter", "auto"))
+    return outputs.evaluation(losses, metrics, lines)
 
 
 def _lines(

@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from toolkit import __version__, demo
 from toolkit.checkpoint.model_folder import step_of
 from toolkit.data.jieba_tokenizer import is_jieba
-from toolkit.evaluation import Best, Evaluation
+from toolkit.evaluation import Evaluation
 from toolkit.report.files import read_lines, write_whole
 from toolkit.report.record import METRICS, Record, is_local, render, without_folders
 
@@ -180,9 +180,8 @@ def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
             margin = 1.96 * statistics.stdev(line["scores"]["rougeL"] for line in lines) / math.sqrt(count)
     elif accuracy is not None and 0 < accuracy < 1 and not few:
         margin = 196 * math.sqrt(accuracy * (1 - accuracy) / count)
-    metric = Best(record.settings.get("metric_for_best_model"), record.problem_type).metric
     return {
-        "chosen_by": record.metric_title(metric) if last.split == "validation" else None,
+        "chosen_by": record.metric_title(record.best.metric) if last.split == "validation" else None,
         "few": few,
         "margin": margin,
         "empty_titles": empty,

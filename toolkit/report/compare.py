@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UserError
-from toolkit.evaluation import Best
 from toolkit.files import replace_file, writing
 from toolkit.report import curves
 from toolkit.report.bootstrap import Scores, chance, interval, mcnemar, resampled, scores_of
@@ -39,12 +38,6 @@ class Compared:
         self.folder, self.name = folder, name
         self.record = Record.load(folder, last_evaluation(folder))
         self.identity = self.record.config.get("identity", {})
-
-    @property
-    def metric(self) -> Best:
-        settings = self.record.settings
-        named, greater = settings.get("metric_for_best_model"), settings.get("greater_is_better")
-        return Best(named, self.record.problem_type, greater_is_better=greater)
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -106,7 +99,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     run, and where no two can be compared."""
     runs = [Compared(Path(folder), name) for folder, name in zip(folders, _names_of(folders), strict=True)]
     alike, left_out = _comparable(runs)
-    best = alike[0].metric
+    best = alike[0].record.best
     alike.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
     measured = _measured(alike, best.metric)
     found = {
@@ -148,8 +141,8 @@ def _why_not(run: Compared, first: Compared) -> str:
         return "its predictions.jsonl is not of its last evaluation (was it killed?): let it end"
     if mine.problem_type != others.problem_type or mine.data.get("labels") != others.data.get("labels"):
         return f"it learns other labels than {first.name}"
-    if first.metric.metric not in mine.last.numbers:
-        return f"it has no {first.metric.metric}, by which {first.name} is judged"
+    if (metric := others.best.metric) not in mine.last.numbers:
+        return f"it has no {metric}, by which {first.name} is judged"
     if run.rows == first.rows:
         return ""
     seeds = [

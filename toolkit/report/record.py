@@ -85,11 +85,16 @@ class Record:
         """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
         return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
 
+    @property
+    def best(self) -> Best:
+        """By what the run chooses its best model; as before the first evaluation."""
+        named, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
+        return Best(named, self.problem_type, greater_is_better=greater)
+
     @cached_property
     def saved_step(self) -> int | None:
         """The best step so far; in a run that was killed it need not be that of the last evaluation."""
-        named, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
-        best = Best(named, self.problem_type, greater_is_better=greater)
+        best = self.best
         for line in self.evaluations:
             if line["split"] == self.evaluations[0]["split"]:
                 best.improved(Evaluation(line["split"], line, None), line["step"])
