@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +39,10 @@ from typing import Any
 
 CONTESTANTS = ("ours", "tuned", "plain")
 TASKS = ("train", "evaluate")
-GLOBAL_BATCH, LEARNING_RATE, WARMUP_RATIO, WEIGHT_DECAY, MAX_LENGTH, SEED = 32, 1e-4, 0.1, 0.01, 128, 42
+GLOBAL_BATCH, SEED = 32, 42
+JOB = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:rotten-tomatoes", "max_length": 128,
+       "global_batch_size": GLOBAL_BATCH, "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
+       "mixed_precision": "bf16", "seed": SEED}  # fmt: skip
 # How far from ours a contestant's loss may be before the report calls the comparison void: other random
 # orders and other dropout masks in training, nothing but rounding in evaluation.
 LOSS_TOLERANCE = {"train": 0.1, "evaluate": 0.005}
@@ -90,37 +93,9 @@ def _synchronize() -> None:
 
 def make_settings(output_dir: str, samples: int) -> Any:
     """The recipe's demo job, for so many samples."""
-    from toolkit.config import DataSettings, ModelSettings, TrainingSettings
+    from toolkit.config import TaskSettings, build
 
-    sections: list[tuple[str, type]] = [
-        ("model", ModelSettings),
-        ("data", DataSettings),
-        ("training", TrainingSettings),
-    ]
-    return make_dataclass("Settings", sections)(
-        ModelSettings(model_name_or_path="demo:minilm"),
-        DataSettings(dataset_name="demo:rotten-tomatoes", max_length=MAX_LENGTH),
-        TrainingSettings(
-            output_dir=output_dir,
-            max_steps=samples // GLOBAL_BATCH,
-            global_batch_size=GLOBAL_BATCH,
-            learning_rate=LEARNING_RATE,
-            warmup_ratio=WARMUP_RATIO,
-            weight_decay=WEIGHT_DECAY,
-            mixed_precision="bf16",
-            seed=SEED,
-        ),
-    )
-
-
-def prepare(settings: Any) -> dict[str, Any]:
-    """Makes the tokens, in a process of its own, so that no contestant spends time or memory on them."""
-    from toolkit.data.prepare import prepare_data
-    from toolkit.data.tokens import load_tokenizer
-    from toolkit.pretrained import load_config
-
-    data = prepare_data(settings, load_tokenizer(settings.model), load_config(settings.model))
-    return {"folder": str(data.folder)}
+    return build(TaskSettings, {**JOB, "output_dir": output_dir, "max_steps": samples // GLOBAL_BATCH})
 
 
 def load_job(settings: Any, samples: int) -> Job:
@@ -166,8 +141,7 @@ def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
     """The recipe's own lines; see recipes/cls.py."""
     from toolkit import launch
 
-    settings = job.settings.training
-    accelerator = launch.make_accelerator(settings.mixed_precision)
+    accelerator = launch.make_accelerator(job.settings.training.mixed_precision)
     return (_train_ours if task == "train" else _evaluate_ours)(job, accelerator, clock)
 
 
@@ -329,8 +303,8 @@ def work(contestant: str, task: str, samples: int) -> dict[str, Any]:
     contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
     with tempfile.TemporaryDirectory() as output_dir:
         settings = make_settings(f"{output_dir}/run", samples)
-        if contestant == "prepare":
-            return prepare(settings)
+        if contestant == "prepare":  # makes the tokens, on which no contestant is to spend time or memory
+            return {"folder": str(load_job(settings, samples).data.folder)}
         clock = Clock()
         found = contenders[contestant](load_job(settings, samples), task, clock)
     import torch
@@ -464,9 +438,7 @@ def main() -> None:
     page = report(compare(samples, given.rounds, given.contestants), samples, given.rounds, load)
     print(page)
     if given.write:
-        target = Path(__file__).parent / "results" / "trainer.md"
-        target.parent.mkdir(exist_ok=True)
-        target.write_text(page, encoding="utf-8")
+        (Path(__file__).parent / "results" / "trainer.md").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

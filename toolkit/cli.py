@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -171,10 +172,14 @@ def _task_settings(task: str, arguments: list[str], command: str, about: str) ->
     return config.parse(config.TASKS[task], arguments, None, about, f"toolkit {command} [cls|bigbird|title]")
 
 
+def _begins_with_name(arguments: list[str]) -> bool:
+    """Of a recipe or a model: no setting, and no file of settings."""
+    return bool(arguments) and not re.search(r"^-|\.ya?ml$", arguments[0])
+
+
 def _prepare(arguments: list[str]) -> None:
     """Makes the tokens a recipe with these settings would make; the recipe's name may come first."""
-    word = bool(arguments) and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml")
-    task = arguments.pop(0) if word else "cls"
+    task = arguments.pop(0) if _begins_with_name(arguments) else "cls"
     about = "Takes a recipe's settings and tokenizes its data, as its first run would."
     settings = _task_settings(task, arguments, "prepare", about)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
@@ -198,13 +203,13 @@ def _prepare(arguments: list[str]) -> None:
 
 def _estimate(arguments: list[str]) -> None:
     """Of a recipe (`bigbird` or recipes/bigbird.py, and its settings), or of a model for recipes/cls.py."""
-    task = (
-        Path(arguments[0]).stem if arguments and re.fullmatch(r"(.*/)?(cls|bigbird|title)(\.py)?", arguments[0]) else ""
-    )
-    if task:
-        del arguments[0]
-    elif arguments and not arguments[0].startswith("-") and Path(arguments[0]).suffix not in (".yaml", ".yml"):
-        arguments[:1] = ["--model_name_or_path", arguments[0]]
+    task = "cls"
+    if _begins_with_name(arguments):
+        name = arguments.pop(0)
+        if re.fullmatch(r"(.*/)?(cls|bigbird|title)(\.py)?", name):
+            task = Path(name).stem
+        else:
+            arguments = ["--model_name_or_path", name, *arguments]
     processes = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     processes.add_argument("--num_processes", type=int, default=2)
     launched, arguments = processes.parse_known_args(arguments)
@@ -212,31 +217,13 @@ def _estimate(arguments: list[str]) -> None:
         "Takes a recipe's name or a model's, and the settings of a recipe; prints what a run takes of the memory of "
         "each of --num_processes N processes [2] under every strategy. Trains nothing."
     )
-    settings = _task_settings(task or "cls", arguments, "estimate", about)
+    settings = _task_settings(task, arguments, "estimate", about)
     if settings.model.model_name_or_path is None:
-        demo_file = str(init.templates() / "recipes" / f"{task or 'cls'}_demo.yaml")
-        settings = _task_settings(task or "cls", [demo_file, *arguments], "estimate", about)
+        demo_file = str(init.templates() / "recipes" / f"{task}_demo.yaml")
+        settings = _task_settings(task, [demo_file, *arguments], "estimate", about)
     from toolkit.estimate import run
 
-    run(task or "cls", settings, launched.num_processes)
-
-
-def _doctor(arguments: list[str]) -> None:
-    from toolkit.doctor.command import run
-
-    raise SystemExit(run(arguments))
-
-
-def _predict(options: argparse.Namespace) -> None:
-    from toolkit.evaluation.predict_file import predict_file
-
-    predict_file(options)
-
-
-def _export(options: argparse.Namespace) -> None:
-    from toolkit.export import export
-
-    export(options)
+    run(task, settings, launched.num_processes)
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -245,10 +232,9 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report_of_folder(options.run, options.explain))
 
 
-def _compare(options: argparse.Namespace) -> None:
-    from toolkit.report.compare import run
-
-    run(options)
+def _later(module: str, name: str) -> Callable[[Any], Any]:
+    """A function of `toolkit.MODULE`, which is imported when it is called."""
+    return lambda given: getattr(importlib.import_module(f"toolkit.{module}"), name)(given)
 
 
 _OTHER_WAYS = {
@@ -257,8 +243,8 @@ _OTHER_WAYS = {
 }
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
-    "predict": _predict,
-    "export": _export,
+    "predict": _later("evaluation.predict_file", "predict_file"),
+    "export": _later("export", "export"),
     "prepare": _prepare,
     "estimate": _estimate,
     "cache": cache.run,
@@ -266,9 +252,9 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "clean": clean.run,
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
-    "compare": _compare,
+    "compare": _later("report.compare", "run"),
     "sweep": lambda options: None,  # which takes a recipe's settings too
-    "doctor": _doctor,
+    "doctor": lambda arguments: sys.exit(_later("doctor.command", "run")(arguments)),
 }
 
 

@@ -17,7 +17,7 @@ from toolkit.files import replace_file, writing
 from toolkit.report import curves
 from toolkit.report.bootstrap import Scores, chance, interval, mcnemar, resampled, scores_of
 from toolkit.report.files import by_step, dumps, read_lines
-from toolkit.report.record import Record, last_evaluation, number, render, run_config
+from toolkit.report.record import Record, last_evaluation, number, plain, render, run_config
 
 _NAMES = {"output_dir", "overwrite_output_dir", "resume", "run_name", "project", "report_to", "logging_steps",
           "keep_checkpoints", "checkpoint_every", "checkpoint_in_background"}  # fmt: skip
@@ -268,7 +268,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     runs, metrics = found["runs"], [name for name in found["runs"][0]["metrics"] if name != "loss"]
     metrics = [*metrics, "loss"]
     head = ["run", *found["settings"], *metrics]
-    results = [[run["name"], *(_value(values[run["name"]]) for values in found["settings"].values()),
+    results = [[run["name"], *(plain(values[run["name"]]) for values in found["settings"].values()),
                 *(_with_interval(run["metrics"][name]) for name in metrics)] for run in runs]  # fmt: skip
     cost = [
         [run["name"], run["strategy"], run["mixed_precision"] or "no", *_cost(run, found["strategies"])] for run in runs
@@ -317,10 +317,6 @@ def _cost(run: dict[str, Any], strategies: dict[str, float]) -> list[str]:
 def _with_interval(metric: dict[str, float]) -> str:
     value = "–" if metric["value"] is None else f"{metric['value']:.4f}"
     return f"{value} [{metric['low']:.4f}, {metric['high']:.4f}]" if "low" in metric else value
-
-
-def _value(value: Any) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:

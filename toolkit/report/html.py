@@ -26,7 +26,7 @@ from toolkit.evaluation.label_errors import worst_slices
 from toolkit.report import curves
 from toolkit.report.files import read_lines, write_whole
 from toolkit.report.folds import write_folds
-from toolkit.report.record import Record, last_evaluation, render, run_config
+from toolkit.report.record import Record, last_evaluation, plain, render, run_config
 
 MOST_MATRIX_CLASSES = 40
 """Above it, the pairs that are confused most stand for the whole matrix."""
@@ -168,7 +168,7 @@ def _duration(steps: Sequence[dict[str, Any]]) -> str:
 
 
 _FILTERS: dict[str, Any] = {
-    "setting": lambda value: "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value),
+    "setting": plain,
     "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     "stacks": _is_stacked,
     "median": _median,

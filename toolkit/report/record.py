@@ -199,3 +199,8 @@ def number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+def plain(value: Any) -> str:
+    """A setting's value: `5e-05`, `bf16`; a dash for None."""
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
