@@ -272,16 +272,19 @@ class Sweep:
 
         def ends() -> bool:
             nonlocal pruned
-            for step, value in evaluations(folder)[len(trial.storage.get_trial(trial._trial_id).intermediate_values) :]:
+            for step, value in evaluations(folder)[1][
+                len(trial.storage.get_trial(trial._trial_id).intermediate_values) :
+            ]:
                 trial.report(value, step)
             pruned = pruned or trial.should_prune()
             return pruned
 
         code = 0 if finished(folder) else self._run(folder, settings, (), ends)
-        values = [value for _, value in evaluations(folder)]
+        by, found = evaluations(folder)
+        values = [value for _, value in found]
         if pruned:
             study.tell(trial, state=TrialState.PRUNED)
-            print(f"  pruned after step {evaluations(folder)[-1][0]}: worse than the median of the others", flush=True)
+            print(f"  pruned after step {found[-1][0]}: worse than the median of the others", flush=True)
         elif code or not values:
             study.tell(trial, state=TrialState.FAIL)
             if not (folder / "metrics.jsonl").exists():
@@ -290,7 +293,7 @@ class Sweep:
         else:
             study.tell(trial, max(values))
             best = "  (best so far)" if study.best_trial.number == trial.number else ""
-            print(f"  {metric_of(folder).metric} {abs(max(values)):.4f}{best}", flush=True)
+            print(f"  {by.metric} {abs(max(values)):.4f}{best}", flush=True)
 
     def compare(self, found: Mapping[str, Any]) -> None:
         from toolkit.report.compare import compare, shown
@@ -346,19 +349,14 @@ def finished(folder: Path) -> bool:
     return False
 
 
-def metric_of(folder: Path) -> Any:
-    from toolkit.report.record import Record, last_evaluation
+def evaluations(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """(by what a run chooses its best model, the step and value of each evaluation of its validation rows so far); a
+    greater value is better."""
+    from toolkit.report.files import by_step
+    from toolkit.report.record import Record
 
-    return Record.load(folder, last_evaluation(folder)).best
-
-
-def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """(step, value) of a run's evaluations of its validation rows so far; a greater value is better."""
-    from toolkit.report.files import by_step, read_lines
-
-    lines = [line for line in read_lines(folder / "eval.jsonl") if "max_length" not in line]
-    if not lines:
-        return []
-    best, split_name = metric_of(folder), lines[0]["split"]
-    own = by_step(line for line in lines if line["split"] == split_name)
-    return [(line["step"], best.sign * line[best.metric]) for line in own if line[best.metric] is not None]
+    if not (folder / "eval.jsonl").exists():
+        return None, []
+    record = Record.load(folder)
+    best, lines = record.best, by_step(record.during)
+    return best, [(line["step"], best.sign * line[best.metric]) for line in lines if line[best.metric] is not None]

@@ -17,7 +17,7 @@ from toolkit.files import replace_file, writing
 from toolkit.report import curves
 from toolkit.report.bootstrap import Scores, chance, interval, mcnemar, resampled, scores_of
 from toolkit.report.files import by_step, dumps, read_lines
-from toolkit.report.record import Record, last_evaluation, number, plain, render, run_config
+from toolkit.report.record import Record, number, plain, render, run_config
 
 _NAMES = {"output_dir", "overwrite_output_dir", "resume", "run_name", "project", "report_to", "logging_steps",
           "keep_checkpoints", "checkpoint_every", "checkpoint_in_background"}  # fmt: skip
@@ -36,7 +36,7 @@ class Compared:
         """Raises UserError where the folder holds no run."""
         run_config(folder)
         self.folder, self.name = folder, name
-        self.record = Record.load(folder, last_evaluation(folder))
+        self.record = Record.load(folder)
         self.identity = self.record.config.get("identity", {})
 
     @cached_property
@@ -341,8 +341,7 @@ def _charts(runs: Sequence[Compared], found: dict[str, Any]) -> list[curves.Char
     drawn = runs[:_MOST_DRAWN]
 
     def during(run: Compared) -> list[dict[str, Any]]:
-        lines = run.record.evaluations
-        return by_step(line for line in lines if line["split"] == lines[0]["split"])
+        return by_step(run.record.during)
 
     charts: dict[str, tuple[Any, str, Callable[[Compared], list[dict[str, Any]]]]] = {
         "Training loss, a moving average": ("mean", "loss", lambda run: run.record.steps),

@@ -86,16 +86,14 @@ def window_of(count: int) -> int:
 
 def charts(record: Record) -> list[Chart]:
     """The curves of a run: loss, metrics, and what each step took."""
-    steps, evaluations = record.steps, record.evaluations
+    steps, during = record.steps, record.during
     if not steps:
         return []
     end, clip = steps[-1]["step"], record.settings.get("max_grad_norm")
     loss = [Line("training", values_of(steps, "loss"), "smooth")]
     metrics = []
-    if evaluations:
-        split = evaluations[0]["split"]
-        during = [line for line in evaluations if line["split"] == split]
-        loss.append(Line(split, values_of(during, "loss"), "points"))
+    if during:
+        loss.append(Line(during[0]["split"], values_of(during, "loss"), "points"))
         metrics = [_metrics_chart(record, names, during, end) for names in _charted(record, during)]
     return [
         _chart("Loss", loss, end),

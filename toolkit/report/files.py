@@ -142,7 +142,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def by_step(lines: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A resumed run does the steps after its checkpoint again: the last line of a step is the one that counts."""
     found = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     return [found[step] for step in sorted(found)]

@@ -20,7 +20,7 @@ from toolkit.evaluation import classification_metrics
 from toolkit.evaluation.label_errors import Suspect, suspects, worst_slices
 from toolkit.evaluation.outputs import ids_fault
 from toolkit.report.files import dumps, read_lines, write_whole
-from toolkit.report.record import Record, last_evaluation, render
+from toolkit.report.record import Record, render
 
 ERRORS = "label_errors.jsonl"
 _MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 500, 50, 6, 600, 12
@@ -47,7 +47,7 @@ def write_folds(folder: Path) -> list[str]:
     if left := unfinished(folder):
         raise UserError(f"{folder}: fold {listing(left)} is not done: start the same command again")
     runs = [fold_folder(folder, fold) for fold in numbers(folder)]
-    records = [Record.load(run, last_evaluation(run)) for run in runs]
+    records = [Record.load(run) for run in runs]
     lines = sorted((line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"])
     expected = sum(record.data["samples"]["validation"] for record in records)
     fault = ids_fault(np.array([line["id"] for line in lines]), np.unique([line["id"] for line in lines]))

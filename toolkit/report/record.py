@@ -52,8 +52,9 @@ class Record:
     """What predictions.jsonl is of."""
 
     @classmethod
-    def load(cls, folder: Path, last: Evaluation) -> Record:
-        """Raises OSError where config.json is missing, ValueError for a broken line."""
+    def load(cls, folder: Path, last: Evaluation | None = None) -> Record:
+        """`last`: the last one in eval.jsonl when not given. Raises OSError where config.json is missing, ValueError
+        for a broken line."""
         config = (folder / "config.json").read_text(encoding="utf-8")
         evaluations: list[dict[str, Any]] = []
         comparisons: list[dict[str, Any]] = []
@@ -62,7 +63,7 @@ class Record:
             kind = comparisons if "max_length" in line else evaluations
             kind.append({"step": line["step"], "split": line["split"], **numbers})
         steps = by_step(read_lines(folder / "metrics.jsonl"))
-        return cls(json.loads(_without_home(config)), steps, evaluations, comparisons, last)
+        return cls(json.loads(_without_home(config)), steps, evaluations, comparisons, last or last_evaluation(folder))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -86,6 +87,11 @@ class Record:
         return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
 
     @property
+    def during(self) -> list[dict[str, Any]]:
+        """The evaluations of the split that is evaluated while the run trains."""
+        return [line for line in self.evaluations if line["split"] == self.evaluations[0]["split"]]
+
+    @property
     def best(self) -> Best:
         """By what the run chooses its best model; as before the first evaluation."""
         named, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
@@ -95,9 +101,8 @@ class Record:
     def saved_step(self) -> int | None:
         """The best step so far; in a run that was killed it need not be that of the last evaluation."""
         best = self.best
-        for line in self.evaluations:
-            if line["split"] == self.evaluations[0]["split"]:
-                best.improved(Evaluation(line["split"], line, None), line["step"])
+        for line in self.during:
+            best.improved(Evaluation(line["split"], line, None), line["step"])
         return best.step or None
 
     def metric_title(self, name: str) -> str:
