@@ -82,17 +82,6 @@ class Compared:
         own["model_name_or_path"] = self.identity.get("model", own.get("model_name_or_path"))
         return own
 
-    def cost(self) -> dict[str, Any]:
-        """Seconds of training steps (no evaluation), the median speed, the most memory of a process."""
-        timed = [step for step in self.record.steps if step.get("samples_per_second")]
-        peaks = [step["peak_memory_bytes"] for step in self.record.steps if step.get("peak_memory_bytes")]
-        return {
-            "steps": self.record.steps[-1]["step"] if self.record.steps else 0,
-            "seconds": sum(step["samples"] / step["samples_per_second"] for step in timed) or None,
-            "samples_per_second": statistics.median(step["samples_per_second"] for step in timed) if timed else None,
-            "peak_memory_bytes": max(peaks, default=None),
-        }
-
 
 def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compared]]:
     """(what `--json` prints, the runs that were compared, the best first). Raises UserError for folders without a
@@ -108,7 +97,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         "split": alike[0].record.last.split,
         "num_samples": alike[0].record.last.numbers["num_samples"],
         "settings": _differing(alike),
-        "runs": [{**own, **_account(run), **run.cost()} for run, own in zip(alike, measured, strict=True)],
+        "runs": [{**own, **_account(run), **run.record.cost} for run, own in zip(alike, measured, strict=True)],
         "seeds": _seeds(alike),
         "strategies": _strategies(alike),
         "left_out": left_out,
@@ -156,7 +145,7 @@ def _why_not(run: Compared, first: Compared) -> str:
 
 def _account(run: Compared) -> dict[str, Any]:
     record, world = run.record, run.record.config["world"]
-    done, total = run.cost()["steps"], record.data["total_steps"]
+    done, total = record.cost["steps"], record.data["total_steps"]
     stopped = record.config.get("stopped") or (done < total and not (run.folder / "report.html").exists())
     return {
         "folder": str(run.folder),

@@ -160,8 +160,7 @@ def _median(lines: Sequence[dict[str, Any]], name: str) -> str:
     return f"{statistics.median(line[name] for line in lines):,.0f}"
 
 
-def _duration(steps: Sequence[dict[str, Any]]) -> str:
-    seconds = sum(step["samples"] / step["samples_per_second"] for step in steps)
+def _duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:,.0f} s"
     return f"{seconds / 60:,.0f} min" if seconds < 6000 else f"{seconds / 3600:,.1f} h"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +105,18 @@ class Record:
         for line in self.during:
             best.improved(Evaluation(line["split"], line, None), line["step"])
         return best.step or None
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """Seconds of training steps (no evaluation), the median speed, the most memory of a process."""
+        timed = [step for step in self.steps if step.get("samples_per_second")]
+        peaks = [step["peak_memory_bytes"] for step in self.steps if step.get("peak_memory_bytes")]
+        return {
+            "steps": self.steps[-1]["step"] if self.steps else 0,
+            "seconds": sum(step["samples"] / step["samples_per_second"] for step in timed) or None,
+            "samples_per_second": statistics.median(step["samples_per_second"] for step in timed) if timed else None,
+            "peak_memory_bytes": max(peaks, default=None),
+        }
 
     def metric_title(self, name: str) -> str:
         """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
