@@ -35,7 +35,7 @@ class Parts:
         """Makes the folder, or goes on with one that is of the same. Raises UserError for one of something else."""
         before, joined = self._manifest()
         if joined and not self.done():  # of an output that is made again
-            self.manifest.unlink()
+            self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.folder / "joining", ignore_errors=True)
         elif before and (odd := [name for name in facts if facts[name] != before.get(name)]):
             if not overwrite:
