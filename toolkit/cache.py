@@ -28,7 +28,7 @@ _CHUNK_BYTES = 1 << 20
 _FILES = "files.json"
 """In each folder, written last: what it was made of, and the size and checksum of every file."""
 _DAY_SECONDS = 24 * 3600
-_LARGE_BYTES, _SETTLED_SECONDS = 32 << 20, 2.0
+_LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
 def cache_folder() -> Path:
@@ -140,7 +140,8 @@ def remembered_digest(path: Path) -> str:
     if stat.st_size < _LARGE_BYTES or time.time() - stat.st_ctime < _SETTLED_SECONDS:
         return digest_of_file(path)
     with contextlib.suppress(OSError):
-        return kept.read_text()
+        if len(found := kept.read_text()) == _DIGEST_LETTERS:  # not flushed: a power cut may have emptied it
+            return found
     digest = digest_of_file(path)
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
