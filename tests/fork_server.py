@@ -109,5 +109,7 @@ if __name__ == "__main__":
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write one of that name
     subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+    # names a method in torchrun's log; it searches every module for it, a second where there are as many as here
+    importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous").get_method_name = str
     gc.freeze()  # ZeRO-3 collects garbage at each start, among all that was imported
     serve()

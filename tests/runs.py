@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ MORE_WAYS = {
     "zero3 x3": ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"],
     "fsdp2 x3": ["--config_file", "accelerate_configs/fsdp2.yaml", "--num_processes", "3"],
 }
+_LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
 
 
@@ -62,18 +63,24 @@ def environment() -> dict[str, str]:
 
 def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[Any]:
     """`with port_of(command):` one at a time where the launcher that is typed takes its default port, 29500."""
-    if Path(command[0]).name in ("accelerate", "deepspeed", "torchrun"):
+    if Path(command[0]).name in _LAUNCHERS:
         return FileLock(Path(tempfile.gettempdir()) / "toolkit-tests-port-29500.lock")
     return contextlib.nullcontext()
 
 
-def start(command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None) -> Finished:
-    """Runs a command from the repository's root; ends it and its children when it takes too long."""
-    if command[0] == "toolkit":
-        return forks().run(["-m", *command], seconds, env)
+def start(
+    command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None, fresh: bool = False
+) -> Finished:
+    """Runs a command from the repository's root; ends it and its children when it takes too long. What is installed
+    with the environment begins in a fork (tests/fork_server.py) unless it is to be `fresh`, as a user's."""
+    program, *words = map(str, command)
+    if program in ("toolkit", *_LAUNCHERS) and not fresh:
+        path = Path(sys.executable).with_name(program)
+        with port_of(command):
+            return forks().run(["-m", *command] if program == "toolkit" else [path, *words], seconds, env)
     with port_of(command):
         process = subprocess.Popen(
-            [str(word) for word in command],
+            [program, *words],
             cwd=ROOT,
             env={**environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
@@ -113,27 +120,58 @@ def run_of(settings: Sequence[str], folder: Path) -> Path:
 
 
 @dataclass
+class Started:
+    """A process of the fork server's, the first of a group."""
+
+    server: subprocess.Popen[str]
+    pid: int
+    folder: Path
+    code: int | None = None
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code; kills the group after that time."""
+        if self.code is None:
+            timer = threading.Timer(seconds, os.killpg, (self.pid, signal.SIGKILL))
+            timer.start()
+            assert self.server.stdout
+            self.code, late = int(self.server.stdout.readline()), not timer.is_alive()
+            timer.cancel()
+            assert not late, f"it did not end in {seconds} s:\n{self.left().err[-3000:]}"
+        return self.code
+
+    def left(self) -> Finished:
+        assert self.code is not None
+        return Finished(self.code, *((self.folder / name).read_text() for name in ("out", "err")))
+
+
+@dataclass
 class Forks:
     """Processes started by tests/fork_server.py, one after the other."""
 
     server: subprocess.Popen[str]
 
-    def run(self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None) -> Finished:
+    @contextlib.contextmanager
+    def begin(self, words: Sequence[str | Path], env: dict[str, str] | None = None) -> Iterator[Started]:
+        """What still runs at the end is killed."""
         assert self.server.stdin
         assert self.server.stdout
         with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
             request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})},
-                       "out": str(out), "err": str(err)}  # fmt: skip
+                       "out": f"{folder}/out", "err": f"{folder}/err"}  # fmt: skip
             self.server.stdin.write(json.dumps(request) + "\n")
             self.server.stdin.flush()
-            process = int(self.server.stdout.readline())
-            timer = threading.Timer(seconds, os.killpg, (process, signal.SIGKILL))
-            timer.start()
-            code, late = int(self.server.stdout.readline()), not timer.is_alive()
-            timer.cancel()
-            assert not late, f"{words} did not end in {seconds} s:\n{err.read_text()[-3000:]}"
-            return Finished(code, out.read_text(), err.read_text())
+            started = Started(self.server, int(self.server.stdout.readline()), Path(folder))
+            try:
+                yield started
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(started.pid, signal.SIGKILL)
+                started.wait(60)
+
+    def run(self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None) -> Finished:
+        with self.begin(words, env) as started:
+            started.wait(seconds)
+            return started.left()
 
 
 @functools.cache

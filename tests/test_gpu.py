@@ -49,7 +49,7 @@ def run(folder: Path, words: tuple[list[str], list[str]], jobs: list[list[Any]])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
     # not from the fork server: a process that has seen the GPU cannot be forked
-    finished = start([*words[0], "tests/jobs_worker.py", str(folder / "jobs.json"), *words[1]], seconds=500)
+    finished = start([*words[0], "tests/jobs_worker.py", str(folder / "jobs.json"), *words[1]], seconds=500, fresh=True)
     assert finished.code == 0, finished.err[-3000:]
     return finished.err
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +13,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, WAYS, Finished, environment, lines_of, recipe
+from tests.runs import WAYS, Finished, forks, lines_of, recipe
 
 STEPS = 12
 WORKER = "tests/kill_worker.py"
@@ -86,23 +83,10 @@ def _kill_inside_a_save(event: int, settings: list[str], undisturbed: dict[str, 
     assert_same_run(folder, undisturbed["single"])
 
 
-def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-
-
 def _workers(launcher: int) -> list[psutil.Process]:
     """The processes that train, below a launcher."""
     children = psutil.Process(launcher).children(recursive=True)
-    return [child for child in children if "RANK" in _environment_of(child) and not child.children()]
-
-
-def _environment_of(process: psutil.Process) -> dict[str, str]:
-    with contextlib.suppress(psutil.Error):
-        return process.environ()
-    return {}
+    return [child for child in children if child.name().startswith("python") and not child.children()]
 
 
 def _kill(target: str, launcher: int, chosen: random.Random) -> None:
@@ -137,20 +121,17 @@ def _kill_at_random(
 
 def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> str:
     chosen = random.Random(f"{way} {target} {seed}")
-    command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]
-    process = _start(command)
     after = chosen.randrange(1, STEPS)
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:  # wait for some step, then a random moment of it
-        if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_bytes().splitlines()) >= after:
-            break
-        time.sleep(0.005)
-    time.sleep(chosen.random() * 0.2)
-    if process.poll() is None:
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    with forks().begin(["recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]) as process:
+        while time.monotonic() < deadline:  # wait for some step, then a random moment of it
+            if metrics.exists() and len(metrics.read_bytes().splitlines()) >= after:
+                break
+            time.sleep(0.005)
+        time.sleep(chosen.random() * 0.2)
         _kill(target, process.pid, chosen)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate(timeout=60)[0]
+        process.wait(60)
+        return process.left().err
 
 
 TARGETS = ("one rank", "all ranks", "the launcher")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, Server, environment, lines_of, losses_of, port_of, recipe
+from tests.runs import ROOT, Server, environment, forks, lines_of, losses_of, port_of, recipe
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -48,24 +48,16 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
-    with port_of(command):
-        return _interrupt(command, folder, number, group)
-
-
-def _interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                               start_new_session=True)  # fmt: skip
+    program = [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    (os.killpg if group else os.kill)(process.pid, number)
-    started = time.monotonic()
-    try:
-        error = process.communicate(timeout=60)[1]
-    finally:
+    with port_of(command), forks().begin([*program, *command[1:]]) as process:
+        while not metrics.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (os.killpg if group else os.kill)(process.pid, number)
+        started = time.monotonic()
+        code = process.wait(60)
         _nothing_left(process.pid)
-    return process.returncode, error, time.monotonic() - started
+        return code, process.left().err, time.monotonic() - started
 
 
 def _nothing_left(group: int) -> None:
@@ -91,7 +83,9 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     returned, error, seconds = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
     assert seconds < 30
-    assert error.count(": stopping after this step, with a checkpoint") == 1, error[-3000:]
+    # of SIGTERM, which may be news of another's end, it is said where the step is not over soon: test_failure.py
+    said_at_once = number not in (signal.SIGTERM, signal.SIGKILL)
+    assert said_at_once <= error.count(": stopping after this step, with a checkpoint") <= 1, error[-3000:]
     (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
     done = len(losses_of(folder))
     assert f"after step {done} of {STEPS}" in told

@@ -89,6 +89,7 @@ def test_a_step_that_hangs_after_a_stop_signal_ends_in_time_with_its_place() -> 
     hang = ("with StopSignals(True):", "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait()")
     done = run(*hang, TOOLKIT_STOP_TIMEOUT="1")
     assert done.returncode == 143
+    assert done.stderr.count("SIGTERM: stopping after this step, with a checkpoint\n") == 1
     line = done.stderr.splitlines()[-1]
     assert "SIGTERM came, and for 1 s nothing has moved at threading.py:" in line
     assert "--stop_timeout SECONDS" in line
