@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Server, environment
+from tests.runs import Server
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests
 # inherit it.
@@ -144,14 +142,8 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """Runs of recipes/cls.py in one process of their own."""
-    process = subprocess.Popen([sys.executable, "tests/resume_server.py"], cwd=REPOSITORY, env=environment(), text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-    yield Server(process)
-    assert process.stdin
-    process.stdin.close()
-    process.wait(30)
+def server() -> Server:
+    return Server()
 
 
 Rows = Sequence[Mapping[str, Any]]

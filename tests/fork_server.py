@@ -2,8 +2,9 @@
 
     python tests/fork_server.py
 
-Each line of standard input is a JSON object {"argv": [...], "env": {...}, "out": PATH, "err": PATH}. It is answered by
-the process id of the new process, a line of standard output, and by its exit code when it has ended, another line.
+Each line of standard input is a JSON object {"argv": [...], "env": {...}, "out": PATH, "err": PATH, "largest_file":
+BYTES or null}. It is answered by the process id of the new process, a line of standard output, and by its exit code
+when it has ended, another line.
 
 In a new process all goes its usual way: the recipe, `accelerate launch`, torchrun's agent and its processes. Only
 where one of them starts another Python program (Popen), that program begins in a fork.
@@ -15,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -37,6 +39,8 @@ def serve() -> None:
             os.setsid()
             for number, path in enumerate((os.devnull, request["out"], request["err"])):
                 os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+            if request["largest_file"] is not None:  # writing beyond it fails (EFBIG: Python ignores the signal)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
             become([sys.executable, *request["argv"]], request["env"])
         print(child, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

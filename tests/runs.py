@@ -151,13 +151,15 @@ class Forks:
     server: subprocess.Popen[str]
 
     @contextlib.contextmanager
-    def begin(self, words: Sequence[str | Path], env: dict[str, str] | None = None) -> Iterator[Started]:
-        """What still runs at the end is killed."""
+    def begin(
+        self, words: Sequence[str | Path], env: dict[str, str] | None = None, largest_file: int | None = None
+    ) -> Iterator[Started]:
+        """What still runs at the end is killed. As on a full disk, nothing is written beyond `largest_file` bytes."""
         assert self.server.stdin
         assert self.server.stdout
         with tempfile.TemporaryDirectory() as folder:
             request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})},
-                       "out": f"{folder}/out", "err": f"{folder}/err"}  # fmt: skip
+                       "out": f"{folder}/out", "err": f"{folder}/err", "largest_file": largest_file}  # fmt: skip
             self.server.stdin.write(json.dumps(request) + "\n")
             self.server.stdin.flush()
             started = Started(self.server, int(self.server.stdout.readline()), Path(folder))
@@ -168,8 +170,10 @@ class Forks:
                     os.killpg(started.pid, signal.SIGKILL)
                 started.wait(60)
 
-    def run(self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None) -> Finished:
-        with self.begin(words, env) as started:
+    def run(
+        self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None, **options: Any
+    ) -> Finished:
+        with self.begin(words, env, **options) as started:
             started.wait(seconds)
             return started.left()
 
@@ -190,29 +194,18 @@ def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
 
 
-@dataclass
 class Server:
-    """Runs of recipes/cls.py, one after the other in one process: see tests/resume_server.py."""
-
-    process: subprocess.Popen[str]
-
-    def ask(self, *arguments: Any, largest_file: int | None = None) -> dict[str, Any]:
-        request = {"arguments": [str(word) for word in arguments], "largest_file": largest_file}
-        assert self.process.stdin
-        assert self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return dict(json.loads(self.process.stdout.readline()))
+    """Runs of recipes/cls.py of one process."""
 
     def run(self, *arguments: Any) -> str:
         """What it said; it must succeed."""
-        answer = self.ask(*arguments)
-        assert answer["error"] is None, answer["error"]
-        return str(answer["err"])
+        finished = recipe(*arguments)
+        assert finished.code == 0, finished.err
+        return finished.err
 
     def fail(self, *arguments: Any, **options: Any) -> str:
         """The one error it ended with."""
-        answer = self.ask(*arguments, **options)
-        assert answer["error"] is not None, answer["err"]
-        assert "Traceback" not in answer["error"], answer["error"]
-        return str(answer["error"])
+        finished = recipe(*arguments, **options)
+        assert finished.code == 1, finished.err
+        assert "Traceback" not in finished.err, finished.err
+        return finished.err.partition("error: ")[2].strip()

@@ -6,28 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import WAYS, recipe
+from tests.runs import MORE_WAYS, WAYS, recipe
 
 WORLDS = {
     "single": (WAYS["single"], 4),
     "ddp x2": (WAYS["ddp x2"], 3),
     "ddp x3": (WAYS["ddp x3"], 2),
     "zero3 x2": (WAYS["zero3 x2"], 3),
+    "zero3 x3": (MORE_WAYS["zero3 x3"], 2),
 }
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [*list(WORLDS)[:-1], pytest.param("zero3 x3", marks=pytest.mark.slow)])
 def test_every_size(world: str, tiny_model: Path) -> None:
     way, per_device = WORLDS[world]
     finished = recipe(*way, tiny_model, str(per_device), script="tests/once_worker.py")
     assert finished.code == 0, finished.err[-3000:]
     assert "every sample exactly once" in finished.out
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_three_processes_that_divide_parameters(tiny_model: Path) -> None:
-    way = ["--config_file", "accelerate_configs/zero3.yaml", "--num_processes", "3"]
-    finished = recipe(*way, tiny_model, "2", script="tests/once_worker.py")
-    assert finished.code == 0, finished.err[-3000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -64,16 +65,9 @@ def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
         assert reader.weights
         assert all(is_adapters(name) for name in reader.weights)
         assert any("word_embeddings" in name for name in reader.excluded)
-        base = sum(4 * _count(shape) for shape in reader.excluded.values())
+        base = sum(4 * math.prod(shape) for shape in reader.excluded.values())
         files = folders.read_manifest(saved(folder))["files"]
         assert sum(entry["bytes"] for name, entry in files.items() if name.endswith((".pt", ".safetensors"))) < base
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_refused(changed: list[str], told: str, settings: list[str], finished: P
 def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused, and says which process is there; the first is not disturbed."""
     folder = tmp_path / "run"
-    command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", "100", "--checkpoint_every", "50"]
+    command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", "30", "--checkpoint_every", "15"]
     first = subprocess.Popen([*command, "--output_dir", str(folder)], cwd=ROOT, env=environment(),
                              stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
     deadline = time.monotonic() + 60
@@ -71,14 +71,14 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
         time.sleep(0.05)
     first.send_signal(signal.SIGSTOP)  # it shall still be there when the second one comes
     try:
-        second = recipe(*settings, "--max_steps", "100", "--checkpoint_every", "50", "--output_dir", folder)
+        second = recipe(*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder)
     finally:
         first.send_signal(signal.SIGCONT)
     assert second.code == 1
     assert f"another run is writing to it (process {first.pid} on " in second.err
     error = first.communicate(timeout=120)[1]
     assert first.returncode == 0, error[-3000:]
-    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 101))
+    assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 31))
     fault("a second run into the same folder", second.err)
 
 

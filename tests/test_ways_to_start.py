@@ -62,7 +62,7 @@ def assert_run(finished: Finished, folder: Path, reference: Path, processes: int
 @pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words, processes, kind = {**COMMANDS, **MORE}[name]
-    finished = start([*words, *settings, "--output_dir", tmp_path / "run"], fresh=True)
+    finished = start([*words, *settings, "--output_dir", tmp_path / "run"], fresh=words[0] in ("torchrun", "deepspeed"))
     assert_run(finished, tmp_path / "run", reference, processes, kind)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     if "deepspeed" in name:

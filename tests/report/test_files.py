@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import pytest
 
 from tests.faults import Fault
 from tests.report.made import make_run
-from tests.resume_server import largest_file
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
@@ -65,8 +65,13 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
     make_run(run, LABELS, [], {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7})
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     largest = len(before[name]) + 100 if name.endswith(".jsonl") and name in before else 100
-    with largest_file(largest), pytest.raises(UserError) as caught:
-        WRITERS[name](run)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        with pytest.raises(UserError) as caught:
+            WRITERS[name](run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     left = rf"what is finished is kept in {run / name}\.parts" if "out." in name else "nothing was left behind"
     assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {left}", str(caught.value))
     assert not list(run.glob("*.parts/*"))
