@@ -43,10 +43,9 @@ _ETC = Path("/etc/netns")
 
 
 class TwoHosts:
-    """Hosts "a" and "b". `debian_names`: each host's own name means 127.0.1.1 there, as Debian installs it."""
+    """Hosts "a" and "b". Each host's own name means 127.0.1.1 there, as Debian installs it."""
 
-    def __init__(self, debian_names: bool = True) -> None:
-        self.debian_names = debian_names
+    def __init__(self) -> None:
         stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
         self._spaces = {host: f"{stem}{host}" for host in HOSTS}
         self._folder = Path()
@@ -90,7 +89,7 @@ class TwoHosts:
     def _names_known_at(self, host: str) -> str:
         lines = ["127.0.0.1 localhost"]
         for other in HOSTS:
-            address = "127.0.1.1" if other == host and self.debian_names else ADDRESSES[other]
+            address = "127.0.1.1" if other == host else ADDRESSES[other]
             lines.append(f"{address} {NAMES[other]}")
         return "\n".join(lines) + "\n"
 
@@ -185,16 +184,12 @@ class TwoHosts:
         """A firewall on `host`: who connects to this port of it from elsewhere gets no answer."""
         self._rule(host, "ipproto", "tcp", "sport", str(port), "blackhole")
 
-    def forbid(self, host: str, port: int) -> None:
-        """A rule on `host` against connecting to this port of another machine (permission denied)."""
-        self._rule(host, "ipproto", "tcp", "dport", str(port), "prohibit")
-
     def _rule(self, host: str, *rule: str) -> None:
         self.ip(host, "rule", "add", *rule)
         self._rules.append((host, rule))
 
     def heal(self) -> None:
-        """Takes back `cut`, `silence`, `block` and `forbid`."""
+        """Takes back `cut`, `silence` and `block`."""
         while self._rules:
             host, rule = self._rules.pop()
             self.ip(host, "rule", "del", *rule)
@@ -211,13 +206,13 @@ class TwoHosts:
             self.ip(host, "link", "set", end, "up")
 
 
-def two_hosts(**options: Any) -> Iterator[TwoHosts]:
+def two_hosts() -> Iterator[TwoHosts]:
     """For a fixture: `yield from two_hosts()`. Skips where there can be none, but never on a CI machine."""
     if fault := reason_against():
         if os.environ.get("CI"):
             pytest.fail(f"two hosts are needed here: {fault}")
         pytest.skip(f"two hosts: {fault}")
-    with TwoHosts(**options) as hosts:
+    with TwoHosts() as hosts:
         yield hosts
 
 

@@ -157,21 +157,6 @@ def test_hosts_that_differ_in_everything_that_is_compared(hosts: TwoHosts, tmp_p
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
 
 
-@pytest.mark.slow
-def test_a_file_that_one_host_does_not_have(hosts: TwoHosts, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "x.csv").write_text("text,label\n")
-    line = ["--train_file", "x.csv", *PEERS]
-    folders = {"a": tmp_path / "there", "b": tmp_path}
-    started = [hosts.start(host, [*DOCTOR, *line], cwd=folder) for host, folder in folders.items()]
-    for process in started:
-        done = hosts.finish(process, 90)
-        told = Told(done.code, done.err, json.loads(done.out), 0.0)
-        assert told.code == 1
-        assert f"there is no x.csv (looked in {tmp_path})" in told.finding("files", "train_file", "hostB")["text"]
-        assert "MISSING on hostB" in told.finding("machines", "train_file")["text"]
-
-
 def test_a_blocked_port_is_named_with_the_line_that_opens_it(hosts: TwoHosts) -> None:
     hosts.block("b", PORT)
     a, b = doctors(hosts, timeout=30)
@@ -185,28 +170,6 @@ def test_a_blocked_port_is_named_with_the_line_that_opens_it(hosts: TwoHosts) ->
     }  # fmt: skip
     # what works is measured all the same
     assert a.finding("all-reduce", "gloo")["level"] == "ok"
-
-
-@pytest.mark.slow
-def test_a_blocked_port_of_the_first_host_leaves_no_all_reduce(hosts: TwoHosts) -> None:
-    hosts.block("a", PORT)
-    a, b = doctors(hosts, timeout=30)
-    same_between(a, b)
-    assert a.finding("links", "1 -> 0")["remedy"].startswith("on hostA: sudo ufw allow from 10.77.0.2")
-    assert b.finding("all-reduce", "gloo")["text"] == "not tried: hostB cannot reach hostA"
-
-
-@pytest.mark.slow
-def test_an_address_nobody_has(hosts: TwoHosts) -> None:
-    line = ["--peers", f"{ADDRESSES['a']},{NOBODY}"]
-    a, b = doctors(hosts, line, timeout=5)
-    fault = a.finding("links", "machine 1")
-    assert a.code == 1
-    assert f"machine 1 ({NOBODY}) did not come within 5 s" in fault["text"]
-    assert f"no machine answers to {NOBODY}" in fault["text"]
-    # and the host that was meant says which it is
-    assert (b.code, b.said["findings"]) == (1, [])
-    assert f"none of {ADDRESSES['a']}, {NOBODY} is an address of this machine (10.77.0.2)" in b.err
 
 
 @pytest.mark.slow
