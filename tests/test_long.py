@@ -31,6 +31,8 @@ COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixe
           "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--global_batch_size", 12, "--per_device_eval_batch_size", 3,
           "--seed", SEED]  # fmt: skip
 SPARSE = [*COMMON, "--max_length", 4096, "--per_device_batch_size", 2, "--compare_max_length", FIRST]
+# under several processes, whose hooks it is that recomputing breaks; test_command runs without
+RECOMPUTED = [*SPARSE, "--gradient_checkpointing", "true"]
 # full attention, and 9 to 12 micro-batches a step on one process, 5 or 6 on two
 TOKENS = [*COMMON, "--max_length", 704, "--per_device_batch_size", 12, "--max_tokens_per_batch", 1250]
 # the weights stand still, so that the loss of each step is known beforehand
@@ -63,15 +65,14 @@ def run_all(root: Path, way: str, settings: list[str], jobs: dict[str, list[Any]
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
     stopped = [*SPARSE, "--max_steps", STOPPED, "--checkpoint_every", 2]
-    jobs = {"sparse": SPARSE, "recomputed": [*SPARSE, "--gradient_checkpointing", "true"], "tokens": TOKENS,
-            "stopped": stopped}  # fmt: skip
+    jobs = {"recomputed": RECOMPUTED, "tokens": TOKENS, "stopped": stopped}
     return run_all(tmp_path_factory.mktemp("zero3"), "zero3 x2", settings, jobs)
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> dict[str, Path]:
     """Nothing passes find_unused_parameters: a parameter without a gradient would end these runs."""
-    jobs = {"sparse": SPARSE, "recomputed": [*SPARSE, "--gradient_checkpointing", "true"], "tokens": TOKENS}
+    jobs = {"recomputed": RECOMPUTED, "tokens": TOKENS}
     return run_all(tmp_path_factory.mktemp("ddp"), "ddp x2", settings, jobs)
 
 
@@ -80,7 +81,7 @@ def single(tmp_path_factory: pytest.TempPathFactory, settings: list[str], zero3:
     """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left."""
     root = tmp_path_factory.mktemp("single")
     shutil.copytree(zero3["stopped"], root / "resumed", symlinks=True)
-    only_long = [*SPARSE, "--min_length", 705, "--max_steps", 4]
+    only_long = [*SPARSE, "--min_length", 705, "--max_steps", 2]
     alone, together = ["--per_device_batch_size", 1, "--per_device_eval_batch_size", 1], ["--per_device_batch_size", 12]
     jobs = {
         "sparse": SPARSE,
@@ -148,15 +149,12 @@ def lengths_of(settings: list[str], most: int) -> np.ndarray:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("variant", ["sparse", "recomputed", "tokens"])
-def test_data_parallel_agrees(variant: str, ddp: dict[str, Path], single: dict[str, Path]) -> None:
-    assert_same(ddp[variant], single["tokens" if variant == "tokens" else "sparse"])
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("variant", ["sparse", "recomputed", "tokens"])
-def test_divided_parameters_agree(variant: str, zero3: dict[str, Path], single: dict[str, Path]) -> None:
-    assert_same(zero3[variant], single["tokens" if variant == "tokens" else "sparse"])
+@pytest.mark.parametrize(("variant", "expected"), [("recomputed", "sparse"), ("tokens", "tokens")])
+def test_strategies_agree(
+    variant: str, expected: str, ddp: dict[str, Path], zero3: dict[str, Path], single: dict[str, Path]
+) -> None:
+    for runs in (ddp, zero3):
+        assert_same(runs[variant], single[expected])
 
 
 @pytest.mark.slow
@@ -239,7 +237,7 @@ def test_the_default_job_as_typed(tmp_path: Path) -> None:
 
 
 def test_transformers_own_attention_gives_the_same(single: dict[str, Path]) -> None:
-    assert_same(single["eager"], single["auto"], steps=4)
+    assert_same(single["eager"], single["auto"], steps=2)
 
 
 def own_logits(folder: Path, texts: list[str], training: bool) -> torch.Tensor:
