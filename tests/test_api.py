@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import toolkit
-from tests.runs import ROOT, lines_of, losses_of, recipe
+from tests.runs import ROOT, lines_of, losses_of, start
 from toolkit.errors import UserError
 from toolkit.launch.network import free_port
 
@@ -52,7 +52,7 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
         call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
         (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indented(call))
-        done = recipe(script=str(folder / f"{name}.py"))
+        done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)})
         assert done.code == 0, done.err[-3000:]
         assert "Traceback" not in done.err
     return folder

@@ -70,7 +70,7 @@ class TwoDisks:
 
     def recipe(self, way: str, *words: str | Path) -> dict[str, subprocess.Popen[str]]:
         """The same line, typed on both."""
-        command = [sys.executable, "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
+        command = ["accelerate", "launch", "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
                    ADDRESSES["a"], *words, "--output_dir", self.run]  # fmt: skip
         return {host: self.start(host, *command) for host in ("a", "b")}
 

@@ -22,8 +22,6 @@ from tests.runs import ROOT, Finished, losses_of, run_of
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
 LITERAL = ["accelerate", "launch", "recipes/cls.py", "--config_file"]
-# `accelerate launch` starts this, and imports as much again before it
-RECIPE = [sys.executable, "recipes/cls.py", "--config_file"]
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
 # A run with both hosts up takes about 20 s on two free cores.
 SECONDS = 150
@@ -79,7 +77,7 @@ def test_the_literal_command_with_the_address_in_the_file(
     assert "this is machine 1 (hostB) of 2: 10.77.0.1 is not an address of this machine" in done["b"].err
 
 
-WORKER = [sys.executable, "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
+WORKER = ["accelerate", "launch", "tests/hosts_worker.py", "--config_file", "accelerate_configs/2node.yaml"]
 # how each host learns which machine it is: words behind the script, environment
 RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
     "--machine_rank": ({"a": [*FIRST, "--machine_rank", "0"], "b": [*FIRST, "--machine_rank", "1"]}, {}),
@@ -309,7 +307,7 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
 ) -> None:
     config, expected = BREAKS[what]
     folder = tmp_path / "run"
-    command = [*RECIPE, f"accelerate_configs/{config}.yaml", *FIRST, *long_settings, "--lr_scheduler_type", "constant",
+    command = [*LITERAL, f"accelerate_configs/{config}.yaml", *FIRST, *long_settings, "--lr_scheduler_type", "constant",
                "--output_dir", str(folder)]  # fmt: skip
     started = _training(hosts, command, folder, 12)
     broken = time.monotonic()
@@ -360,7 +358,7 @@ def test_a_killed_rank_ends_both_sides_in_time_and_max_restarts_goes_on(
     hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    command = [*RECIPE, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
                "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--max_restarts", "1"]  # fmt: skip
     started = _training(hosts, command, folder, 12)
     _worker(hosts, "b").kill()

@@ -22,7 +22,7 @@ DOCTOR = [sys.executable, "-m", "toolkit", "doctor"]
 
 
 def doctor(*arguments: str | Path, **options: Any) -> Finished:
-    return start(["toolkit", "doctor", *arguments], seconds=90, **options)
+    return start([*DOCTOR, *arguments], seconds=90, **options)
 
 
 def found_by(done: Finished) -> dict[str, dict[str, str]]:
@@ -58,7 +58,7 @@ def test_what_is_wrong_here_is_found_with_the_line_that_mends_it(tmp_path: Path)
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
-    done = start([*DOCTOR, "--json"], env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
+    done = doctor("--json", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
     found = found_by(done)["torch"]
     assert (done.code, found["level"]) == (1, "fail")
     assert found["text"] == "torch cannot be imported: ImportError: libcudart.so.12: cannot open"
