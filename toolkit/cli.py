@@ -13,7 +13,7 @@ from typing import Any
 from toolkit import __version__, cache, init, launch, sweep
 from toolkit.checkpoint import clean
 from toolkit.checkpoint.convert import command as convert
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.models import to_bigbird_command
 
 _LAUNCH_HELP = (
@@ -22,15 +22,8 @@ _LAUNCH_HELP = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse, with our error line instead of its usage page."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="toolkit", description="Fine-tune encoders: data, prediction, checkpoints, reports.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import errno
 import re
 import traceback
 from collections.abc import Iterable
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -14,6 +16,13 @@ class UserError(Exception):
 
     It is printed as one line by one process (see `toolkit.launch.run`), without a traceback.
     """
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with our error line instead of its usage page."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 # of the machine, its disks and its permissions: no fault of the program
@@ -66,6 +75,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of another library's message, or the name of its error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# no escape sequences, no lines of its own, no half of a surrogate pair, which cannot be written anywhere
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
+
+
+def plain(text: object, most: int = 1000) -> str:
+    """At most so many characters of a text that a peer or a program has sent, fit for a terminal."""
+    return _UNPRINTABLE.sub(" ", str(text))[:most].strip()
 
 
 def listing(items: Iterable[object], most: int = 10) -> str:

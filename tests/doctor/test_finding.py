@@ -9,10 +9,11 @@ import pytest
 from toolkit import versions
 from toolkit.doctor import compare, data, job, network, peers
 from toolkit.doctor.compare import Node
-from toolkit.doctor.finding import Finding, last_line, plain, report
+from toolkit.doctor.finding import Finding, last_line, report
 from toolkit.doctor.peers import Link
+from toolkit.errors import plain
 from toolkit.launch import rank_rendezvous
-from toolkit.launch.channel import UnreachableError, remedy
+from toolkit.launch.channel import UnreachableError
 from toolkit.launch.nodes import Nodes
 
 FOUND = [Finding("network", "port", "fail", "29600 is taken", "kill 7"), Finding("host", "disk", "ok", "64 GB"),
@@ -23,7 +24,7 @@ def test_text_from_elsewhere_carries_no_control_characters() -> None:
     assert plain("\x1b]0;title\x07red\x1b[31m\nnext\u202e") == "]0;title red [31m next"
     assert plain("文本 Ärger") == "文本 Ärger"
     assert len(plain("x" * 5000)) == 1000
-    assert plain("half a pair \ud800").encode() == b"half a pair ?"
+    assert plain("half a \ud800 pair").encode() == b"half a   pair"
 
 
 def test_the_text_is_grouped_and_aligned() -> None:
@@ -56,7 +57,7 @@ UNLIKE = [replace(HERE, files={"train_file": {"path": HOSTILE, "digest": "1"}}),
 @pytest.mark.parametrize(
     "line",
     [
-        remedy(UnreachableError(HOSTILE, 1, "no_route", "")),
+        UnreachableError(HOSTILE, 1, "no_route", "").remedy,
         rank_rendezvous._doctor("10.0.0.1", HOSTILE),
         versions.remedy([("A", {"peft": HOSTILE}), ("B", {"peft": "1"})]),
         versions.remedy([("A", {"peft": None}), ("B", {"peft": HOSTILE})]),

@@ -21,7 +21,7 @@ def read(line: str) -> job.Job:
 
 def test_nothing_means_this_machine() -> None:
     asked = read("")
-    assert (asked.machines, asked.port, asked.settings, asked.files) == (None, 29500, {}, {})
+    assert (asked.nodes.count, asked.nodes.port, asked.settings, asked.files) == (1, 29500, {}, {})
 
 
 def test_the_line_of_a_run(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_line_of_a_run(tmp_path: Path) -> None:
         "train_file": f"{tmp_path}/x.csv",
     }
     assert asked.files == {"train_file": tmp_path / "x.csv"}  # the model is the hub's
-    assert (asked.as_json, asked.timeout, asked.token, asked.output) == (True, 5.0, "secret", tmp_path / "out")
+    assert (asked.own.json, asked.own.timeout, asked.own.token, asked.output) == (True, 5.0, "secret", tmp_path / "out")
 
 
 def test_the_command_line_wins_over_the_yaml_file(tmp_path: Path) -> None:
@@ -97,12 +97,10 @@ def test_lines_that_cannot_be_meant(line: str, words: str) -> None:
 @needs_address
 def test_machines_from_peers_and_from_a_config_file() -> None:
     asked = read(f"--peers {OWN},192.0.2.77 --main_process_port 4000")
-    assert asked.machines is not None
-    assert (asked.machines.rank, asked.machines.addresses, asked.port) == (0, (OWN, "192.0.2.77"), 4000)
+    assert (asked.nodes.rank, asked.nodes.addresses, asked.nodes.port) == (0, (OWN, "192.0.2.77"), 4000)
     line = f"recipes/cls.py --config_file accelerate_configs/2node.yaml --main_process_ip {OWN} --num_processes 4"
     asked = read(line)
-    assert asked.machines is not None
-    assert (asked.machines.count, asked.machines.rank, asked.machines.addresses) == (2, 0, (OWN,))
+    assert (asked.nodes.count, asked.nodes.rank, asked.nodes.addresses) == (2, 0, (OWN,))
     assert asked.processes == 4
     assert "num_processes" in asked.settings
     assert "config_file.machine_rank" not in asked.settings
@@ -110,7 +108,7 @@ def test_machines_from_peers_and_from_a_config_file() -> None:
 
 def test_a_config_file_of_one_machine_means_one_machine() -> None:
     asked = read("recipes/cls.py --config_file accelerate_configs/zero2.yaml")
-    assert asked.machines is None
+    assert asked.nodes.count == 1
     assert asked.files == {"deepspeed_config": Path("ds_configs/zero2.json")}
 
 

@@ -14,6 +14,7 @@ from toolkit.launch.nodes import Nodes
 
 FOUND = [Interface("lo", "127.0.0.1"), Interface("eth0", "10.0.0.1", mtu=1500),
          Interface("docker0", "172.17.0.1", carrier=False)]  # fmt: skip
+ONE = Nodes(1, 0, "", ("127.0.0.1",), 29500)
 TWO = Nodes(2, 0, "--machine_rank", ("10.0.0.1", "10.0.0.2"), 29600)
 
 
@@ -26,15 +27,16 @@ def _route(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_that_is_taken_names_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        one, several = (network.check_port(port, several_machines=several) for several in (False, True))
+        two = replace(TWO, port=port)
+        one, several = (network.check_port(nodes) for nodes in (replace(two, count=1), two))
         monkeypatch.setattr(network.net, "holder_of", lambda port: None)
-        unseen = network.check_port(port, several_machines=True)
+        unseen = network.check_port(two)
     assert (one.level, several.level) == ("warn", "fail")
     assert f"{port} is taken by process {os.getpid()} (" in several.text
     every = f"--main_process_port {port + 1} on every machine"
     assert several.remedy == f"kill {os.getpid()}  (if it is left over), or {every}"
     assert f"sudo ss -ltnp 'sport = :{port}'" in unseen.remedy
-    assert network.check_port(port, several_machines=True).level == "ok"
+    assert network.check_port(two).level == "ok"
 
 
 def test_the_interface_that_is_chosen_and_why() -> None:
@@ -45,7 +47,7 @@ def test_the_interface_that_is_chosen_and_why() -> None:
     assert (nowhere.level, nowhere.remedy) == ("fail", "`ip route get 10.9.9.9`, `ip -br link`")
     first = network.check_interfaces(replace(TWO, addresses=("10.0.0.1",)), FOUND)[1]
     assert first.text == "eth0 (10.0.0.1), by the address that was named for this machine"
-    assert network.check_interfaces(None, FOUND)[1].text == "this machine has no default route: it can only run alone"
+    assert network.check_interfaces(ONE, FOUND)[1].text == "this machine has no default route: it can only run alone"
 
 
 @pytest.mark.parametrize(("addresses", "found", "level", "words"), [

@@ -46,7 +46,7 @@ class Machines:
             self.own.address = ADDRESSES[rank]
             node = Node(rank, f"host{rank}", backend="gloo", settings={"seed": seeds.get(f"of{rank}", "3")})
             try:
-                self.clusters[rank] = peers.meet(self.nodes(rank), "word", seconds, lambda own: node, "toolkit doctor")
+                self.clusters[rank] = peers.meet(node, self.nodes(rank), "word", seconds, "toolkit doctor")
             except Exception as error:
                 self.raised.append(error)
 
@@ -105,7 +105,7 @@ def test_an_all_reduce_that_fails_on_one_is_told_by_all(machines: Machines) -> N
 
 def test_a_machine_that_sends_what_cannot_be_read(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version to come, or somebody hostile: it is a line, wherever it breaks."""
-    monkeypatch.setattr(peers, "asdict", lambda one: {"rank": 0, "later": "version"})
+    monkeypatch.setattr(peers, "asdict", lambda one: {"host": "x", "later": "version"})
     machines.run(0, 1, 2)
     assert machines.clusters == {}
     assert all(isinstance(error, peers.UNREADABLE) for error in machines.raised)

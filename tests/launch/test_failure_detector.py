@@ -22,7 +22,7 @@ from tests.runs import Finished
 from toolkit.launch import failure_detector
 from toolkit.launch.channel import Channel
 from toolkit.launch.failure_detector import Failure, FailureDetector, Peer
-from toolkit.launch.restarts import ENDED_FILE
+from toolkit.launch.interrupted import ENDED_FILE
 
 HOST = socket.gethostname()
 WAIT = "wait_for_line()"

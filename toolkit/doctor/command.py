@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from toolkit.doctor import compare, data, devices, host, job, network, peers, torch_checks, versions
 from toolkit.doctor.compare import Node
@@ -19,7 +18,6 @@ from toolkit.doctor.network import own_host
 from toolkit.doctor.peers import Cluster
 from toolkit.errors import UserError
 from toolkit.launch.failure import INTERRUPTED
-from toolkit.launch.nodes import Nodes
 from toolkit.versions import comparable
 
 _TORCH_SECONDS, _CHECKS_SECONDS = 30.0, 35.0
@@ -34,10 +32,7 @@ def run(argv: Sequence[str]) -> NoReturn:
     It says so itself: with a launcher's variables left in the shell `launch.run` may take it for rank 3, and be silent.
     """
     try:
-        asked = job.read(argv, os.environ)
-        out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
-        os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
-        code = _examine(asked, out)
+        code = _examine(job.read(argv, os.environ))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
@@ -48,26 +43,28 @@ def run(argv: Sequence[str]) -> NoReturn:
     os._exit(code)  # threads may hang in a driver, and a process group that is broken when it is taken down
 
 
-def _examine(asked: Job, out: TextIO) -> int:
+def _examine(asked: Job) -> int:
+    out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+    os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
+
+    def say(text: str) -> None:
+        print(text, file=out, flush=True)
+
     seen: dict[str, Any] = {"files": {}, "torch": {"broken": "it was not imported"}}
-    machines, cluster = asked.machines, Cluster()
-    findings = run_checks(_checks(asked, seen))
-    _say(asked, out, own_host(), findings)
-    if machines is not None and not any(map(network.is_this_machine, network.other_addresses(machines))):
-        cluster, together = _look_around(asked, machines, functools.partial(_describe, asked, machines, seen, findings))
-        _say(asked, out, "the machines together", together)
+    findings, cluster = run_checks(_checks(asked, seen)), Cluster()
+    if not asked.own.json:
+        say(f"{own_host()}\n\n{report(findings)}\n")
+    if asked.nodes.count > 1 and not any(map(network.is_this_machine, asked.nodes.others())):
+        cluster, together = _look_around(asked, _describe(asked, seen, findings))
+        if not asked.own.json:
+            say(f"the machines together\n\n{report(together)}\n")
         findings = findings + together
     failed = any(finding.level == "fail" for finding in findings)
-    if asked.as_json:
-        print(json.dumps(_as_dict(findings, cluster, not failed), ensure_ascii=False), file=out, flush=True)
+    if asked.own.json:
+        say(json.dumps(_as_dict(findings, cluster, not failed), ensure_ascii=False))
     else:
-        print(last_line(findings, job.line_to_start(asked)), file=out, flush=True)
+        say(last_line(findings, job.line_to_start(asked)))
     return 1 if failed else 0
-
-
-def _say(asked: Job, out: TextIO, heading: str, findings: Sequence[Finding]) -> None:
-    if not asked.as_json:
-        print(f"{heading}\n\n{report(findings)}\n", file=out, flush=True)
 
 
 # --- this machine
@@ -75,18 +72,16 @@ def _say(asked: Job, out: TextIO, heading: str, findings: Sequence[Finding]) -> 
 
 def _checks(asked: Job, seen: dict[str, Any]) -> dict[str, Callable[[], list[Finding]]]:
     """Area -> what looks at it; all together they take about as long as importing torch."""
-    machines, env, found = asked.machines, dict(os.environ), network.interfaces()
+    nodes, env, found = asked.nodes, dict(os.environ), network.interfaces()
 
     def check_files() -> list[Finding]:
-        seen["files"] = data.checksums(asked.files, min(asked.timeout, job.DEFAULT_TIMEOUT))
+        seen["files"] = data.checksums(asked.files, min(asked.own.timeout, job.DEFAULT_TIMEOUT))
         return data.check(seen["files"])
 
     def check_devices() -> list[Finding]:
         driver = devices.ask_driver()
         seen["torch"] = torch_checks.see(_TORCH_SECONDS)
-        ours = versions.requirements().get(versions.OURS, [])
-        needed = next((line[5:] for line in ours if line.startswith("torch")), "")
-        return devices.check(driver, seen["torch"], env, needed.split(";")[0])
+        return devices.check(driver, seen["torch"], env, versions.wanted("torch"))
 
     return {
         "files": check_files,
@@ -95,11 +90,8 @@ def _checks(asked: Job, seen: dict[str, Any]) -> dict[str, Callable[[], list[Fin
         "host": lambda: host.check(asked.output),
         "builds": lambda: host.check_builds(env),
         "shell": lambda: host.check_shell(env),
-        "network": lambda: [
-            network.check_port(asked.port, machines is not None),
-            *network.check_interfaces(machines, found),
-        ],
-        "machines": lambda: network.check_addresses(machines, found) if machines else [],
+        "network": lambda: [network.check_port(nodes), *network.check_interfaces(nodes, found)],
+        "machines": lambda: network.check_addresses(nodes, found) if nodes.count > 1 else [],
     }
 
 
@@ -120,35 +112,37 @@ def run_checks(checks: Mapping[str, Callable[[], list[Finding]]], seconds: float
 # --- several machines
 
 
-def _look_around(asked: Job, machines: Nodes, describe: Callable[[str], Node]) -> tuple[Cluster, list[Finding]]:
-    lines = {rank: job.line_elsewhere(asked, rank) for rank in range(machines.count)}
-    token = asked.token or f"doctor at port {machines.port}"
+def _look_around(asked: Job, own: Node) -> tuple[Cluster, list[Finding]]:
+    nodes, seconds = asked.nodes, asked.own.timeout
+    lines = {rank: job.line_elsewhere(asked, rank) for rank in range(nodes.count)}
+    token = asked.own.token or f"doctor at port {nodes.port}"
     try:
-        found = peers.meet(machines, token, asked.timeout, describe, lines[0 if machines.rank else 1])
+        found = peers.meet(own, nodes, token, seconds, lines[0 if nodes.rank else 1])
         compared = compare.check(found.nodes) if len(found.nodes) > 1 else []
-        return found, [*found.told, *peers.check(found, machines, lines, asked.timeout), *compared]
+        return found, [*peers.check(found, nodes, lines, seconds), *compared]
     except peers.UNREADABLE as error:
-        found = Cluster([describe("")], fault=f"a machine sent what this one cannot read ({type(error).__name__})")
-        return found, peers.check(found, machines, lines, asked.timeout)
+        found = Cluster([own], fault=f"a machine sent what this one cannot read ({type(error).__name__})")
+        return found, peers.check(found, nodes, lines, seconds)
 
 
-def _describe(asked: Job, machines: Nodes, seen: Mapping[str, Any], findings: Sequence[Finding], address: str) -> Node:
-    """This machine; `address` is its own on the way to the others."""
-    torch = seen["torch"]
+def _describe(asked: Job, seen: Mapping[str, Any], findings: Sequence[Finding]) -> Node:
+    """This machine."""
+    torch, nodes = seen["torch"], asked.nodes
     nccl = torch.get("nccl") if asked.uses_gpus else None
     bad = [finding for finding in findings if finding.level in ("warn", "fail")]
+    chosen, _ = network.chosen(nodes, network.interfaces())
     return Node(
-        rank=machines.rank,
+        rank=nodes.rank,
         host=own_host(),
-        address=address or (machines.addresses[machines.rank] if machines.rank < len(machines.addresses) else ""),
-        interface=next((found.name for found in network.interfaces() if found.address == address), ""),
+        address=chosen.address if chosen else nodes.address_of(nodes.rank),
+        interface=chosen.name if chosen else "",
         facts={name: str(value or "not installed") for name, value in comparable(asked.script).items()},
         settings=asked.settings,
         files=seen["files"],
         devices=[f"{gpu['name']} {gpu['memory'] >> 30} GiB" for gpu in torch.get("devices") or ()],
         backend="" if torch.get("broken") else f"NCCL {nccl}" if nccl else "gloo",
         environment=host.variables(os.environ),
-        processes=(asked.processes or 0) // machines.count,
+        processes=asked.processes // nodes.count,
         listens=not any(finding.name == "port" for finding in bad),
         findings=[asdict(finding) for finding in bad[:_MOST_FINDINGS]],
     )

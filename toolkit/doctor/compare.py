@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.doctor.finding import Finding, plain
-from toolkit.errors import listing
+from toolkit.doctor.finding import Finding
+from toolkit.errors import listing, plain
 from toolkit.units import size_text
 from toolkit.versions import differences, remedy
 
@@ -56,11 +57,6 @@ def _all_names(tables: Iterable[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(name for table in tables for name in table))
 
 
-def _unlike(nodes: Sequence[Node], value: Callable[[Node], str]) -> str:
-    """`3 on hostA and 4 on hostB, hostC`; empty where all have the same."""
-    return differences([(node.host, {"it": value(node)}) for node in nodes]).removeprefix("it is ")
-
-
 def _check_versions(nodes: Sequence[Node]) -> list[Finding]:
     found = [(node.host, node.facts) for node in nodes]
     if unlike := differences(found):
@@ -84,39 +80,39 @@ def _check_files(nodes: Sequence[Node]) -> list[Finding]:
     """The content of what settings name; what is missing is the machine's own finding too."""
     found = []
     for name in _all_names(node.files for node in nodes):
-        entries = {node.host: node.files.get(name) or {} for node in nodes}
-        if any(entry.get("unread") for entry in entries.values()):
+        entries = {node.host: node.files.get(name, {}) for node in nodes}
+        unlike = differences([(host, {name: entry.get("digest", "MISSING")}) for host, entry in entries.items()])
+        if any("unread" in entry for entry in entries.values()):
             text = "could not be compared: it was not read to the end everywhere"
             found.append(Finding("machines", name, "note", text))
-        elif unlike := _unlike(nodes, lambda node: str(entries[node.host].get("digest") or "MISSING")):  # noqa: B023
-            found.append(_other_content(name, entries, unlike))
+        elif unlike:
+            found.append(_other_content(name, entries, unlike.removeprefix(f"{name} is ")))
         elif size := entries[nodes[0].host].get("bytes"):
             found.append(Finding("machines", name, "ok", f"the same content on all ({size_text(size)})"))
     return found
 
 
 def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: str) -> Finding:
-    there = {host: entry for host, entry in entries.items() if entry.get("digest")}
-    parts = [dict(entry.get("files") or {}) for entry in there.values()]
-    differ = [file for file in _all_names(parts) if len({str(held.get(file)) for held in parts}) > 1]
+    there = {host: entry for host, entry in entries.items() if "digest" in entry}
+    parts = [entry.get("files", {}) for entry in there.values()]
+    differ = [file for file in _all_names(parts) if len({held.get(file) for held in parts}) > 1]
     which = f" (in {listing(differ, 3)})" if len(_all_names(parts)) > 1 and differ else ""
-    text = plain(f"--{name} does not have the same content: {unlike}{which}")
-    if not there:
-        return Finding("machines", name, "fail", text, "bring it to all machines")
     host, entry = next(iter(there.items()))
-    path = str(entry.get("path"))
+    path = str(entry["path"])
     line = f"rsync -a {shlex.quote(f'{host}:{path}')} {shlex.quote(path)}"
+    text = plain(f"--{name} does not have the same content: {unlike}{which}")
     return Finding("machines", name, "fail", text, plain(f"on the others, if {host}'s is the right one: {line}"))
 
 
 def _gpus(node: Node) -> str:
-    kinds = dict.fromkeys(node.devices)
-    return ", ".join(f"{node.devices.count(kind)} x {kind}" for kind in kinds) or "none"
+    counts = Counter(node.devices)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.items()) or "none"
 
 
 def check_devices(nodes: Sequence[Node]) -> list[Finding]:
     """Every machine runs the same number of processes, one per GPU."""
-    counts, asked, unlike = [len(node.devices) for node in nodes], nodes[0].processes, _unlike(nodes, _gpus)
+    counts, asked = [len(node.devices) for node in nodes], nodes[0].processes
+    unlike = differences([(node.host, {"devices": _gpus(node)}) for node in nodes]).removeprefix("devices is ")
     least, most = min(counts), max(counts)
     mend = f"--num_processes {len(nodes) * max(least, 1)} on all machines ({max(least, 1)} on each)"
     if least == most == 0 or (least == most and asked <= least and not unlike):
@@ -138,21 +134,21 @@ def _check_variables(nodes: Sequence[Node]) -> list[Finding]:
     """One side that uses InfiniBand waits for the other."""
     found = []
     for name in _all_names(node.environment for node in nodes):
-        unlike = _unlike(nodes, lambda node: node.environment.get(name, "not set"))  # noqa: B023
-        if name not in _OWN_VARIABLES and unlike:
+        unlike = differences([(node.host, {name: node.environment.get(name, "not set")}) for node in nodes])
+        if unlike and name not in _OWN_VARIABLES:
             mend = f"`export {shlex.quote(name)}=...` on all machines, or `unset {shlex.quote(name)}` on all"
-            found.append(Finding("machines", name, "warn", f"{name} is {unlike}", mend))
+            found.append(Finding("machines", name, "warn", unlike, mend))
     return found
 
 
 def _check_clocks(nodes: Sequence[Node]) -> list[Finding]:
     offsets = {node.host: node.clock_offset_seconds for node in nodes if node.clock_offset_seconds is not None}
+    if len(offsets) < 2:
+        return []
     wrong = [f"{host} by {offset:+.1f} s" for host, offset in offsets.items() if abs(offset) > _CLOCK_SECONDS]
     if wrong:
         text = f"clocks differ from {nodes[0].host}'s: {', '.join(wrong)}"
         mend = "sudo timedatectl set-ntp true  (or sudo chronyc makestep)"
         return [Finding("machines", "clocks", "warn", text, mend)]
-    if len(offsets) < 2:
-        return []
-    most = max(max(abs(offset) for offset in offsets.values()) * 1000, 1)
-    return [Finding("machines", "clocks", "ok", f"at most {most:.0f} ms apart")]
+    most = max(abs(offset) for offset in offsets.values()) * 1000
+    return [Finding("machines", "clocks", "ok", f"at most {max(most, 1):.0f} ms apart")]

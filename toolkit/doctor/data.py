@@ -12,8 +12,9 @@ from typing import Any
 import xxhash
 
 from toolkit.cache import digest_of_file
-from toolkit.doctor.finding import Finding, Level, plain
+from toolkit.doctor.finding import Finding, Level
 from toolkit.doctor.torch_checks import NO_ANSWER, in_time
+from toolkit.errors import plain
 from toolkit.units import size_text
 
 _MODEL_SUFFIXES = (".json", ".txt", ".model", ".safetensors", ".bin", ".pt", ".vocab", ".jinja")

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.doctor.finding import Finding, plain
+from toolkit.doctor.finding import Finding
+from toolkit.errors import plain
 from toolkit.units import size_text
 
 _HELD_BYTES = 1 << 30
@@ -57,15 +58,7 @@ def ask_driver() -> Driver:
 def _nvidia_smi(query: str) -> list[list[str]]:
     """Its table. Raises OSError and SubprocessError."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=_SECONDS,
-        check=True,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True)
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,6 @@ from typing import Literal
 Level = Literal["ok", "note", "warn", "fail"]
 _MARKS: dict[Level, str] = {"ok": "ok", "note": "--", "warn": "!!", "fail": "FAIL"}
 _ORDER = ("files", "versions", "devices", "host", "builds", "shell", "network", "machines", "links", "all-reduce")
-_MOST_CHARACTERS = 1000
-# What a peer sends is shown on this machine's terminal: no escape sequences, no lines of its own.
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]+")
 
 
 @dataclass(frozen=True)
@@ -31,12 +27,6 @@ class Finding:
     """The line to type, or what to look at."""
     host: str = ""
     """Where; empty for this machine, or for the machines together."""
-
-
-def plain(text: object, most: int = _MOST_CHARACTERS) -> str:
-    """Text that may have come from a peer or a program, fit for a terminal."""
-    printable = str(text).encode(errors="replace").decode()  # half a surrogate pair cannot be written anywhere
-    return _UNPRINTABLE.sub(" ", printable)[:most].strip()
 
 
 def read_text(path: str | Path) -> str:

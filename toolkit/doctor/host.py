@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -11,15 +10,14 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.doctor.finding import Finding, plain
+from toolkit.doctor.finding import Finding
+from toolkit.errors import plain
+from toolkit.launch.relaunch import clean_environment
 from toolkit.units import size_text
 
 _LITTLE_DISK, _NO_DISK, _SMALL_SHM = 10e9, 1e9, 1e9
-_LEFT_OVER = re.compile(
-    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_RANK|ROLE_NAME|ROLE_WORLD_SIZE|TORCHELASTIC_.*|ACCELERATE_(?!LOG_LEVEL).*"
-    r"|FSDP_.*)$"
-)
+# a job's own, or harmless
+_MAY_STAY = ("SLURM_", "OMPI_", "PMI", "MPI_", "MV2_", "TORCH_NCCL_", "ACCELERATE_LOG_LEVEL")
 
 
 def check(output: Path) -> list[Finding]:
@@ -74,7 +72,8 @@ def _open_files() -> set[str]:
 def check_shell(env: Mapping[str, str]) -> list[Finding]:
     """Variables that change what is started, silently."""
     found = []
-    if names := sorted(name for name in env if _LEFT_OVER.match(name)):
+    left = set(env) - set(clean_environment(env))
+    if names := sorted(name for name in left if not name.startswith(_MAY_STAY)):
         text = f"this shell holds a launcher's variables: {', '.join(f'{name}={env[name]}' for name in names)}"
         found.append(Finding("shell", "launcher", "warn", plain(text), f"unset {shlex.join(names)}"))
     if told := ", ".join(f"{name}={value}" for name, value in variables(env).items()):

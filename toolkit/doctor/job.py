@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -14,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import config
-from toolkit.doctor.finding import plain
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import Parser, UserError, did_you_mean, plain
 from toolkit.launch import relaunch
-from toolkit.launch.network import check_port, is_loopback, is_own, own_addresses
-from toolkit.launch.nodes import Nodes, find_nodes, whole
+from toolkit.launch.environment import whole
+from toolkit.launch.network import is_loopback, is_own, own_addresses
+from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.plain_yaml import read_yaml
 
 DEFAULT_TIMEOUT = 30.0
 _LONGEST_TIMEOUT = 600.0
-_FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections")
+_FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections", "deepspeed_config")
 _FOLDERS = ("dataset_name", "model_name_or_path")
 # may differ between machines, or says nothing about the run
 _NOT_COMPARED = ("output_dir", "machine_rank", "main_process_ip", "machines", "local_rank", "config_file",
@@ -35,6 +34,10 @@ _WORDS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "
 class Job:
     """What was asked for, as this machine understands it."""
 
+    own: argparse.Namespace
+    """The doctor's own options: `token`, `timeout` (seconds the machines wait for each other), `json`."""
+    typed: Sequence[str]
+    """The arguments, for the line to type elsewhere."""
     script: Path | None
     settings: dict[str, str]
     """Those to be compared, in one spelling."""
@@ -42,28 +45,15 @@ class Job:
     """Setting -> the file or folder it names, there or not."""
     output: Path
     config_file: Path | None
-    processes: int | None
-    """Over all machines; None where every machine takes its devices."""
-    machines: Nodes | None
-    """Where there are several."""
-    port: int
+    processes: int
+    """Over all machines; 0 where every machine takes its devices."""
+    nodes: Nodes
     uses_gpus: bool
-    token: str
-    timeout: float
-    """Seconds the machines wait for each other."""
-    as_json: bool
-    typed: tuple[str, ...]
-    """The arguments, for the line to type elsewhere."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(f"toolkit doctor: {message}; see toolkit doctor --help")
 
 
 def _parser() -> argparse.ArgumentParser:
     """The doctor's own options; launch options and settings are read by `read`."""
-    made = _Parser(
+    made = Parser(
         prog="toolkit doctor",
         usage="toolkit doctor [RECIPE.py] [SETTINGS.yaml] [--name value ...] [--config_file FILE | --peers A,B] "
         "[--token T] [--timeout SECONDS] [--json]",
@@ -88,6 +78,7 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
     own, others = _parser().parse_known_args(list(argv))
     if not 1 <= own.timeout <= _LONGEST_TIMEOUT:
         raise UserError(f"--timeout {own.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
+    own.token = own.token or env.get("TOOLKIT_TOKEN")
     options, rest = relaunch.split(others)
     script, yaml_file, given = _words(rest)
     if missing := next((path for path in (script, yaml_file) if path and not path.is_file()), None):
@@ -95,31 +86,26 @@ def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
     _refuse_unknown(given, script)
     path = _found(options.config_file, script, "accelerate_configs")
     launched = relaunch.read_config(path) if path else {}
-    machines = _machines(own.peers or options.machines, options, launched, path or Path("--peers"), env)
-    settings = {**_from_yaml(yaml_file), **given}
-    settings |= {name: value for name, value in vars(options).items() if value is not None}
-    in_file = {f"config_file.{name}": str(value) for name, value in launched.items() if name not in _NOT_COMPARED}
-    compared = {**settings, **in_file}
+    nodes = _nodes(own.peers or options.machines, options, launched, path or Path("this line"), env)
+    in_yaml = read_yaml(yaml_file) if yaml_file else None
+    settings = {**_texts(in_yaml), **given, **_texts(vars(options))}
+    compared = settings | {f"config_file.{name}": value for name, value in _texts(launched).items()
+                           if name not in _NOT_COMPARED}  # fmt: skip
     section = launched.get("deepspeed_config")
     named = options.deepspeed_config or (section.get("deepspeed_config_file") if isinstance(section, dict) else None)
-    deepspeed = _found(named, script, "ds_configs")
-    processes = options.num_processes or launched.get("num_processes")
-    port = options.main_process_port or launched.get("main_process_port") or relaunch.DEFAULT_PORT
-    port = machines.port if machines else check_port(whole("main_process_port", port, None), "main_process_port ")
+    if deepspeed := _found(named, script, "ds_configs"):
+        settings["deepspeed_config"] = str(deepspeed)
     return Job(
+        own=own,
+        typed=argv,
         script=script,
         settings={name: one_spelling(value) for name, value in sorted(compared.items()) if name not in _NOT_COMPARED},
-        files={**_named_files(settings), **({"deepspeed_config": deepspeed} if deepspeed else {})},
+        files=_named_files(settings),
         output=Path(settings.get("output_dir") or "runs"),
         config_file=path,
-        processes=whole("num_processes", processes, path) if processes is not None else None,
-        machines=machines,
-        port=port,
+        processes=whole("num_processes", options.num_processes or launched.get("num_processes") or 0, path),
+        nodes=nodes,
         uses_gpus=not launched.get("use_cpu", False),
-        token=own.token or env.get("TOOLKIT_TOKEN") or "",
-        timeout=own.timeout,
-        as_json=own.json,
-        typed=tuple(argv),
     )
 
 
@@ -145,8 +131,7 @@ def _words(rest: Sequence[str]) -> tuple[Path | None, Path | None, dict[str, str
 
 def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
     """A name that is mistyped would check nothing, and all would be well. A recipe may have settings of its own."""
-    tasks = (config.TaskSettings, config.LongTaskSettings, config.TitleSettings)
-    sections = [section for task in tasks for section in config.sections_of(task).values()]
+    sections = [section for task in config.TASKS.values() for section in config.sections_of(task).values()]
     settings = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
     if unknown := [name for name in given if name not in settings | recipe]:
@@ -155,20 +140,19 @@ def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
         raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: {listed}")
 
 
-def _from_yaml(path: Path | None) -> dict[str, str]:
-    loaded = read_yaml(path) if path else {}
-    known = loaded if isinstance(loaded, dict) else {}
-    return {str(name): json.dumps(value, default=str) if isinstance(value, list | dict) else str(value)
-            for name, value in known.items()}  # fmt: skip
+def _texts(values: object) -> dict[str, str]:
+    """Of what a YAML file holds, or options: the names and values, where there are any."""
+    known = values if isinstance(values, dict) else {}
+    return {str(name): str(value) for name, value in known.items() if value is not None}
 
 
 def _found(name: object, script: Path | None, folder: str) -> Path | None:
     return relaunch.find_file(str(name), str(script or "recipe.py"), folder) if name else None
 
 
-def _machines(
+def _nodes(
     listed: str | None, options: argparse.Namespace, launched: Mapping[str, Any], path: Path, env: Mapping[str, str]
-) -> Nodes | None:
+) -> Nodes:
     here = ", ".join(address for address in own_addresses() if not is_loopback(address)) or "none"
     if listed:
         names = [name.strip() for name in listed.split(",") if name.strip()]
@@ -181,8 +165,6 @@ def _machines(
                 f"none of {', '.join(names)} is an address of this machine ({here}): name this one too, or pass "
                 "--machine_rank where its address is another's to translate"
             )
-    if whole("num_machines", launched.get("num_machines") or 1, path) == 1:
-        return None
     try:
         return find_nodes({**vars(options), "machines": listed}, launched, path, env)
     except UserError as error:
@@ -210,7 +192,7 @@ def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
 def line_elsewhere(job: Job, rank: int) -> str:
     """What to type on machine `rank`: the same as here, with its own number where a number was typed."""
     line = re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(_typed(job, {"--token"})))
-    token = " --token THE_SAME" if job.token and "TOOLKIT_TOKEN" not in os.environ else ""
+    token = " --token THE_SAME" if job.own.token and "TOOLKIT_TOKEN" not in os.environ else ""
     return f"toolkit doctor {line}{token}"
 
 
@@ -221,7 +203,7 @@ def line_to_start(job: Job) -> str:
     words = _typed(job, {"--token", "--timeout", "--json"})
     words.remove(str(next(word for word in words if Path(word) == job.script)))
     words = [re.sub("^--peers", "--machines", word) for word in words]
-    more = ["--config_file", "accelerate_configs/2node.yaml"] if job.machines and job.config_file is None else []
+    more = ["--config_file", "accelerate_configs/2node.yaml"] if job.nodes.count > 1 and not job.config_file else []
     return shlex.join(["accelerate", "launch", str(job.script), *words, *more])
 
 

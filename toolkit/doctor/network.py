@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from toolkit.doctor.finding import Finding, Level, plain, read_text
+from toolkit.doctor.finding import Finding, Level, read_text
+from toolkit.errors import plain
 from toolkit.launch import network as net
 from toolkit.launch.network import address_towards, addresses_of, is_loopback
 from toolkit.launch.nodes import Nodes
@@ -45,61 +46,58 @@ def interfaces() -> list[Interface]:
     return found
 
 
-def check_port(port: int, several_machines: bool) -> Finding:
+def check_port(nodes: Nodes) -> Finding:
     """Checks that the launch port is free: one machine takes another by itself, several have to agree on one."""
+    port, several = nodes.port, nodes.count > 1
     try:
         net.listen(port).close()
+        return Finding("network", "port", "ok", f"{port} is free")
     except PermissionError:
-        text = f"port {port} is for root alone"
-        return Finding("network", "port", "fail", text, "--main_process_port 29600 (or another from 1024 on)")
+        remedy = "--main_process_port 29600 (or another from 1024 on)"
+        return Finding("network", "port", "fail", f"port {port} is for root alone", remedy)
     except OSError:
-        level: Level = "fail" if several_machines else "warn"
-        other = f"--main_process_port {port + 1}{' on every machine' * several_machines}"
-        if (holder := net.holder_of(port)) is None:
-            remedy = f"`sudo ss -ltnp 'sport = :{port}'` shows by whom; or {other}"
-            return Finding("network", "port", level, f"{port} is taken, by a process this user cannot see", remedy)
-        remedy = f"kill {holder[0]}  (if it is left over), or {other}"
-        return Finding("network", "port", level, plain(f"{port} is taken by {holder[1]}"), remedy)
-    return Finding("network", "port", "ok", f"{port} is free")
+        text, remedy = "by a process this user cannot see", f"`sudo ss -ltnp 'sport = :{port}'` shows by whom"
+        if holder := net.holder_of(port):
+            text, remedy = f"by {holder[1]}", f"kill {holder[0]}  (if it is left over)"
+        remedy += f", or --main_process_port {port + 1}{' on every machine' * several}"
+        return Finding("network", "port", "fail" if several else "warn", plain(f"{port} is taken {text}"), remedy)
 
 
-def check_interfaces(machines: Nodes | None, found: Sequence[Interface]) -> list[Finding]:
-    """Shows the interfaces, and which one processes of several machines will use."""
+def chosen(nodes: Nodes, found: Sequence[Interface]) -> tuple[Interface | None, str]:
+    """(the interface that processes of several machines will use, why); None where none leads to the others."""
+    others = nodes.others()
+    if nodes.count > 1 and nodes.rank == 0 and not others:
+        own, why = next(iter(addresses_of(nodes.first)), None), "the address that was named for this machine"
+    else:
+        own = address_towards(others[0] if others else _NOWHERE)
+        why = f"the route to {others[0]}" if others else "the default route"
+    return next((one for one in found if one.address == own), None), why
+
+
+def check_interfaces(nodes: Nodes, found: Sequence[Interface]) -> list[Finding]:
+    """Shows the interfaces, and which one is chosen."""
     shown = ", ".join(str(interface) for interface in found if not is_loopback(interface.address))
-    lines = [Finding("network", "interfaces", "ok", shown or "this machine has none but its loopback")]
-    others = other_addresses(machines)
-    why = f"the route to {others[0]}" if others else "the default route"
-    own = address_towards(others[0] if others else _NOWHERE)
-    if machines and machines.rank == 0 and not others:
-        why, own = "the address that was named for this machine", next(iter(addresses_of(machines.first)), None)
-    chosen = next((one for one in found if one.address == own), None)
-    if chosen is not None:
-        return [*lines, Finding("network", "chosen", "ok", f"{chosen.name} ({chosen.address}), by {why}")]
+    listed = Finding("network", "interfaces", "ok", shown or "this machine has none but its loopback")
+    (one, why), others = chosen(nodes, found), nodes.others()
+    if one is not None:
+        return [listed, Finding("network", "chosen", "ok", f"{one.name} ({one.address}), by {why}")]
     if not others:
-        return [
-            *lines,
-            Finding("network", "chosen", "note", "this machine has no default route: it can only run alone"),
-        ]
+        text = "this machine has no default route: it can only run alone"
+        return [listed, Finding("network", "chosen", "note", text)]
     remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
-    return [*lines, Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy)]
-
-
-def other_addresses(machines: Nodes | None) -> list[str]:
-    """The other machines' addresses, as far as they were given."""
-    addresses = machines.addresses if machines else ()
-    return [name for rank, name in enumerate(addresses) if machines and rank != machines.rank]
+    return [listed, Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy)]
 
 
 # --- the machines' addresses as they were given
 
 
-def check_addresses(machines: Nodes, found: Sequence[Interface]) -> list[Finding]:
+def check_addresses(nodes: Nodes, found: Sequence[Interface]) -> list[Finding]:
     """Checks that this machine has its address, with a cable in it, and that the others' are not its own."""
-    text = f"this is machine {machines.rank} of {machines.count} ({machines.how})"
+    text = f"this is machine {nodes.rank} of {nodes.count} ({nodes.how})"
     lines = [Finding("machines", "this one", "ok", text)]
-    if machines.rank < len(machines.addresses):
-        lines += _check_own_address(machines.addresses[machines.rank], other_addresses(machines), found)
-    for name in filter(is_this_machine, other_addresses(machines)):
+    if name := nodes.address_of(nodes.rank):
+        lines += _check_own_address(name, nodes.others(), found)
+    for name in filter(is_this_machine, nodes.others()):
         text = f"{name} means this machine itself, so no other one can be there"
         remedy = "give the address by which the others reach it (`hostname -I` there)"
         lines.append(Finding("machines", name, "fail", text, remedy))

@@ -10,25 +10,23 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
 from toolkit.doctor import torch_checks
 from toolkit.doctor.compare import Node
-from toolkit.doctor.finding import Finding, Level, plain
-from toolkit.doctor.network import own_host
+from toolkit.doctor.finding import Finding, Level
+from toolkit.errors import plain
 from toolkit.launch import network
-from toolkit.launch.channel import ChannelError, Listener, TokenError, UnreachableError, dial, remedy
+from toolkit.launch.channel import ChannelError, Listener, TokenError, dial
 from toolkit.launch.nodes import Nodes
-from toolkit.launch.rendezvous import Rendezvous, call_peer, coordinate, join
+from toolkit.launch.rendezvous import UNREADABLE, Rendezvous, call_peer, coordinate, join
 
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
-"""What messages of another version, or of nobody we know, lead to."""
 _DIAL_SECONDS = 4.0  # an address that nobody has shows after 3 s, while the kernel asks for it
 _EXCHANGE_SECONDS = 25.0
-"""How much later than this machine another may be done: it looks at itself, too, and imports torch."""
+"""How much later than this machine another may be done with the all-reduce."""
 _REDUCE_SECONDS = 12.0
 _SAY_AFTER_SECONDS = 2.0
 _SLOW = 125.0
@@ -62,8 +60,6 @@ class Cluster:
     """Machine -> backend -> how the all-reduce went there."""
     not_reduced: str = ""
     """Why no all-reduce was tried."""
-    told: list[Finding] = field(default_factory=list)
-    """The other machines' own warnings and failures."""
     fault: str = ""
     """Why the machines cannot be looked at together."""
 
@@ -71,29 +67,30 @@ class Cluster:
         return self.links.get((one, other), Link())
 
 
-def meet(machines: Nodes, token: str, seconds: float, describe: Callable[[str], Node], line: str) -> Cluster:
+def meet(own: Node, machines: Nodes, token: str, seconds: float, line: str) -> Cluster:
     """Meets the other machines within `seconds`, and asks and tells all there is to know.
 
-    `describe`: this machine's address on the way to the others -> what it says of itself; `line` is what to type there.
-    A machine that does not come, or leaves on the way, is no error; one that sends what cannot be read is UNREADABLE.
+    `line` is what to type there. A machine that does not come, or leaves on the way, is no error; one that sends what
+    cannot be read is UNREADABLE.
     """
     with contextlib.ExitStack() as closing:
         listener = None
         with contextlib.suppress(OSError):  # the port is taken, as the findings say; this machine can still call
             listener = closing.enter_context(Listener(network.listen(machines.port), token, machines.allowed()))
         try:
-            rendezvous = closing.enter_context(_rendezvous(machines, token, seconds, listener, line))
+            rendezvous = closing.enter_context(_rendezvous(own, machines, token, seconds, listener, line))
         except ChannelError as error:
-            return Cluster([describe("")], {(machines.rank, 0): _trouble(error)})
-        own = describe(next((channel.own for channel in rendezvous.channels.values()), ""))
+            return Cluster([own], {(machines.rank, 0): _trouble(error)})
         if rendezvous.fault:
-            return Cluster([own], fault=plain(rendezvous.fault))
-        return _talk(machines, token, listener, rendezvous, own)
+            return Cluster([own], fault=rendezvous.fault)
+        return _talk(machines, token, listener, rendezvous)
 
 
-def _rendezvous(machines: Nodes, token: str, seconds: float, listener: Listener | None, line: str) -> Rendezvous:
-    hello = {"number": machines.rank, "id": secrets.token_hex(8), "host": own_host(), "count": machines.count,
-             "names": list(machines.addresses)}  # fmt: skip
+def _rendezvous(
+    own: Node, machines: Nodes, token: str, seconds: float, listener: Listener | None, line: str
+) -> Rendezvous:
+    hello = {"number": machines.rank, "id": secrets.token_hex(8), "node": asdict(own)}
+    hello |= {"names": list(machines.addresses), "count": machines.count}
     said: list[str] = []
 
     def waiting(rank: int, waited: float) -> str:
@@ -122,38 +119,47 @@ def _conflict(hellos: Sequence[Mapping[str, Any]]) -> str:
     first, count = hellos[0], hellos[0]["count"]
     known: dict[object, object] = {}
     for hello in hellos:
-        who, number = f"{hello.get('host', 'a machine')} ({hello.get('address', 'here')})", hello["number"]
-        if known.setdefault(number, hello.get("id")) != hello.get("id"):
+        who, number = f"{hello['node']['host']} ({hello.get('address', 'here')})", hello["number"]
+        if known.setdefault(number, hello["id"]) != hello["id"]:
             return f"{who} says that it is machine {number}, as another one does: {_SAME_LINE}, or pass --machine_rank"
-        if (count, first["names"]) != (hello.get("count"), hello.get("names")) or not 0 <= number < count:
-            lists = [", ".join(map(str, one.get("names") or ())) for one in (first, hello)]
-            return f"{first['host']} was given the machines {lists[0]}, and {who} {lists[1]}: {_SAME_LINE}"
+        if (count, first["names"]) != (hello["count"], hello["names"]) or not 0 <= number < count:
+            lists = [", ".join(map(str, one["names"])) for one in (first, hello)]
+            return f"{first['node']['host']} was given the machines {lists[0]}, and {who} {lists[1]}: {_SAME_LINE}"
     return ""
 
 
-def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Rendezvous, own: Node) -> Cluster:
-    """Calls the others, learns what they say of themselves and of their calls, and sums with them."""
+def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Rendezvous) -> Cluster:
+    """Calls the others, learns of their calls, and sums with them."""
     if listener is not None:
         threading.Thread(target=_answer, args=(listener, machines.rank), daemon=True).start()
     addresses = {rank: str(hello.get("address") or machines.first) for rank, hello in rendezvous.hellos.items()}
     links = _call_all(machines, token, {**addresses, **dict(enumerate(machines.addresses))}, listener)
-    told = {"node": asdict(own), "links": {str(other): asdict(link) for other, link in links.items()}}
+    told = {str(other): asdict(link) for other, link in links.items()}
     heard = rendezvous.exchange(told, _EXCHANGE_SECONDS) or {machines.rank: told}
     if listener is not None:
         listener.close()  # the all-reduce needs the port
     found = Cluster()
-    names = [said["node"]["host"] for said in heard.values()]
-    for rank, said in sorted((int(rank), said) for rank, said in heard.items()):
-        found.links |= {(rank, int(other)): Link(**_plain(link)) for other, link in said["links"].items()}
-        node = Node(**{**_plain(said["node"]), "rank": rank})
-        host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
-        found.nodes.append(node := replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
-        found.told += [_told(one, node.host) for one in node.findings if rank != machines.rank]
-    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found)) for node in found.nodes]
+    found.links = {(rank, int(other)): Link(**link) for rank, said in heard.items() for other, link in said.items()}
+    found.nodes = [replace(node, clock_offset_seconds=_clock(node.rank, found))
+                   for node in _nodes(rendezvous.hellos) if node.rank in heard]  # fmt: skip
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
-        heard = rendezvous.exchange({"reduced": _all_reduce(found, machines)}, _EXCHANGE_SECONDS)
-        found.reduced = {int(rank): dict(said["reduced"]) for rank, said in heard.items()}
+        rendezvous.choose_interface()
+        nccl = all(node.backend.startswith("NCCL") for node in found.nodes)
+        where = (machines.rank, machines.count, machines.first, machines.port)
+        said = torch_checks.all_reduce(*where, ["gloo", "nccl"] if nccl else ["gloo"], _REDUCE_SECONDS)
+        found.reduced = rendezvous.exchange(said, _EXCHANGE_SECONDS)
+    return found
+
+
+def _nodes(hellos: Mapping[int, Mapping[str, Any]]) -> list[Node]:
+    """What the machines say of themselves, each with a host's name of its own."""
+    names = [str(hello["node"]["host"]) for hello in hellos.values()]
+    found = []
+    for rank, hello in hellos.items():
+        node = Node(**{**hello["node"], "rank": rank})
+        host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
+        found.append(replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
     return found
 
 
@@ -161,10 +167,6 @@ def _told(sent: Mapping[str, Any], host: str) -> Finding:
     """Another machine's finding; it may have sent anything."""
     found = Finding(**{name: plain(value) for name, value in sent.items()})  # type: ignore[arg-type]
     return replace(found, host=host, level=found.level if found.level in get_args(Level) else "note")
-
-
-def _plain(sent: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain(value) if isinstance(value, str) else value for name, value in sent.items()}
 
 
 # --- a call each way between every two
@@ -214,15 +216,7 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
 
 
 def _trouble(error: ChannelError) -> Link:
-    if isinstance(error, UnreachableError) and "No route to host" in error.detail:
-        text = f"no machine answers to {error.address}, or its firewall rejects the call"
-        return Link(False, error.kind, text, "`hostname -I` on that machine shows its address; is it on?")
-    if isinstance(error, UnreachableError):
-        return Link(False, error.kind, error.detail, remedy(error))
-    if isinstance(error, TokenError):
-        return Link(False, "token", str(error), "give the same --token on all machines")
-    mend = "another program's port there? Or its address is not the one named for it"
-    return Link(False, "stranger", str(error), mend)
+    return Link(False, error.kind, getattr(error, "detail", str(error)), error.remedy)
 
 
 def _clock(rank: int, found: Cluster) -> float | None:
@@ -231,9 +225,6 @@ def _clock(rank: int, found: Cluster) -> float | None:
     if rank == 0 or there.ok:
         return there.clock_offset_seconds
     return -back.clock_offset_seconds if back.ok else None
-
-
-# --- the all-reduce
 
 
 def _why_not(found: Cluster, machines: Nodes) -> str:
@@ -247,16 +238,6 @@ def _why_not(found: Cluster, machines: Nodes) -> str:
     return ""
 
 
-def _all_reduce(found: Cluster, machines: Nodes) -> dict[str, Any]:
-    own = found.nodes[machines.rank].interface
-    nccl = all(node.backend.startswith("NCCL") for node in found.nodes)
-    # as this package's launcher sets them
-    env = {"GLOO_SOCKET_IFNAME": own, "NCCL_SOCKET_IFNAME": f"={own}"} if own else {}
-    backends = ["gloo", "nccl"] if nccl else ["gloo"]
-    where = (machines.rank, machines.count, machines.first, machines.port)
-    return torch_checks.all_reduce(*where, backends, env, _REDUCE_SECONDS)
-
-
 # --- what it means
 
 
@@ -264,10 +245,11 @@ def check(found: Cluster, machines: Nodes, lines: Mapping[int, str], seconds: fl
     """`lines`: machine -> what to type on it; `seconds` were waited for all of them."""
     if found.fault:
         return [Finding("machines", "rendezvous", "fail", found.fault, _SAME_LINE)]
+    findings = [_told(sent, node.host) for node in found.nodes if node.rank != machines.rank for sent in node.findings]
     here = [node.rank for node in found.nodes]
     # the others are met through machine 0
     absent = [0] if 0 not in here else [rank for rank in range(machines.count) if rank not in here]
-    findings = [_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent]
+    findings += [_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent]
     for one, other in itertools.combinations(found.nodes, 2):
         findings += _check_pair(one, other, found, machines)
     return [*findings, *(_check_reduced(found) if len(here) > 1 else [])]
@@ -286,13 +268,13 @@ def _check_pair(one: Node, other: Node, found: Cluster, machines: Nodes) -> list
     if there.ok and back.ok:
         text = f"{one.host} and {other.host} reach each other, {there.latency_ms or 0:.2f} ms there and back"
         return [Finding("links", f"{one.rank} <-> {other.rank}", "ok", text)]
+    works = ", although the other way works" if there.ok or back.ok else ""
     lines = []
     for caller, called, link in ((one, other, there), (other, one, back)):
-        address = machines.addresses[called.rank] if called.rank < len(machines.addresses) else called.address
-        works = ", although the other way works" if there.ok or back.ok else ""
-        text = f"{caller.host} does not reach {called.host} at {address}:{machines.port}{works}. "
-        text += f"{caller.host} says: {link.detail}"
         if not link.ok:
+            address = machines.address_of(called.rank) or called.address
+            text = f"{caller.host} does not reach {called.host} at {address}:{machines.port}{works}. "
+            text += f"{caller.host} says: {link.detail}"
             mend = _mend(caller, called, link, machines.port)
             lines.append(Finding("links", f"{caller.rank} -> {called.rank}", "fail", text, mend))
     return lines

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -58,14 +57,12 @@ def _see() -> dict[str, Any]:
 
 
 def all_reduce(
-    rank: int, world: int, address: str, port: int, backends: Sequence[str], env: Mapping[str, str], seconds: float
+    rank: int, world: int, address: str, port: int, backends: Sequence[str], seconds: float
 ) -> dict[str, dict[str, Any]]:
     """Backend -> {ok, latency_ms, mbytes_per_second, error}; the next one is tried where one worked.
 
-    `env` counts where the user has not set a variable; `seconds` are for each backend.
+    `seconds` are for each backend.
     """
-    for name, value in env.items():
-        os.environ.setdefault(name, value)
     found: dict[str, dict[str, Any]] = {}
     for backend in backends:
         if all(said["ok"] for said in found.values()):

@@ -7,10 +7,10 @@ received is unpickled or executed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import queue
-import re
 import shlex
 import socket
 import struct
@@ -22,19 +22,21 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
+from toolkit.errors import plain
 from toolkit.launch.environment import seconds_of
 from toolkit.launch.network import address_towards
 
 MAX_BYTES = 1 << 20
 # Connections that have still to prove the token: of all addresses, and of one.
 MOST_GREETED, MOST_GREETED_OF_ONE = 128, 32
-# What a peer sends may reach this machine's terminal: no escape sequences, no lines of its own.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 Message = dict[str, Any]
 
 
 class ChannelError(Exception):
     """The peer closed, was silent for too long, or sent something that is not a message of ours."""
+
+    kind, remedy = "stranger", "another program's port there? Or its address is not the one named for it"
+    """What stands in the way, in a word; what to look at and to type for it."""
 
 
 class ClosedError(ChannelError):
@@ -44,16 +46,29 @@ class ClosedError(ChannelError):
 class TokenError(ChannelError):
     """The peer does not know the token."""
 
+    kind, remedy = "token", "give the same --token on all machines"
+
 
 class UnreachableError(ChannelError):
     """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
 
     def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
         super().__init__(f"{address}:{port}: {detail}")
-        self.address, self.port, self.kind, self.detail = address, port, kind, detail
+        self.kind, self.detail, name = kind, detail, shlex.quote(address)
+        here = address_towards(address) or "THIS_MACHINE"
+        self.remedy = {
+            "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
+            "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
+            "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
+            f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
+            f"between the machines, {port} among them)",
+            "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
+            "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
+            "address right (`hostname -I` on that machine)?",
+        }[kind]
 
 
-class Channel:
+class Channel(contextlib.AbstractContextManager["Channel"]):
     """An open connection. `with Channel(...) as channel:` closes it."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -67,9 +82,6 @@ class Channel:
         except OSError as error:  # the peer has hung up already
             connected.close()
             raise ClosedError(f"the other side is gone: {error.strerror or error}") from error
-
-    def __enter__(self) -> Channel:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -122,8 +134,9 @@ class Channel:
     @contextlib.contextmanager
     def _within(self, seconds: float | None, option: int) -> Iterator[None]:
         """Limits each read, or write, of the kernel's; what goes wrong becomes a ChannelError."""
+        microseconds = int(1e6 * (seconds or 0.0))
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, option, _time_value(seconds or 0.0))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 10**6)))
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
             raise ClosedError(f"{self.peer} closed the connection") from error
@@ -142,16 +155,10 @@ class Channel:
 def _printable(value: Any) -> Any:
     """JSON whose texts and names a terminal can show."""
     if isinstance(value, str):
-        return _UNPRINTABLE.sub(" ", value)
+        return plain(value, MAX_BYTES)
     if isinstance(value, dict):
         return {_printable(name): _printable(held) for name, held in value.items()}
     return [_printable(held) for held in value] if isinstance(value, list) else value
-
-
-def _time_value(seconds: float) -> bytes:
-    if os.name == "nt":
-        return struct.pack("L", int(seconds * 1000))
-    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _keep_alive(connected: socket.socket, seconds: int) -> None:
@@ -170,7 +177,7 @@ def _keep_alive(connected: socket.socket, seconds: int) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Listener:
+class Listener(contextlib.AbstractContextManager["Listener"]):
     """Takes connections at a port; each proves the token, and says its first message, in a thread of its own.
 
     So one that says nothing holds nobody up. Where `allowed` holds addresses, others are sent away unheard.
@@ -185,9 +192,6 @@ class Listener:
         self._greeted: Counter[str] = Counter()
         self._counting = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="listener").start()
-
-    def __enter__(self) -> Listener:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -268,37 +272,19 @@ def connect(address: str, port: int, seconds: float) -> socket.socket:
     try:
         return socket.create_connection((address, port), timeout=seconds)
     except OSError as error:
-        raise _unreachable(address, port, error, seconds) from error
+        raise UnreachableError(address, port, *_obstacle(error, seconds)) from error
 
 
-def _unreachable(address: str, port: int, error: OSError, seconds: float) -> UnreachableError:
+def _obstacle(error: OSError, seconds: float) -> tuple[str, str]:
+    """(kind, what it means)."""
     if isinstance(error, socket.gaierror):
-        return UnreachableError(address, port, "name", "this name cannot be resolved here")
+        return "name", "this name cannot be resolved here"
     if isinstance(error, ConnectionRefusedError):
-        return UnreachableError(address, port, "refused", "the machine answers, but nothing listens on this port")
+        return "refused", "the machine answers, but nothing listens on this port"
     if isinstance(error, TimeoutError):
-        return UnreachableError(address, port, "silent", f"no answer in {seconds:.0f} s")
+        return "silent", f"no answer in {seconds:.0f} s"
     if isinstance(error, PermissionError):
-        return UnreachableError(
-            address, port, "local", f"a firewall rule of this machine forbids it ({error.strerror})"
-        )
-    return UnreachableError(address, port, "no_route", f"there is no route to it from here ({error.strerror or error})")
-
-
-def remedy(fault: UnreachableError) -> str:
-    """What to look at and to type for it."""
-    address, port = fault.address, fault.port
-    if fault.kind == "name":
-        return f"give its IP address (`hostname -I` on that machine), or add `{address}` to /etc/hosts"
-    if fault.kind == "refused":
-        return "start the other machine too; or is another address of it meant (`hostname -I` there)?"
-    if fault.kind == "silent":
-        return (
-            f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the packets: "
-            f"on {address}, `sudo ufw allow from {address_towards(address) or 'THIS_MACHINE'}` (or the security group "
-            f"of your cloud: all TCP ports between the machines, {port} among them)"
-        )
-    if fault.kind == "local":
-        return "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule"
-    way = f"`ip route get {shlex.quote(address)}` shows the route"
-    return f"{way}; is the interface up (`ip -br address`), and the address right?"
+        return "local", f"a firewall rule of this machine forbids it ({error.strerror})"
+    if error.errno == errno.EHOSTUNREACH:
+        return "no_route", "no machine answers to this address, or its firewall rejects the call"
+    return "no_route", f"there is no route to it from here ({error.strerror or error})"

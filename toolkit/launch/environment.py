@@ -8,11 +8,13 @@ own and no address for the rendezvous.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -46,6 +48,11 @@ class Place:
     world_size: int
     local_rank: int
     local_world_size: int
+
+
+def requested() -> dict[str, Any]:
+    """What our own launcher was asked to start (see `relaunch.plan`); empty under another one."""
+    return dict(json.loads(os.environ.get(MARKER) or "{}"))
 
 
 def place_of(env: Mapping[str, str]) -> Place:
@@ -160,25 +167,22 @@ def _port_of(job: str) -> int:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    try:
-        return int(env[name])
-    except (KeyError, ValueError) as error:
-        raise UserError(f"the launcher's variable {name} is {env.get(name)!r}, not a number") from error
+    return whole(f"the launcher's variable {name}", env.get(name))
 
 
-def whole(name: str, value: object, path: Path | None = None) -> int:
-    """Raises UserError for what is no whole number."""
+def whole(name: str, value: object, path: Path | None = None, least: int | None = None) -> int:
+    """Raises UserError for what is no whole number, or below `least`."""
+    where = f"{path}: " if path else ""
     try:
-        return int(str(value))
+        number = int(str(value))
     except ValueError as error:
-        where = f"{path}: " if path else ""
         raise UserError(f"{where}{name} must be a whole number, not {value!r}") from error
+    if least is not None and number < least:
+        raise UserError(f"{where}{name} is {number}: give {least} or more")
+    return number
 
 
 def seconds_of(name: str) -> int:
     """The value of one of TIMEOUTS, by the environment. Raises UserError for what is no number of seconds."""
     variable, default = TIMEOUTS[name]
-    seconds = whole(variable, os.environ.get(variable) or default)
-    if seconds < 1:
-        raise UserError(f"{variable} is {seconds}: give a number of seconds, 1 or more")
-    return seconds
+    return whole(f"{variable} (seconds)", os.environ.get(variable) or default, least=1)

@@ -14,14 +14,17 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from toolkit.errors import listing
 from toolkit.launch.channel import Channel, ChannelError, ClosedError, Message
 from toolkit.launch.environment import seconds_of
-from toolkit.launch.restarts import ENDED_FILE, give_up
+from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.restarts import give_up
 
 _HEARTBEAT_SECONDS = 2.0
 # A failure waits this long for news of a process that died before it: what that did to others is not the cause.
@@ -94,12 +97,8 @@ class FailureDetector:
         self._threads = [self._start(self._receive, rank, channel) for rank, channel in self._channels.items()]
         self._start(self._beat)
         atexit.register(self.done)
-        if hasattr(os, "register_at_fork"):  # a copy in a forked process would keep a channel open when this one dies
-            os.register_at_fork(after_in_child=self._forget)
-
-    def _forget(self) -> None:
-        for channel in self._channels.values():
-            channel.forget()
+        for channel in self._channels.values():  # a forked process's copy would keep it open when this one dies
+            os.register_at_fork(after_in_child=channel.forget)
 
     # --- for the main thread
 
@@ -126,14 +125,11 @@ class FailureDetector:
         """A barrier: returns when all are done."""
         if self.me.rank:
             self._send({"done": True})
-            self._all_done.wait(seconds)
-        else:
-            self._all_done.wait(seconds)
-            self.done()
-            deadline = time.monotonic() + _LAST_SECONDS
-            for thread in self._threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        self._all_done.wait(seconds)
         self.done()
+        deadline = time.monotonic() + (0.0 if self.me.rank else _LAST_SECONDS)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def end(self, failure: Failure) -> NoReturn:
         """Leaves at once: what a broken process group would still do can hang."""
@@ -329,10 +325,6 @@ def collectives() -> int:
 
 def what_main_thread_does() -> str:
     """`prepare.py:70 _prepared < cls.py:31 main`, innermost first."""
-    said: list[str] = []
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and len(said) < 6:
-        code = frame.f_code
-        said.append(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}")  # noqa: PTH119
-        frame = frame.f_back
-    return " < ".join(said) or "its end"
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), limit=6, lookup_lines=False) if frame else []
+    return " < ".join(f"{Path(call.filename).name}:{call.lineno} {call.name}" for call in stack) or "its end"

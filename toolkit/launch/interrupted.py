@@ -22,9 +22,14 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 def say_interrupted() -> None:
     """Ctrl-C reaches every process of a terminal: the first rank says so, and the launcher only where none did."""
     os.write(2, b"interrupted\n")  # a handler may not wait for a stream's lock
+    leave_code(INTERRUPTED)
+
+
+def leave_code(code: int) -> None:
+    """For our own launcher, where one started this process."""
     if path := os.environ.get(ENDED_FILE):
         with contextlib.suppress(OSError):
-            Path(path).write_text(str(INTERRUPTED), encoding="ascii")
+            Path(path).write_text(str(code), encoding="ascii")
 
 
 def answer_at_once() -> None:

@@ -49,8 +49,7 @@ def launch(given: Sequence[str]) -> NoReturn:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     if arguments.max_restarts:  # a store that outlives an attempt would tell the next one the addresses of the last
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    if hasattr(signal, "SIGUSR1"):  # a scheduler's warning; it would end this process and leave the others
-        signal.signal(signal.SIGUSR1, _pass_on)
+    signal.signal(signal.SIGUSR1, _pass_on)  # a scheduler's warning; it would end this process and leave the others
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
         os.environ[ENDED_FILE] = str(ended)
@@ -84,7 +83,7 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> int:
         launch_command(arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if nodes := requested_nodes(os.environ):  # torchrun counts those of this machine
+        if nodes := requested_nodes():  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _code_of(failure.exitcode, f"rank {rank}")
     except subprocess.CalledProcessError as error:
@@ -123,8 +122,8 @@ def _code_of(exit_code: int, who: str) -> int:
 def _end_typed_launcher(code: int) -> None:
     """`accelerate launch` ends with a traceback and code 1, whatever its script ended with. Where a signal stopped the
     run, that one ends it too: a scheduler sees which. (Nothing gives it another code or makes it silent.)"""
-    stopped = (signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM))
     with contextlib.suppress(psutil.Error, OSError):
-        if code - 128 in stopped and accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None:
+        stopped = code - 128 in (signal.SIGTERM, signal.SIGUSR1)
+        if stopped and accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
             os.kill(os.getppid(), code - 128)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 
-from toolkit.errors import UserError
-
 
 def listen(port: int, address: str = "") -> socket.socket:
     """Listens on one address of this machine, or on all. Raises OSError where the port is taken."""
@@ -22,13 +20,6 @@ def free_port() -> int:
     """One that the system gives."""
     with listen(0) as probe:
         return int(probe.getsockname()[1])
-
-
-def check_port(port: int, where: str = "") -> int:
-    """Raises UserError for what is no port's number."""
-    if not 0 < port <= 65535:
-        raise UserError(f"{where}{port} is no TCP port: choose one from 1024 to 65535")
-    return port
 
 
 def address_towards(address: str) -> str | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.launch.environment import MARKER, first_host, whole
-from toolkit.launch.network import addresses_of, check_port, is_loopback, is_own, own_addresses
+from toolkit.launch.environment import first_host, requested, whole
+from toolkit.launch.network import addresses_of, is_loopback, is_own, own_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
-# Not torch's 29500: the `accelerate launch` that was typed holds that one while the file behind the script is followed.
-RENDEZVOUS_PORT = 29600
+# Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
+ONE_MACHINES_PORT, RENDEZVOUS_PORT = 29500, 29600
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,17 @@ class Nodes:
     def first(self) -> str:
         return self.addresses[0]
 
+    def address_of(self, rank: int) -> str:
+        """As it was given; empty where it is not known."""
+        return self.addresses[rank] if rank < len(self.addresses) else ""
+
+    def others(self) -> list[str]:
+        """The other machines' addresses, as far as they were given."""
+        return [name for rank, name in enumerate(self.addresses) if rank != self.rank]
+
     def name_of(self, rank: int) -> str:
         """`machine 1 (10.0.0.2)`."""
-        return f"machine {rank} ({self.addresses[rank]})" if rank < len(self.addresses) else f"machine {rank}"
+        return f"machine {rank} ({known})" if (known := self.address_of(rank)) else f"machine {rank}"
 
     def allowed(self) -> set[str]:
         """The addresses that may call, where all machines are named; otherwise none stand here, and any may."""
@@ -45,16 +52,16 @@ class Nodes:
         return {*own_addresses(), *(address for known in found for address in known)} if sure else set()
 
 
-def requested_nodes(env: Mapping[str, str]) -> Nodes | None:
+def requested_nodes() -> Nodes | None:
     """Those that our own launcher was asked for; None under another one."""
-    found = json.loads(env.get(MARKER) or "{}").get("nodes")
+    found = requested().get("nodes")
     return Nodes(**found) if found else None
 
 
 def span_nodes(env: MutableMapping[str, str]) -> None:
     """Our own launcher starts the processes of each node as a world of its own; makes them the part of the whole they
     are. So no launcher waits for another, and a new start of the processes needs no store of the last one's."""
-    nodes = requested_nodes(env)
+    nodes = requested_nodes()
     if nodes is None or nodes.count == 1 or "LOCAL_RANK" not in env:
         return
     each = int(env["LOCAL_WORLD_SIZE"])
@@ -70,15 +77,17 @@ def span_nodes(env: MutableMapping[str, str]) -> None:
 
 
 def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]) -> Nodes:
-    """Settings behind the script, an accelerate config of several machines, the environment -> the nodes.
+    """Settings behind the script, an accelerate config, the environment -> the nodes.
 
     Raises UserError where an address is missing or cannot be meant, or this machine does not know which it is.
     """
     count = whole("num_machines", config.get("num_machines") or 1, path)
+    if count == 1:
+        _refuse_what_is_for_several(given, config, path)
+        return Nodes(1, 0, "", ("127.0.0.1",), _port(given, config, ONE_MACHINES_PORT, path))
     listed = _listed(given.get("machines"), config.get("machines"), count, path)
     first = given.get("main_process_ip") or (listed[0] if listed else _first(config, count, path, env))
-    wanted = given.get("main_process_port") or config.get("main_process_port") or RENDEZVOUS_PORT
-    port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
+    port = _port(given, config, RENDEZVOUS_PORT, path)
     rank, how = _rank(given.get("machine_rank"), config, listed or [first], count, path, env)
     if rank is None or not 0 <= rank < count:
         said = "does not know which it is" if rank is None else f"was given number {rank} ({how})"
@@ -87,6 +96,26 @@ def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path:
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
         )
     return Nodes(count, rank, how, (first, *listed[1:]), port)
+
+
+def _refuse_what_is_for_several(given: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
+    """It would be ignored in silence, and each machine would train for itself."""
+    found = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if given.get(name)]
+    if config.get("machines"):
+        found.append("its list of machines")
+    if found:
+        raise UserError(
+            f"{path} is for one machine (num_machines: 1), so {found[0]} would have no effect: use "
+            "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
+        )
+
+
+def _port(given: Mapping[str, str | None], config: Mapping[str, Any], default: int, path: Path) -> int:
+    wanted = given.get("main_process_port") or config.get("main_process_port") or default
+    port = whole("main_process_port", wanted, path)
+    if not 0 < port <= 65535:
+        raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
+    return port
 
 
 def _listed(given: str | None, in_file: object, count: int, path: Path) -> list[str]:

@@ -23,7 +23,6 @@ from toolkit import versions
 from toolkit.errors import UserError, listing
 from toolkit.launch import failure_detector, network
 from toolkit.launch.channel import (
-    Channel,
     ChannelError,
     ClosedError,
     Listener,
@@ -31,13 +30,12 @@ from toolkit.launch.channel import (
     TokenError,
     UnreachableError,
     connect,
-    remedy,
     token_or,
 )
 from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
 from toolkit.launch.nodes import requested_nodes
-from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join
+from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join, until_reached
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -73,7 +71,8 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
         raise UserError(found.fault)
     peers = [Peer(**said["peer"]) for said in found.hellos.values()]
     failure_detector.start(peers, place.rank, found.channels)
-    _choose_interface(peers, found.channels)
+    if len({peer.node for peer in peers}) > 1:
+        found.choose_interface()
 
 
 def tell_of_early_failure(place: Place, message: str) -> None:
@@ -106,7 +105,7 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not serves:
-        _await_server(address, port, place, deadline, seconds)
+        _await_server(address, port, place, deadline - time.monotonic(), seconds)
     timeout = timedelta(seconds=max(10.0, deadline - time.monotonic()))
     try:
         store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
@@ -124,31 +123,27 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
     return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _await_server(address: str, port: int, place: Place, deadline: float, seconds: float) -> None:
+def _await_server(address: str, port: int, place: Place, left: float, seconds: float) -> None:
     """Until somebody listens there: torch would try for as long, and warn on every failure."""
     mentioned, me = place.local_rank > 0, f"rank {place.rank} on {socket.gethostname()}"
-    trouble: UnreachableError | None = None
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return connect(address, port, min(max(left, 1.0), 5.0)).close()
-        except UnreachableError as error:
-            # the last try has a second, and may say less than those before it
-            trouble = error if trouble is None or error.kind != "silent" else trouble
-            if left > 0:
-                if not mentioned and seconds - left > _MENTION_SECONDS:
-                    print(f"{me}: rank 0 is not there yet: {error}", file=sys.stderr, flush=True)
-                    mentioned = True
-                time.sleep(0.2)
-                continue
-            hint = ""
-            if network.is_own(address) and place.local_world_size < place.world_size:
-                how = nodes.how if (nodes := requested_nodes(os.environ)) else "RANK"
-                hint = f". {address} is an address of this very machine ({how}): is it the first one?"
-            raise UserError(
-                f"{me} found no rank 0 within {seconds:.0f} s: {trouble}. To do: {remedy(trouble)}{hint}. "
-                f"{_doctor(address, network.address_towards(address) or 'ADDRESS_OF_THIS_MACHINE')}"
-            ) from error
+
+    def waiting(trouble: ChannelError, waited: float) -> None:
+        nonlocal mentioned
+        if not mentioned and waited > _MENTION_SECONDS:
+            mentioned = True
+            print(f"{me}: rank 0 is not there yet: {trouble}", file=sys.stderr, flush=True)
+
+    try:
+        until_reached(lambda limit: connect(address, port, limit).close(), left, waiting)
+    except UnreachableError as trouble:
+        hint = ""
+        if network.is_own(address) and place.local_world_size < place.world_size:
+            how = nodes.how if (nodes := requested_nodes()) else "RANK"
+            hint = f". {address} is an address of this very machine ({how}): is it the first one?"
+        raise UserError(
+            f"{me} found no rank 0 within {seconds:.0f} s: {trouble}. To do: {trouble.remedy}{hint}. "
+            f"{_doctor(address, network.address_towards(address) or 'ADDRESS_OF_THIS_MACHINE')}"
+        ) from trouble
 
 
 def _doctor(*addresses: str) -> str:
@@ -162,7 +157,7 @@ def _doctor(*addresses: str) -> str:
 
 def _coordinate(store: Store, place: Place, hello: Message, deadline: float, seconds: float) -> Rendezvous:
     failure, nonce, mentioned = str(hello["failure"]), secrets.token_hex(16), False
-    nodes, one_node = requested_nodes(os.environ), place.local_world_size == place.world_size
+    nodes, one_node = requested_nodes(), place.local_world_size == place.world_size
     server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
     known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size}
 
@@ -208,7 +203,10 @@ def _difference(hellos: Sequence[Message]) -> str:
         )
     if len(hellos) < counts[0]:
         return ""
-    found = list(zip(_hosts(hellos), (hello["versions"] for hello in hellos), strict=True))
+    peers = [hello["peer"] for hello in hellos]
+    unclear = len({peer["host"] for peer in peers}) < len({peer["node"] for peer in peers})  # nodes of one name
+    found = [(f"{peer['host']} ({peer['node']})" if unclear else peer["host"], hello["versions"])
+             for peer, hello in zip(peers, hellos, strict=True)]  # fmt: skip
     if not (differences := versions.differences(found)):
         return ""
     return f"the machines do not run the same: {differences}. {versions.remedy(found)}; nothing was read or trained"
@@ -221,13 +219,6 @@ def _unequal(first_host: str, first: int, who: str, other: int) -> str:
     )
 
 
-def _hosts(hellos: Sequence[Message]) -> list[str]:
-    """A name for each process's node; two nodes of one name get their id."""
-    peers = [hello["peer"] for hello in hellos]
-    alike = len({peer["host"] for peer in peers}) < len({peer["node"] for peer in peers})
-    return [f"{peer['host']} ({peer['node']})" if alike else peer["host"] for peer in peers]
-
-
 def _missing(
     absent: Sequence[int], hellos: Sequence[Message], place: Place, seconds: float, refused: Mapping[str, str]
 ) -> str:
@@ -235,7 +226,7 @@ def _missing(
     for hello in sorted(hellos, key=lambda hello: int(hello["number"])):
         here.setdefault(hello["peer"]["host"], []).append(hello["number"])
     came = "; ".join(f"{_ranks(ranks)} on {host}" for host, ranks in here.items())
-    first, nodes = os.environ["MASTER_ADDR"], requested_nodes(os.environ)
+    first, nodes = os.environ["MASTER_ADDR"], requested_nodes()
     fault = (
         f"{_ranks(absent)} of {place.world_size} did not come within {seconds:.0f} s to {first}:"
         f"{os.environ['MASTER_PORT']} (those that came: {came})"
@@ -261,7 +252,7 @@ def _elsewhere(first: str) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """`rank 1 (machine 1 (10.0.0.2))`; the machines only where our own launcher knows them."""
-    text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes(os.environ)
+    text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes()
     if not nodes or nodes.count == 1:
         return text
     each = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -299,21 +290,7 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
     try:
         return join(address, known["port"], _key(known["nonce"]), hello, left, waiting)
     except ChannelError as error:
-        todo = f". To do: {remedy(error)}" if isinstance(error, UnreachableError) else ""
         raise UserError(
             f"{me} reached {address}, but not its port {known['port']}: {error}; all TCP ports must be open between "
-            f"the machines of a run, not just one{todo}"
+            f"the machines of a run, not just one. To do: {error.remedy}"
         ) from error
-
-
-def _choose_interface(peers: Sequence[Peer], channels: Mapping[int, Channel]) -> None:
-    """gloo and NCCL use the interface by which the nodes reach each other, unless the user names another.
-
-    gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node.
-    """
-    if len({peer.node for peer in peers}) == 1:
-        return
-    own = next((channel.own for channel in channels.values() if not network.is_loopback(channel.own)), "")
-    if interface := network.own_addresses().get(own):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too

@@ -20,15 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from toolkit.errors import UserError, did_you_mean
+from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.init import templates
 from toolkit.launch.environment import MARKER, TIMEOUTS, place_of, whole
-from toolkit.launch.network import check_port
-from toolkit.launch.nodes import Nodes, find_nodes
+from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.plain_yaml import read_yaml
 
-DEFAULT_PORT = 29500
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
          "max_restarts")  # fmt: skip
 OPTIONS = (*_OURS, *TIMEOUTS, "deepspeed_config", "local_rank")
@@ -40,14 +38,9 @@ _INHERITED = re.compile(
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-
 def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """A script's arguments -> (launch options: text or None, the rest in order). Raises UserError."""
-    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=None)
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=None)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}")
     parser.add_argument("--deepspeed", action="store_true")  # a bare flag many DeepSpeed scripts take
@@ -62,7 +55,10 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
     options, rest = split(argv[1:])
-    _hand_down_timeouts(options)
+    for name, (variable, _) in TIMEOUTS.items():
+        if (value := getattr(options, name)) is not None:
+            whole(f"--{name} (seconds)", value, least=1)
+            os.environ[variable] = value
     given = [name for name in _OURS if getattr(options, name) is not None]
     if not given:
         return [argv[0], *rest], options
@@ -82,15 +78,6 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     return None
 
 
-def _hand_down_timeouts(options: argparse.Namespace) -> None:
-    for name, (variable, _) in TIMEOUTS.items():
-        value = getattr(options, name)
-        if value is not None:
-            if whole(name, value) < 1:
-                raise UserError(f"--{name} {value}: give a number of seconds, 1 or more")
-            os.environ[variable] = value
-
-
 def plan(
     options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
 ) -> tuple[list[str], dict[str, Any]]:
@@ -100,19 +87,17 @@ def plan(
     """
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
-    count = whole("num_machines", config.get("num_machines") or 1, path)
-    processes = _processes(options, config, path, count)
-    nodes = find_nodes(vars(options), config, path, env) if count > 1 else _this_node(options, config, path)
+    nodes = find_nodes(vars(options), config, path, env)
+    processes = _processes(options, config, path, nodes.count)
     # its launcher needs no port: each starts the processes of its node, and these find each other
     arguments = ["--config_file", str(path), "--num_processes", str(processes), "--main_process_port", "0"]
-    if count > 1:
+    if nodes.count > 1:
         arguments += ["--main_process_ip", nodes.first, "--machine_rank", str(nodes.rank)]
         if config["distributed_type"] == "DEEPSPEED":
             # DeepSpeed's own default, pdsh, would quietly run one machine's worth without a hostfile
             arguments += ["--deepspeed_multinode_launcher", "standard"]
     if options.max_restarts is not None:
-        if whole("max_restarts", options.max_restarts) < 0:
-            raise UserError(f"--max_restarts {options.max_restarts}: give a number of restarts, 0 or more")
+        whole("--max_restarts", options.max_restarts, least=0)
         arguments += ["--max_restarts", options.max_restarts]
     section = config.get("deepspeed_config") or {}
     if not isinstance(section, dict):
@@ -130,29 +115,16 @@ def plan(
     return [*arguments, module or script[0], *script[1:]], requested
 
 
-def _this_node(options: argparse.Namespace, config: Mapping[str, Any], path: Path) -> Nodes:
-    """Of a run on one machine. What is only for several is not ignored in silence."""
-    given = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if getattr(options, name)]
-    if config.get("machines"):
-        given.append("its list of machines")
-    if given:
-        raise UserError(
-            f"{path} is for one machine (num_machines: 1), so {given[0]} would have no effect: use "
-            "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
-        )
-    wanted = options.main_process_port or config.get("main_process_port") or DEFAULT_PORT
-    port = check_port(whole("main_process_port", wanted, path), f"{path}: main_process_port ")
-    return Nodes(1, 0, "", ("127.0.0.1",), port)
-
-
 def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
     """Over all machines; on several, without a number, as many on each as this one has devices."""
     wanted = options.num_processes or config.get("num_processes")
     if wanted is None:
-        wanted = machines * (1 if config.get("use_cpu") else _devices()) if machines > 1 else 1
-    processes = whole("num_processes", wanted, path)
-    if processes < 1:
-        raise UserError(f"{path}: num_processes is {processes}: at least one is needed")
+        wanted = machines
+        if machines > 1 and not config.get("use_cpu"):
+            import torch
+
+            wanted *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
+    processes = whole("num_processes", wanted, path, least=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -161,13 +133,6 @@ def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Pat
             f"pass --num_processes {machines * max(1, processes // machines)}"
         )
     return processes
-
-
-def _devices() -> int:
-    """The visible devices; 1 on a machine without any, which computes on its CPU."""
-    import torch
-
-    return torch.accelerator.device_count() or 1
 
 
 def read_config(path: Path) -> dict[str, Any]:

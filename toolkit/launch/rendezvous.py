@@ -7,23 +7,27 @@ its verdict goes to all of them: who is there, or the fault for which they canno
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from toolkit.launch import network
 from toolkit.launch.channel import Channel, ChannelError, Listener, Message, UnreachableError, dial
 
 VERDICT_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError)
+"""What messages of another version, or of nobody we know, lead to."""
+Reached = TypeVar("Reached")
 
 
 @dataclass
-class Rendezvous:
+class Rendezvous(contextlib.AbstractContextManager["Rendezvous"]):
     """Those that found each other. `with Rendezvous(...)` closes the channels."""
 
     hellos: dict[int, Message]
@@ -32,9 +36,6 @@ class Rendezvous:
     """The coordinator's to each peer; a peer's, to 0."""
     fault: str = ""
     """Why they cannot start together."""
-
-    def __enter__(self) -> Rendezvous:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for channel in self.channels.values():
@@ -58,6 +59,16 @@ class Rendezvous:
         for number in list(self.channels):
             self._try(number, lambda channel: channel.send({str(n): said for n, said in heard.items()}))
         return dict(sorted(heard.items()))
+
+    def choose_interface(self) -> None:
+        """gloo and NCCL use the interface by which the nodes reach each other, unless the user names another.
+
+        gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node.
+        """
+        own = next((channel.own for channel in self.channels.values() if not network.is_loopback(channel.own)), "")
+        if interface := network.own_addresses().get(own):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
 
     def _try(self, number: int, do: Callable[[Channel], Any]) -> Any:
         try:
@@ -96,7 +107,7 @@ def coordinate(
                 raise ValueError
             said = {**said, "number": int(said["number"]), "address": channel.peer}
             found.fault = compare([*came, said])
-        except _UNREADABLE:  # a stranger
+        except UNREADABLE:  # a stranger
             channel.close()
             continue
         came.append(said)
@@ -129,22 +140,37 @@ def join(
     what was met and the seconds since the start. Raises ChannelError after `seconds`, with what says most.
     """
     hello = {"id": secrets.token_hex(8), **hello}
-    started, trouble = time.monotonic(), None
+
+    def attempt(limit: float) -> Rendezvous:
+        called = listener.accept(0.0) if listener else None
+        by_coordinator = called is not None and called[0].get("number") == 0
+        return _verdict(called[1] if called and by_coordinator else dial(address, port, token, limit), hello, seconds)
+
+    return until_reached(attempt, seconds, waiting)
+
+
+def until_reached(
+    attempt: Callable[[float], Reached], seconds: float, waiting: Callable[[ChannelError, float], object]
+) -> Reached:
+    """What `attempt`, which is given the seconds it may take, returns; it is called again until it does.
+
+    Raises the ChannelError that says most after `seconds`; `waiting` is called with it and the seconds since the start.
+    """
+    started = time.monotonic()
+    trouble: ChannelError | None = None
     while trouble is None or started + seconds > time.monotonic():
         try:
-            left = started + seconds - time.monotonic()
-            return _verdict(dial(address, port, token, max(1.0, min(left, _DIAL_SECONDS))), hello, seconds)
+            return attempt(max(1.0, min(started + seconds - time.monotonic(), _DIAL_SECONDS)))
         except ChannelError as error:
-            # a stranger at the port, or another token, tells more than that nobody is there any more
-            if trouble is None or isinstance(trouble, UnreachableError) or not isinstance(error, UnreachableError):
-                trouble = error
+            trouble = max(error, trouble or error, key=_tells)
         waiting(trouble, time.monotonic() - started)
-        if listener is None:
-            time.sleep(_PAUSE_SECONDS)
-        elif (called := listener.accept(_PAUSE_SECONDS)) is not None and called[0].get("number") == 0:
-            with contextlib.suppress(ChannelError):
-                return _verdict(called[1], hello, seconds)
+        time.sleep(_PAUSE_SECONDS)
     raise trouble
+
+
+def _tells(error: ChannelError) -> int:
+    """A stranger at the port, or another token, tells more than that nobody is there; no answer tells least."""
+    return 2 if not isinstance(error, UnreachableError) else int(error.kind != "silent")
 
 
 def _verdict(channel: Channel, hello: Message, seconds: float) -> Rendezvous:
@@ -156,7 +182,7 @@ def _verdict(channel: Channel, hello: Message, seconds: float) -> Rendezvous:
     except ChannelError:
         channel.close()
         raise
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         channel.close()
         raise ChannelError(f"{channel.peer} sent no verdict: it runs another version of this toolkit") from error
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
-from pathlib import Path
 
-from toolkit.launch.environment import MARKER
-from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.environment import requested
+from toolkit.launch.interrupted import leave_code
 
 
 def attempt() -> int:
@@ -29,13 +27,7 @@ def most_restarts() -> int:
 
 def started() -> str | None:
     """When our own launcher was, before all attempts: `20260701-120000`."""
-    return dict(json.loads(os.environ.get(MARKER) or "{}")).get("started")
-
-
-def end_with_launcher() -> None:
-    """Where our launcher is killed, this process is told to stop (SIGTERM): it would train on with nobody to end it."""
-    if ENDED_FILE in os.environ:
-        stop_with_parent()
+    return requested().get("started")
 
 
 def stop_with_parent() -> None:
@@ -49,8 +41,6 @@ def stop_with_parent() -> None:
 def give_up(code: int) -> None:
     """Lets the launcher end, with this exit code where it is ours, instead of starting again what was stopped or would
     fail again: a setting, a file, another version."""
-    if path := os.environ.get(ENDED_FILE):
-        with contextlib.suppress(OSError):
-            Path(path).write_text(str(code), encoding="ascii")
+    leave_code(code)
     if attempt() < most_restarts() and os.getppid() != 1:
         os.kill(os.getppid(), signal.SIGTERM)

@@ -19,10 +19,7 @@ from toolkit.launch.failure import leave
 # time is the same one.
 SAME_SECONDS = 3.0
 _NEWS_SECONDS = 1.5
-_STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
-)  # Windows has no SIGUSR1
-
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 _kept_by: StopSignals | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
 import logging
 import os
 import shlex
@@ -22,14 +21,15 @@ import psutil
 
 from toolkit.compat import require
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, accelerate_arguments, seconds_of, settle
+from toolkit.launch.environment import Place, accelerate_arguments, requested, seconds_of, settle
 from toolkit.launch.failure_detector import named_machines
+from toolkit.launch.interrupted import ENDED_FILE
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
 from toolkit.launch.precision import AUTO, auto_precision, refuse_different
 from toolkit.launch.rank_rendezvous import find_ranks
-from toolkit.launch.relaunch import MARKER, find_file, read_config
-from toolkit.launch.restarts import end_with_launcher
+from toolkit.launch.relaunch import find_file, read_config
+from toolkit.launch.restarts import stop_with_parent
 from toolkit.versions import differences
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     where nothing says otherwise. `options` go to `Accelerator`. Raises UserError when the world found is not the world
     asked for.
     """
-    end_with_launcher()
+    if ENDED_FILE in os.environ:  # our launcher's: without it this process would train on with nobody to end it
+        stop_with_parent()
     span_nodes(os.environ)
     place = settle(os.environ)
     _check_devices(place)
@@ -130,9 +131,8 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
 
 def requested_processes(place: Place) -> tuple[int, str]:
     """How many processes were requested, and by what."""
-    if marker := os.environ.get(MARKER):
-        requested = json.loads(marker)
-        return int(requested["num_processes"]), str(requested["config_file"])
+    if ours := requested():
+        return int(ours["num_processes"]), str(ours["config_file"])
     # `accelerate launch` can start one process for a file that says many (MULTI_CPU), and says nothing
     config = launch_config() if place.world_size == 1 else None
     if config and "num_processes" in config:
@@ -142,8 +142,8 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
 def launch_config() -> dict[str, Any] | None:
     """What the `accelerate launch` was given that started this process; None where none did."""
-    if marker := os.environ.get(MARKER):
-        return read_config(Path(json.loads(marker)["config_file"]))
+    if ours := requested():
+        return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
             if (found := _launch_of(parent.cmdline())) is not None:
@@ -172,9 +172,9 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
 
 def how_launched() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
-    requested = json.loads(os.environ.get(MARKER, "{}"))
-    words = ["python", *requested["typed"]] if requested else _typed()
-    return {"config_file": requested.get("config_file"), "command": shlex.join(words)}
+    ours = requested()
+    words = ["python", *ours["typed"]] if ours else _typed()
+    return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
 
 
 def _typed() -> list[str]:
