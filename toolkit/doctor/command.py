@@ -80,7 +80,7 @@ def _checks(asked: Job, seen: dict[str, Any]) -> dict[str, Callable[[], list[Fin
 
     def check_devices() -> list[Finding]:
         driver = devices.ask_driver()
-        seen["torch"] = torch_checks.see(_TORCH_SECONDS)
+        seen["torch"] = torch_checks.in_time(_TORCH_SECONDS, torch_checks.see, lambda why: {"broken": why})
         return devices.check(driver, seen["torch"], env, versions.wanted("torch"))
 
     return {
@@ -102,8 +102,7 @@ def run_checks(checks: Mapping[str, Callable[[], list[Finding]]], seconds: float
         def broken(why: str) -> list[Finding]:
             return [Finding(area, area, "note", f"could not be looked at: {why}")]
 
-        found: list[Finding] = torch_checks.in_time(seconds, checks[area], broken)
-        return found
+        return torch_checks.in_time(seconds, checks[area], broken)
 
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for found in pool.map(look, checks) for finding in found]

@@ -16,7 +16,7 @@ from toolkit import config
 from toolkit.errors import Parser, UserError, did_you_mean, plain
 from toolkit.launch import relaunch
 from toolkit.launch.environment import whole
-from toolkit.launch.network import is_loopback, is_own, own_addresses
+from toolkit.launch.network import reachable_addresses
 from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.plain_yaml import read_yaml
 
@@ -153,22 +153,15 @@ def _found(name: object, script: Path | None, folder: str) -> Path | None:
 def _nodes(
     listed: str | None, options: argparse.Namespace, launched: Mapping[str, Any], path: Path, env: Mapping[str, str]
 ) -> Nodes:
-    here = ", ".join(address for address in own_addresses() if not is_loopback(address)) or "none"
-    if listed:
-        names = [name.strip() for name in listed.split(",") if name.strip()]
-        listed, launched = ",".join(names), {**launched, "num_machines": len(names)}
-        numbered = options.machine_rank or env.get("NODE_RANK") or env.get("SLURM_NODEID")
-        if len(names) == 1:
-            raise UserError(f"--peers names {listed} alone: name all machines, this one too (its addresses: {here})")
-        if not numbered and not any(map(is_own, names)):
-            raise UserError(
-                f"none of {', '.join(names)} is an address of this machine ({here}): name this one too, or pass "
-                "--machine_rank where its address is another's to translate"
-            )
-    try:
-        return find_nodes({**vars(options), "machines": listed}, launched, path, env)
-    except UserError as error:
-        raise UserError(f"{error}. This machine's addresses: {here}") from error
+    if not listed:
+        return find_nodes(vars(options), launched, path, env)
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    if len(names) == 1:
+        here = ", ".join(reachable_addresses())
+        raise UserError(f"--peers names {names[0]} alone: name all machines, this one too (its addresses: {here})")
+    return find_nodes(
+        {**vars(options), "machines": ",".join(names)}, {**launched, "num_machines": len(names)}, path, env
+    )
 
 
 def one_spelling(value: str) -> str:

@@ -8,16 +8,17 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS = 10, 3
 _BANDWIDTH_BYTES = 16 << 20
 NO_ANSWER = "no answer in"
+Found = TypeVar("Found")
 
 
-def in_time(seconds: float, work: Callable[[], Any], failed: Callable[[str], Any]) -> Any:
+def in_time(seconds: float, work: Callable[[], Found], failed: Callable[[str], Found]) -> Found:
     """The value of `work`, or of `failed` with the error's text; what does not end goes on unheeded."""
-    found: list[Any] = []
+    found: list[Found] = []
 
     def run() -> None:
         try:
@@ -31,13 +32,8 @@ def in_time(seconds: float, work: Callable[[], Any], failed: Callable[[str], Any
     return found[0] if found else failed(f"{NO_ANSWER} {seconds:.0f} s")
 
 
-def see(seconds: float) -> dict[str, Any]:
-    """What torch sees of this machine; `{"broken": why}` where it cannot be imported, in time or at all."""
-    seen: dict[str, Any] = in_time(seconds, _see, lambda why: {"broken": why})
-    return seen
-
-
-def _see() -> dict[str, Any]:
+def see() -> dict[str, Any]:
+    """What torch sees of this machine."""
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         import torch

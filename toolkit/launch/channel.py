@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import queue
 import shlex
 import socket
@@ -260,11 +259,6 @@ def dial(address: str, port: int, token: str, seconds: float = 5.0) -> Channel:
     channel = Channel(connect(address, port, seconds))
     channel.authenticate(token, seconds, answers=False)
     return channel
-
-
-def token_or(default: str) -> str:
-    """$TOOLKIT_TOKEN, or a word that keeps only accidents out."""
-    return os.environ.get("TOOLKIT_TOKEN") or default
 
 
 def connect(address: str, port: int, seconds: float) -> socket.socket:

@@ -42,6 +42,11 @@ def own_addresses() -> dict[str, str]:
     }
 
 
+def reachable_addresses() -> list[str]:
+    """This machine's addresses but the loopback."""
+    return [address for address in own_addresses() if not is_loopback(address)]
+
+
 def addresses_of(name: str) -> list[str]:
     """What a host's name (or an address) stands for here; empty where nobody knows it."""
     try:

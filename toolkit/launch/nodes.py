@@ -9,7 +9,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.launch.environment import first_host, requested, whole
-from toolkit.launch.network import addresses_of, is_loopback, is_own, own_addresses
+from toolkit.launch.network import addresses_of, is_loopback, is_own, own_addresses, reachable_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 # Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
@@ -90,7 +90,7 @@ def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path:
     port = _port(given, config, RENDEZVOUS_PORT, path)
     rank, how = _rank(given.get("machine_rank"), config, listed or [first], count, path, env)
     if rank is None or not 0 <= rank < count:
-        said = "does not know which it is" if rank is None else f"was given number {rank} ({how})"
+        said = f"does not know which it is{how}" if rank is None else f"was given number {rank} ({how})"
         raise UserError(
             f"{path} is for {count} machines, and this one {said}: pass --machine_rank 0 on the first and up to "
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
@@ -187,4 +187,4 @@ def _rank(
                 "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
             )
         return 1, f"{listed[0]} is not an address of this machine"
-    return None, ""
+    return None, f": none of {', '.join(listed)} is an address of this machine ({', '.join(reachable_addresses())})"

@@ -30,7 +30,6 @@ from toolkit.launch.channel import (
     TokenError,
     UnreachableError,
     connect,
-    token_or,
 )
 from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
@@ -186,7 +185,7 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
 
 def _key(nonce: str) -> str:
     """Whoever reaches torch's store can read the nonce; not so a $TOOLKIT_TOKEN."""
-    return f"{token_or('')} {nonce}"
+    return f"{os.environ.get('TOOLKIT_TOKEN', '')} {nonce}"
 
 
 def _difference(hellos: Sequence[Message]) -> str:
@@ -243,9 +242,9 @@ def _missing(
 
 
 def _elsewhere(first: str) -> str:
-    own = ", ".join(address for address in network.own_addresses() if not network.is_loopback(address))
     return (
-        f"{first}, which the others call, is not an address of this machine ({own}): pass --machine_rank here if it is "
+        f"{first}, which the others call, is not an address of this machine "
+        f"({', '.join(network.reachable_addresses())}): pass --machine_rank here if it is "
         "another one, or --main_process_ip with an address of the first machine"
     )
 
