@@ -184,7 +184,8 @@ def test_where_the_first_machines_address_is_from(
 @pytest.mark.parametrize("address", ["127.0.0.2", "localhost"])
 def test_a_loopback_address_is_refused_but_where_it_is_said_which_machine_this_is(find: Find, address: str) -> None:
     """For machines that are processes of one, to practise; whoever means others hears that it calls itself."""
-    for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {})):
+    for given, config in (({}, {"main_process_ip": address}), ({"machines": f"{address},{SECOND}"}, {}),
+                          ({"machines": f"{FIRST},{address}"}, {})):  # fmt: skip
         said = refused(find, given, **config)
         assert f"{address} means each machine itself" in said
         assert "hostname -I" in said

@@ -54,7 +54,7 @@ def _examine(asked: Job) -> int:
     findings, cluster = run_checks(_checks(asked, seen)), Cluster()
     if not asked.own.json:
         say(f"{own_host()}\n\n{report(findings)}\n")
-    if asked.nodes.count > 1 and not any(map(network.is_this_machine, asked.nodes.others())):
+    if asked.nodes.count > 1:
         cluster, together = _look_around(asked, _describe(asked, seen, findings))
         if not asked.own.json:
             say(f"the machines together\n\n{report(together)}\n")

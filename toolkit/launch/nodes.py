@@ -146,15 +146,16 @@ def _first(config: Mapping[str, Any], count: int, path: Path, env: Mapping[str, 
     )
 
 
-def _refuse_loopback(address: str) -> None:
-    """Every machine would take itself for the first. (By Debian's /etc/hosts a machine's own name means 127.0.1.1
-    there, and only there.)"""
-    known = addresses_of(address)
-    if known and all(is_loopback(found) and found != "127.0.1.1" for found in known):
-        raise UserError(
-            f"the first machine's address {address} means each machine itself ({known[0]}): give the one by which "
-            "the others reach it (`hostname -I` there shows it)"
-        )
+def _refuse_loopback(listed: Sequence[str]) -> None:
+    """Every machine would take itself for the one that is meant. (By Debian's /etc/hosts a machine's own name means
+    127.0.1.1 there, and only there.)"""
+    for name in listed:
+        known = addresses_of(name)
+        if known and all(is_loopback(found) and found != "127.0.1.1" for found in known):
+            raise UserError(
+                f"the address {name} means each machine itself ({known[0]}): give the one by which the other machines "
+                "reach it (`hostname -I` there shows it)"
+            )
 
 
 def _rank(
@@ -172,7 +173,7 @@ def _rank(
     for name, value in {"--machine_rank": given, **{name: env.get(name) for name in names}}.items():
         if value is not None:
             return whole(name.lstrip("-"), value), name
-    _refuse_loopback(listed[0])
+    _refuse_loopback(listed)
     mine = [number for number, name in enumerate(listed) if is_own(name)]
     if len(mine) == 1:
         return mine[0], f"{listed[mine[0]]} is an address of this machine"
