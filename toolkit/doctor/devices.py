@@ -58,7 +58,8 @@ def ask_driver() -> Driver:
 def _nvidia_smi(query: str) -> list[list[str]]:
     """Its table. Raises OSError and SubprocessError."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=_SECONDS, check=True, **how)
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
 
 
