@@ -19,6 +19,7 @@ from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
 from toolkit.hub import reach
+from toolkit.pooled import know
 from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
@@ -29,16 +30,18 @@ def load_config(settings: PretrainedSettings) -> Any:
     """The model's config. Raises UserError for one that cannot be read, or asks for far more than its weights hold."""
     name = str(settings.model_name_or_path)
     with explained(name):
-        _refuse_oversized(name)
+        given = PreTrainedConfig.get_config_dict(model_path(name))[0]
+        _refuse_oversized(name, given)
+        know(given.get("model_type"))
         return AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
 
 
-def _refuse_oversized(name: str) -> None:
+def _refuse_oversized(name: str, config: dict[str, Any]) -> None:
     """Memory is taken for what config.json says (a list of layers in the config itself, random weights in the model)
     before anybody compares it with the weights."""
     folder = Path(model_path(name))
     held = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
-    wanted = _parameters(PreTrainedConfig.get_config_dict(str(folder))[0]) if held else 0
+    wanted = _parameters(config) if held else 0
     # 8: of quantized weights, and of layers that share theirs
     if wanted > max(_FEW_PARAMETERS, 8 * held):
         raise UserError(

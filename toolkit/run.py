@@ -337,8 +337,10 @@ class Run:
         path, folder = self.folder.path, shlex.quote(str(self.folder.path))
         loads, config = "the weights, and what the model's own class saved", self.folder.model / "config.json"
         if named := config.is_file():  # a class of transformers
-            architecture = json.loads(config.read_text(encoding="utf-8"))["architectures"][0]
-            loads = f"loads with {architecture}.from_pretrained"
+            told = json.loads(config.read_text(encoding="utf-8"))
+            loads = f"loads with {told['architectures'][0]}.from_pretrained"
+            if "auto_map" in told:  # toolkit.pooled
+                loads = "loads with AutoModelForSequenceClassification.from_pretrained(..., trust_remote_code=True)"
         explains = (
             f" (`toolkit report {folder} --explain 5`: which words led to them)"
             if isinstance(self.settings, TaskSettings)

@@ -21,6 +21,7 @@ from toolkit.models.exported import ExportedClassifier, exported_to
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
+from toolkit.pooled import FAMILIES, pooled_config
 from toolkit.pretrained import (
     encoder_config,
     explained,
@@ -52,11 +53,11 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
+    config = choose_pooling(config, settings)
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
     read_as_decoder(config, name)
-    choose_pooling(config, settings.pooling, name)
     set_dropout(config, settings.dropout)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
@@ -102,17 +103,28 @@ def read_as_decoder(config: Any, name: str) -> None:
     config.use_cache = False
 
 
-def choose_pooling(config: Any, pooling: str | None, name: str) -> None:
-    """Raises UserError for a model whose own class reads what it reads: no other program would read another."""
+def choose_pooling(config: Any, settings: ModelSettings) -> Any:
+    """The config with `--pooling`. ModernBERT and EuroBERT have `cls` and `mean` themselves; what transformers has
+    not is the work of `toolkit.pooled`. Raises UserError for a model that neither knows."""
+    pooling, kind = settings.pooling, config.model_type
     if pooling is None:
-        return
-    if not hasattr(config, "classifier_pooling"):
+        return config
+    if settings.lora_r:
         raise UserError(
-            f"--pooling {pooling}: the head of {name} ({config.model_type}) has no choice, and a model saved with "
-            "another would be read wrongly by transformers: leave it out, or write a model class of your own, as "
-            "docs/your-own-recipe.md does (MeanPooled)"
+            f"--pooling {pooling} with --lora_r: an adapter does not say what the head reads, and whoever puts it on "
+            "the base model would read it wrongly: leave one of them out"
         )
-    config.classifier_pooling = "bos" if (pooling, config.model_type) == ("cls", "eurobert") else pooling
+    if kind not in FAMILIES:
+        raise UserError(
+            f"--pooling {pooling}: what the head of {settings.model_name_or_path} ({kind}) reads cannot be chosen; it "
+            f"can for {listing(FAMILIES, 99)}. A model class of your own does it: docs/your-own-recipe.md (MeanPooled)"
+        )
+    if hasattr(config, "classifier_pooling"):
+        own = "mean" if pooling == "mean" else "bos" if kind == "eurobert" else "cls"
+        config = pooled_config(config, "cls")
+        config.classifier_pooling = own
+        return pooled_config(config, pooling) if pooling == "max" else config
+    return pooled_config(config, pooling)
 
 
 @functools.cache
@@ -178,11 +190,12 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
     """A fine-tuned classifier as it was saved, or as it was exported. Raises UserError for one whose head was never
     trained."""
     name = str(settings.model_name_or_path)
+    config = load_config(settings)
     if exported_to(Path(name)):
-        return ExportedClassifier(Path(name), load_config(settings))
+        return ExportedClassifier(Path(name), config)
     with explained(name), whole_weights(), quiet_transformers():
         model, loading = AutoModelForSequenceClassification.from_pretrained(
-            model_path(name), trust_remote_code=False, output_loading_info=True, dtype=torch.float32
+            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, dtype=torch.float32
         )
     if loading["missing_keys"]:
         raise UserError(
