@@ -53,6 +53,8 @@ KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[An
             "ema_decay": ["--ema_decay", 0.9],
             "r_drop_alpha": ["--r_drop_alpha", 1],
             "fgm_epsilon": ["--fgm_epsilon", 0.5],
+            "pooling-mean": ["--pooling", "mean"],
+            "pooling-max": ["--pooling", "max"],
         },
     ),
 }

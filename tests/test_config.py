@@ -101,8 +101,10 @@ def test_unknown_names_of_file_and_command_line_come_with_the_nearest(yaml_file:
 
 
 def test_a_setting_of_another_recipe_is_unknown() -> None:
-    with pytest.raises(UserError, match="unknown setting --lora_r"):
-        parse(TitleSettings, ["--lora_r", "8"])
+    for name in ("lora_r", "teacher"):
+        said = f"unknown setting --{name} here: it is one of recipes/cls.py and recipes/bigbird.py; --help_all"
+        with pytest.raises(UserError, match=said):
+            parse(TitleSettings, [f"--{name}", "8"])
 
 
 @pytest.mark.parametrize(

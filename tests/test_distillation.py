@@ -25,9 +25,10 @@ from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.evaluation.teacher import with_teacher
-from toolkit.models.classifier import load_classifier
+from toolkit.models.classifier import load_classifier, load_saved_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.loss import distillation_losses
+from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import load_config
 
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
@@ -116,6 +117,36 @@ def test_equal_losses_under_every_launch(way: str, runs_of: Callable[[str], Path
         expected = losses_of(runs_of("single") / run)
         assert losses_of(runs_of(way) / run) == pytest.approx(expected, rel=1e-5)
         assert max(expected) - min(expected) > 0.01
+
+
+def test_pairs_in_folds_of_the_long_recipe(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """Each fold learns from what the teacher says of its own rows: the first loss, of all of them, by hand."""
+    rows = pd.read_csv(reviews)[:40].assign(other=pd.read_csv(reviews)["text"][60:100].to_list())
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    common = ["recipes.bigbird", "--model_name_or_path", tiny_model, "--train_file", tmp_path / "rows.csv",
+              "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2, "--dropout", 0,
+              "--mixed_precision", "no", "--report_to", "none", "--seed", 3, "--per_device_batch_size", 8]  # fmt: skip
+    teaches = [*common, "--output_dir", tmp_path / "teacher", "--learning_rate", "1e-2"]
+    learns = [*common, "--output_dir", tmp_path / "folds", "--folds", 2, "--teacher", tmp_path / "teacher" / "model",
+              "--distillation_alpha", 1, "--global_batch_size", 40, "--num_hidden_layers", 1]  # fmt: skip
+    run_jobs(tmp_path, [], [teaches, learns, learns])
+    named = [
+        ModelSettings(model_name_or_path=str(tmp_path / "teacher/model")),
+        long_model(ModelSettings(model_name_or_path=str(tiny_model), num_hidden_layers=1, dropout=0), 200),
+    ]
+    teacher = load_saved_classifier(named[0]).eval()
+    student = load_classifier(named[1], Labels("single_label_classification", ("neg", "pos"), ("label",)), 3).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    for fold in (1, 2):
+        held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
+        assert len(held) == 20
+        own = rows.drop(index=list(held))
+        texts = tokenizer(list(own["text"]), list(own["other"]), truncation="longest_first", max_length=200,
+                          padding=True, return_tensors="pt")  # fmt: skip
+        with torch.no_grad():
+            losses = distillation_losses(student(**texts).logits, teacher(**texts).logits, student.config.problem_type,
+                                         2.0)  # fmt: skip
+        assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(float(losses.mean()), rel=1e-4)
 
 
 def test_teachers_that_cannot_teach(

@@ -29,7 +29,7 @@ from toolkit.report import explain
 from toolkit.report.explain import Explanation, Word
 from toolkit.report.html import Sample, write_report, write_report_of_folder
 
-TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good", "服务很好，房间不好。A fine hotel"]
+TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
 
 
 def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
@@ -157,6 +157,7 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
                         "regression": ("a greater price", "a smaller one")}[kind]  # fmt: skip
     assert f"towards{towards}+,towards{against}−".replace(" ", "") in cells[0].replace(" ", "")
     assert "".join(cells[1].split()).startswith("".join(NASTY.split()))
+    assert "服务很好" in "".join(cells[1].split())
     assert "<script" not in page.source
     assert [tag for tag, own in page.tags if tag == "i" and own.get("title")]
 

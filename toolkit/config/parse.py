@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from toolkit.config.command_line import SWITCHES, command_line, joined
+from toolkit.config.sections import TASKS
 from toolkit.errors import Faults, UserError, did_you_mean
 from toolkit.plain_yaml import read_yaml
 
@@ -272,7 +273,11 @@ def _hint(name: str, known: Collection[str]) -> str:
     """The setting that is meant, where it can be told."""
     name = name.replace("-", "_")
     elsewhere = _ELSEWHERE.get(name)
-    return f" (did you mean {elsewhere}?)" if elsewhere in known else did_you_mean(name, known)
+    if elsewhere in known:
+        return f" (did you mean {elsewhere}?)"
+    recipes = [f"recipes/{task}.py" for task, own in TASKS.items()
+               if any(name in fields_of(section) for section in sections_of(own).values())]  # fmt: skip
+    return f" here: it is one of {' and '.join(recipes)}" if recipes else did_you_mean(name, known)
 
 
 def _explain(fault: Any) -> str:
