@@ -122,6 +122,9 @@ def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path)
     """By predict, convert and export; what `toolkit` says of transformers is tests/models/test_classifier.py's."""
     run, rows = runs_of("single") / "pooling again", runs_of("single").parent / "rows.csv"
     assert losses_of(run) != pytest.approx(losses_of(run.with_name("ema")), rel=1e-3)
+    assert (
+        json.loads((run / "config.json").read_text())["identity"]["pooling"] == "mean"
+    )  # what a resumed run must have
     known = {line["id"]: line["probabilities"] for line in lines_of(run / "predictions.jsonl")}
     convert(ConvertSettings(run / "checkpoints" / "last", tmp_path / "converted"))
     assert (tmp_path / "converted" / "pooled.py").is_file()

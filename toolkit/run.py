@@ -403,12 +403,12 @@ def _identity(
     def content(name: str) -> str:
         return _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
 
-    layers, distillation = getattr(model, "num_hidden_layers", None), getattr(settings, "distillation", None)
+    distillation = getattr(settings, "distillation", None)
     return {
         "recipe": recipe,
         "model": content(str(model.model_name_or_path)),
         **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
-        **({"num_hidden_layers": layers} if layers else {}),
+        **{name: given for name in ("num_hidden_layers", "pooling") if (given := getattr(model, name, None))},
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,

@@ -93,9 +93,10 @@ def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
 
 def _refuse_other_tokens(config: Any, own: Any, data: Prepared, tokenizer: Any, named: ModelSettings) -> None:
     name = named.model_name_or_path
-    if fingerprint(own) != fingerprint(tokenizer) or (data.text_pair and not tells_pairs_apart(config)):
+    types = "token_type_ids" in own.model_input_names and tells_pairs_apart(config)
+    if fingerprint(own) != fingerprint(tokenizer) or (data.text_pair and types != (data.train.token_types is not None)):
         raise UserError(
-            f"--teacher {name} cuts texts into other tokens than --model_name_or_path: take a student with the "
+            f"--teacher {name} cuts texts into other tokens (or token types) than the student: take a student with the "
             "teacher's tokenizer (the model the teacher began as, with --num_hidden_layers 3, say)"
         )
     try:
