@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, Server, lines_of, losses_of
+from tests.runs import WAYS, Server, lines_of, losses_of, recipe
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
@@ -132,12 +132,12 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
     teacher.save_pretrained(tmp_path / "teacher")
     tokenizer = AutoTokenizer.from_pretrained(sharp_model)
     tokenizer.save_pretrained(tmp_path / "teacher")
-    run_jobs(tmp_path, [], [["recipes.bigbird", "--model_name_or_path", sharp_model, "--num_hidden_layers", 1,
-                             "--train_file", tmp_path / "rows.csv", "--text_column", "text", "--text_pair", "other",
-                             "--max_length", 200, "--max_steps", 2, "--dropout", 0, "--mixed_precision", "no", "--seed",
-                             3, "--report_to", "none", "--per_device_batch_size", 8, "--global_batch_size", 40,
-                             "--folds", 2, "--teacher", tmp_path / "teacher", "--distillation_alpha", 1,
-                             "--output_dir", tmp_path / "folds"]])  # fmt: skip
+    done = recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
+                  "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2, "--dropout", 0,
+                  "--mixed_precision", "no", "--seed", 3, "--report_to", "none", "--per_device_batch_size", 8,
+                  "--global_batch_size", 40, "--folds", 2, "--teacher", tmp_path / "teacher", "--distillation_alpha", 1,
+                  "--output_dir", tmp_path / "folds", script="recipes/bigbird.py")  # fmt: skip
+    assert done.code == 0, done.err[-2000:]
     for fold in (1, 2):
         held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
         assert len(held) == 20
