@@ -135,8 +135,9 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
     done = recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
                   "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2,
                   "--dropout", 0, "--mixed_precision", "no", "--seed", 3, "--report_to", "none",
-                  "--per_device_batch_size", 8, "--global_batch_size", 40, "--folds", 2, "--teacher", tmp_path / "teacher",
-                  "--distillation_alpha", 1, "--output_dir", tmp_path / "folds", script="recipes/bigbird.py")  # fmt: skip
+                  "--per_device_batch_size", 8, "--global_batch_size", 40, "--folds", 2, "--teacher",
+                  tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
+                  script="recipes/bigbird.py")  # fmt: skip
     assert done.code == 0, done.err[-2000:]
     for fold in (1, 2):
         held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
