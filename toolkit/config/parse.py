@@ -277,7 +277,9 @@ def _hint(name: str, known: Collection[str]) -> str:
         return f" (did you mean {elsewhere}?)"
     recipes = [f"recipes/{task}.py" for task, own in TASKS.items()
                if any(name in fields_of(section) for section in sections_of(own).values())]  # fmt: skip
-    return f" here: it is one of {' and '.join(recipes)}" if recipes else did_you_mean(name, known)
+    return (
+        f" here: it is one of {' and '.join(recipes)}" if recipes and name not in known else did_you_mean(name, known)
+    )
 
 
 def _explain(fault: Any) -> str:
