@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, Server, lines_of, losses_of
+from tests.runs import WAYS, Server, lines_of, losses_of, recipe
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
@@ -28,6 +28,7 @@ from toolkit.evaluation.teacher import with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.loss import distillation_losses
+from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import load_config
 
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
@@ -116,6 +117,39 @@ def test_equal_losses_under_every_launch(way: str, runs_of: Callable[[str], Path
         expected = losses_of(runs_of("single") / run)
         assert losses_of(runs_of(way) / run) == pytest.approx(expected, rel=1e-5)
         assert max(expected) - min(expected) > 0.01
+
+
+def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """Each fold learns from what the teacher says of its own rows: the first loss, of all of them, by hand."""
+    table = pd.read_csv(reviews)
+    rows = table[:40].assign(other=table["text"][60:100].to_list())
+    rows.to_csv(tmp_path / "rows.csv", index=False)
+    labels = Labels("single_label_classification", ("neg", "pos"), ("label",))
+    teacher, student = (load_classifier(long_model(ModelSettings(model_name_or_path=str(sharp_model), dropout=0,
+                                                                 num_hidden_layers=layers), 200), labels, 3).eval()
+                        for layers in (2, 1))  # fmt: skip
+    teacher.classifier.out_proj.weight.data *= 100
+    teacher.save_pretrained(tmp_path / "teacher")
+    tokenizer = AutoTokenizer.from_pretrained(sharp_model)
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    done = recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
+                  "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2,
+                  "--dropout", 0, "--mixed_precision", "no", "--seed", 3, "--report_to", "none",
+                  "--per_device_batch_size", 8, "--global_batch_size", 40, "--folds", 2, "--teacher",
+                  tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
+                  script="recipes/bigbird.py")  # fmt: skip
+    assert done.code == 0, done.err[-2000:]
+    for fold in (1, 2):
+        held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
+        assert len(held) == 20
+        own = rows.drop(index=list(held))
+        texts = tokenizer(list(own["text"]), list(own["other"]), truncation="longest_first", max_length=200,
+                          padding=True, return_token_type_ids=False, return_tensors="pt")  # fmt: skip
+        with torch.no_grad():
+            outputs = student(**texts).logits, teacher(**texts).logits
+        expected = float(distillation_losses(*outputs, labels.problem_type, 2.0).mean())
+        assert expected > 0.01
+        assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_teachers_that_cannot_teach(
