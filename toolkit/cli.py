@@ -222,6 +222,8 @@ def _estimate(arguments: list[str]) -> None:
 def _report(options: argparse.Namespace) -> None:
     from toolkit.report.html import write_report_of_folder
 
+    if options.explain < 0:
+        raise UserError(f"--explain {options.explain}: give the number of rows, 5 say")
     print(write_report_of_folder(options.run, options.explain))
 
 

@@ -20,7 +20,7 @@ from transformers import (
 from tests.architectures import make_architecture
 from tests.report.made import make_run
 from tests.report.test_html import NASTY, Page
-from toolkit.cli import build_parser
+from toolkit.cli import _report, build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.models.attribution import attribute
@@ -182,3 +182,5 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
         write_report_of_folder(tmp_path / "run", 5)  # whose cache is gone
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     assert last.split == "validation"
+    with pytest.raises(UserError, match="--explain -1: give the number of rows"):
+        _report(build_parser().parse_args(["report", "x", "--explain", "-1"]))
