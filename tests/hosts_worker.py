@@ -7,8 +7,21 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from typing import Any
 
 from toolkit import launch
+from toolkit.launch import rank_rendezvous
+
+if seconds := os.environ.get("CLAIMS_LATE"):  # the store is up, and another rank 0 may be the first to use it
+    opened = rank_rendezvous._open_store
+
+    def open_slowly(*given: Any) -> Any:
+        store = opened(*given)
+        time.sleep(float(seconds))
+        return store
+
+    rank_rendezvous._open_store = open_slowly
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def assert_run(finished: Finished, folder: Path, reference: Path, processes: int
 @pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words, processes, kind = {**COMMANDS, **MORE}[name]
-    finished = start([*words, *settings, "--output_dir", tmp_path / "run"], fresh=words[0] in ("torchrun", "deepspeed"))
+    finished = start([*words, *settings, "--output_dir", tmp_path / "run"], fresh=True)
     assert_run(finished, tmp_path / "run", reference, processes, kind)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     if "deepspeed" in name:
@@ -131,7 +131,7 @@ def test_the_file_after_the_script_and_a_port_that_another_job_holds(
     """Two jobs on one machine: the second finds a port of its own."""
     with socket.create_server(("", 0)) as taken:
         way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", str(taken.getsockname()[1])]
-        finished = start([*AFTER, *settings, "--output_dir", tmp_path / "run", *way])
+        finished = start([*AFTER, *settings, "--output_dir", tmp_path / "run", *way], fresh=True)
     assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
 
 
@@ -151,7 +151,7 @@ def test_a_launcher_that_starts_too_few_is_caught(after: bool, settings: list[st
     config.write_text(MULTI_CPU)
     way = ["--config_file", config]
     words = ["accelerate", "launch", *([] if after else way), "recipes/cls.py", *(way if after else [])]
-    done = start([*words, *settings, "--output_dir", output])
+    done = start([*words, *settings, "--output_dir", output], fresh=True)
     if after:
         assert done.code == 0, done.err[-3000:]
         assert json.loads((output / "config.json").read_text())["world"]["num_processes"] == 2
@@ -194,6 +194,6 @@ def test_a_run_that_a_signal_stopped_ends_the_launcher_that_was_typed_by_it(tmp_
     script = tmp_path / "stopped.py"
     script.write_text("from toolkit import launch\nlaunch.start(__name__)\nlaunch.run(lambda: launch.stopped_by(15))\n")
     way = ["--config_file", "accelerate_configs/single.yaml"]
-    done = start(["accelerate", "launch", script, *way], env={"PYTHONPATH": str(ROOT)})
+    done = start(["accelerate", "launch", script, *way], env={"PYTHONPATH": str(ROOT)}, fresh=True)
     assert done.code == -signal.SIGTERM
     assert "Traceback" not in done.err

@@ -158,7 +158,8 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
     failure, nonce, mentioned = str(hello["failure"]), secrets.token_hex(16), False
     nodes, one_node = requested_nodes(), place.local_world_size == place.world_size
     server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
-    known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size}
+    known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size,
+             "address": network.address_towards(os.environ["MASTER_ADDR"])}  # fmt: skip
 
     def compare(hellos: Sequence[Message]) -> str:
         if failure:  # for all to hear
@@ -272,6 +273,10 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
             f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
+    if place.rank == 0 and network.is_own(
+        address
+    ):  # another rank 0 reached the store here before this one had claimed it
+        address = known["address"] or address
 
     def waiting(trouble: ChannelError, waited: float) -> None:
         if isinstance(trouble, TokenError):
