@@ -146,7 +146,7 @@ def test_a_few(runs_of: Runs, rows: Path, tmp_path: Path) -> None:
 def test_one_process(name: str, runs_of: Runs, rows: Path, tmp_path: Path) -> None:
     folder = runs_of("single", EVERY) / name
     losses = losses_of(folder / PLAIN)
-    assert max(losses) - min(losses) > 0.005  # a run whose losses stand still would agree with anything
+    assert max(losses) - min(losses) > 0.001  # a run whose losses stand still would agree with anything
     assert_converts(folder / PLAIN, tmp_path / "out")
     assert_predicts(folder / PLAIN, rows, tmp_path / "rows.jsonl")
     assert_same(folder / RESUMED, folder / PLAIN)
