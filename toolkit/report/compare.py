@@ -16,7 +16,7 @@ from toolkit.errors import UserError
 from toolkit.files import replace_file, writing
 from toolkit.report import curves
 from toolkit.report.bootstrap import Scores, chance, interval, mcnemar, resampled, scores_of
-from toolkit.report.files import by_step, dumps, read_lines
+from toolkit.report.files import by_step, dumps
 from toolkit.report.record import Record, number, plain, render, run_config
 
 _NAMES = {"output_dir", "overwrite_output_dir", "resume", "run_name", "project", "report_to", "logging_steps",
@@ -42,17 +42,8 @@ class Compared:
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
         """Of predictions.jsonl, where that is of the last evaluation."""
-        lines = list(read_lines(self.folder / "predictions.jsonl"))
-        if len(lines) != self.record.last.numbers.get("num_samples"):
-            return []
-        held_back = [line for line in lines if line.get("prediction", "") is None]  # --abstain_below
-        thresholds = self.record.last.numbers.get("decisions", {}).get("thresholds", {})
-        names = self.record.data["labels"]
-        chances = np.array([thresholds.get(name, 0.5) for name in names or ()])
-        for line in held_back:  # accuracy and F1 in eval.jsonl are of all rows, too
-            found = np.clip(line["probabilities"], 1e-12, 1)
-            line["prediction"] = names[int((np.log(found) - np.log(chances / (1 - chances))).argmax())]
-        return lines
+        lines = list(self.record.predictions(self.folder))
+        return lines if len(lines) == self.record.last.numbers.get("num_samples") else []
 
     @cached_property
     def scores(self) -> Scores | None:

@@ -24,7 +24,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.label_errors import worst_slices
 from toolkit.report import curves
-from toolkit.report.files import read_lines, write_whole
+from toolkit.report.files import write_whole
 from toolkit.report.folds import write_folds
 from toolkit.report.record import Record, last_evaluation, plain, render, run_config
 
@@ -97,7 +97,7 @@ def write_report(
         "slices": [],
         "examples": {},
         "explanations": {},
-        **samples(folder / "predictions.jsonl", record.data, texts, groups or {}),
+        **samples(record, folder, texts, groups or {}),
     }
     if explained_rows and texts and context.get("worst"):
         from toolkit.report.explain import explain  # torch and the model
@@ -180,22 +180,22 @@ def _shortened(text: str) -> str:
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS].rstrip()}…"
 
 
-def _check_number(path: Path, count: int, texts: Sequence[str]) -> None:
+def _check_number(folder: Path, count: int, texts: Sequence[str]) -> None:
     if texts and len(texts) != count:
-        raise ValueError(f"{path} has {count} lines, and there are {len(texts)} texts")
+        raise ValueError(f"{folder}/predictions.jsonl has {count} lines, and there are {len(texts)} texts")
 
 
 # Samples
 
 
 def _samples_shown(
-    path: Path, data: dict[str, Any], texts: Sequence[str], groups: Mapping[str, Sequence[str]]
+    record: Record, folder: Path, texts: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
     """What the page says of each sample of a run with labels."""
-    labels = Labels(data["problem_type"], tuple(data["labels"]), ())
+    labels = Labels(record.data["problem_type"], tuple(record.data["labels"]), ())
     regression = labels.problem_type == "regression"
-    samples = [_judged(place, line, labels) for place, line in enumerate(read_lines(path))]
-    _check_number(path, len(samples), texts)
+    samples = [_judged(place, line, labels) for place, line in enumerate(record.predictions(folder))]
+    _check_number(folder, len(samples), texts)
     wrong = [sample for sample in samples if sample.wrong]
     # a NaN has no order, and is as wrong as can be
     worst = heapq.nlargest(MOST_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
@@ -217,7 +217,7 @@ def _scatter(samples: Sequence[Sample]) -> curves.Chart | None:
 
 def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     label, prediction = line["label"], line["prediction"]
-    sample = Sample(place, line["id"] + 1, label, prediction, prediction is not None and label != prediction)
+    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not line.get("held_back"))
     if labels.problem_type == "regression":
         sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
@@ -237,7 +237,6 @@ def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
 
 def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
     """The matrix where it can be read, and the pairs that are confused most where it is large."""
-    samples = [sample for sample in samples if sample.prediction is not None]  # None: no answer
     counts = collections.Counter((sample.label, sample.prediction) for sample in samples)
     totals = collections.Counter(sample.label for sample in samples)
     whole = labels.size <= MOST_MATRIX_CLASSES
@@ -255,13 +254,13 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
 # Titles
 
 
-def _titles_shown(path: Path, data: dict[str, Any], texts: Sequence[str], _: Any) -> dict[str, Any]:
+def _titles_shown(record: Record, folder: Path, texts: Sequence[str], _: Any) -> dict[str, Any]:
     """What the page says of each sample of a run that writes titles; letter case and spaces do not count."""
     titles = [
         Title(place, line["id"] + 1, line["title"].strip(), line["reference"], line["scores"]["rougeL"])
-        for place, line in enumerate(read_lines(path))
+        for place, line in enumerate(record.predictions(folder))
     ]
-    _check_number(path, len(titles), texts)
+    _check_number(folder, len(titles), texts)
 
     def example(title: Title) -> tuple[Title, str, str, str]:
         """(it, its text, what was written, the reference), the three as they are shown."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 
 from toolkit import demo
 from toolkit.config import Task
@@ -117,6 +119,19 @@ class Record:
             "samples_per_second": statistics.median(step["samples_per_second"] for step in timed) if timed else None,
             "peak_memory_bytes": max(peaks, default=None),
         }
+
+    def predictions(self, folder: Path) -> Iterator[dict[str, Any]]:
+        """The lines of predictions.jsonl, with the answers that `--abstain_below` held back (`held_back`): accuracy and F1
+        count them, too."""
+        names = self.data.get("labels") or ()
+        thresholds = self.last.numbers.get("decisions", {}).get("thresholds", {})
+        chances = np.array([thresholds.get(name, 0.5) for name in names])
+        for line in read_lines(folder / "predictions.jsonl"):
+            if line.get("prediction", "") is None and "probabilities" in line:
+                found = np.array(line["probabilities"], float).clip(1e-12)  # null, of a NaN, is one again
+                found = np.log(found) - np.log(chances / (1 - chances))
+                line |= {"prediction": names[int(found.argmax())], "held_back": True}
+            yield line
 
     def metric_title(self, name: str) -> str:
         """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
