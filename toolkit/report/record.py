@@ -121,7 +121,7 @@ class Record:
         }
 
     def predictions(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """The lines of predictions.jsonl, with the answers that `--abstain_below` held back (`held_back`): accuracy and F1
+        """The lines of predictions.jsonl, with the answers that `--abstain_below` held back (`held_back`): metrics
         count them, too."""
         names = self.data.get("labels") or ()
         thresholds = self.last.numbers.get("decisions", {}).get("thresholds", {})
