@@ -46,7 +46,7 @@ def main() -> None:
         note = (
             f"2 500 of the English film reviews of `demo:rotten-tomatoes`, judged on 853 others, "
             f"`demo:minilm` (6 layers), {options.seeds} seeds of each student and their mean, {os.cpu_count()} CPU "
-            "cores (shared with other work, so that rows/s compare with each other only), bf16. Made by "
+            "cores, bf16. Made by "
             "`benchmarks/distillation.py`: 2 epochs each, `--distillation_alpha 0.9`."
         )
         results = ROOT / "benchmarks" / "results" / "distillation.md"
