@@ -156,8 +156,10 @@ def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -
         predicted("out.csv", "--join")
     predicted("out.csv", "--shard", "3/3")
     (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # as one that was killed there leaves it
+    capsys.readouterr()
     predicted("out.csv", "--shard", "1/3")
     assert joining.exists()
+    assert "if it was ended meanwhile: the same with --join instead" in capsys.readouterr().err
     assert predicted("out.csv", "--join").read_bytes() == whole
     for shard in ("1/2", "2/2"):  # the last one joins
         predicted("other.csv", "--shard", shard)

@@ -82,14 +82,16 @@ def predict_file(options: Any) -> None:
         _predict_parts(options, saved, table, list(filter(None, [column, pair])), parts, done, json.dumps(facts))
     if not accelerator.is_main_process:
         return
-    if not (lacking := parts.missing(rows)):
-        if not options.shard or parts.take_joining():
-            parts.join(of_shards=_in_shards(options))
-            print(f"{rows} rows: {parts.output}", file=sys.stderr)
+    lacking = parts.missing(rows)
+    if not lacking and (not options.shard or parts.take_joining()):
+        parts.join(of_shards=_in_shards(options))
+        print(f"{rows} rows: {parts.output}", file=sys.stderr)
     elif not parts.are_joined(facts):  # meanwhile, by another
-        print(
-            f"shard {options.shard} is done; not yet: rows {listing(lacking)} (the last one joins all)", file=sys.stderr
-        )
+        left = (
+            f"not yet: rows {listing(lacking)} (the last one joins all)" if lacking else
+            "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
+        )  # fmt: skip
+        print(f"shard {options.shard} is done; {left}", file=sys.stderr)
 
 
 def _in_shards(options: Any) -> bool:
