@@ -272,9 +272,8 @@ class Sweep:
 
         def ends() -> bool:
             nonlocal pruned
-            for step, value in evaluations(folder)[1][
-                len(trial.storage.get_trial(trial._trial_id).intermediate_values) :
-            ]:
+            reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
+            for step, value in evaluations(folder)[1][reported:]:
                 trial.report(value, step)
             pruned = pruned or trial.should_prune()
             return pruned

@@ -273,9 +273,8 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
             f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
-    if place.rank == 0 and network.is_own(
-        address
-    ):  # another rank 0 reached the store here before this one had claimed it
+    # another rank 0 reached the store of this machine before this one had claimed it
+    if place.rank == 0 and network.is_own(address):
         address = known["address"] or address
 
     def waiting(trouble: ChannelError, waited: float) -> None:
