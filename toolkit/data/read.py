@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # a process whose tokens are made already needs neither the l
 
 _LAYOUT = 1  # raise when what is kept of a file's rows changes
 IN_MEMORY_BYTES = 16 << 20
+_WRITTEN_BYTES = 8 << 20
+"""Rows are kept in pieces of such a size: of each, some pages stay in memory where the file is mapped."""
 # split -> the names it goes by
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
@@ -77,7 +79,9 @@ class Table:
             yield from self.rows.select_columns(columns or self.rows.column_names).with_format("arrow").iter(BATCH_ROWS)
         for file in self.rows.cache_files:
             with pyarrow.OSFile(file["filename"]) as stored, pyarrow.ipc.open_stream(stored) as stream:
-                yield from (batch if columns is None else batch.select(columns) for batch in stream)
+                for batch in stream:
+                    some = batch if columns is None else batch.select(columns)
+                    yield from (some.slice(start, BATCH_ROWS) for start in range(0, len(some), BATCH_ROWS))
 
     def cells(
         self, columns: Sequence[str], what: str, rows: np.ndarray | None = None
@@ -189,6 +193,7 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
         about: dict[str, Any] = {"said": [], "files": []}
         schema, rows = widest, 0
         writer: Any = None
+        held: list[pyarrow.RecordBatch] = []
         with open_sink() as sink:
             for path in paths:
                 about["files"].append([rows, str(path)])
@@ -197,10 +202,22 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
                     schema = schema or widest
                     writer = writer or pyarrow.ipc.new_stream(sink, schema)
                     if schema == widest:
-                        writer.write_batch(fitted(batch, schema))
+                        held.append(fitted(batch, schema))
+                    if sum(part.nbytes for part in held) >= _WRITTEN_BYTES:
+                        _write(writer, held)
                     rows += batch.num_rows
+            _write(writer, held)
             writer.close()
     return about, sink
+
+
+def _write(writer: Any, held: list[pyarrow.RecordBatch]) -> None:
+    """As one piece; nothing is held afterwards."""
+    import pyarrow
+
+    if held:
+        writer.write_table(pyarrow.Table.from_batches(held).combine_chunks())
+        held.clear()
 
 
 def _checked(path: Path, found: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:

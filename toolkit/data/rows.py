@@ -187,23 +187,8 @@ def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str
 def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list[str]) -> dict[str, Rows]:
     """Divides training rows into `train` and `validation`, by class where there are classes."""
     table = rows.table
-    places = np.arange(len(rows))
-    classes = targets.strata(rows.targets)
-    strata = None
-    if classes is not None:
-        alone = np.bincount(classes)[classes] < 2  # a class of one row can only be trained on
-        places, strata = places[~alone], classes[~alone]
-    held = max(1, round(len(places) * share))
-    if held >= len(places):
-        raise UserError(
-            f"{table.name}: {len(rows)} rows are too few to hold a part of {share:g} back for validation: give "
-            "--validation_file, or another --validation_split"
-        )
-    if strata is not None and min(held, len(places) - held) < len(np.unique(strata)):
-        strata = None
-        notes.append(f"{table.name}: too few rows to hold some of each class back")
-    validation = np.zeros(len(rows), bool)
-    validation[places[_drawn(strata, len(places), held, seed)]] = True
+    validation = _held_back(rows, targets.strata(rows.targets), share, seed, notes)
+    held = int(validation.sum())
     notes.append(
         f"{table.name}: {held} of {len(rows)} rows are held back for validation "
         f"(--validation_split {share:g}, seed {seed})"
@@ -212,6 +197,26 @@ def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list
         "train": rows.take(np.flatnonzero(~validation)),
         "validation": rows.take(np.flatnonzero(validation)),
     }
+
+
+def _held_back(rows: Rows, classes: np.ndarray | None, share: float, seed: int, notes: list[str]) -> np.ndarray:
+    """(rows,) whether each is for validation. Raises UserError where they are too few."""
+    name, places, strata = rows.table.name, np.arange(len(rows)), classes
+    if classes is not None:
+        alone = np.bincount(classes)[classes] < 2  # a class of one row can only be trained on
+        places, strata = places[~alone], classes[~alone]
+    held = max(1, round(len(places) * share))
+    if held >= len(places):
+        raise UserError(
+            f"{name}: {len(rows)} rows are too few to hold a part of {share:g} back for validation: give "
+            "--validation_file, or another --validation_split"
+        )
+    if strata is not None and min(held, len(places) - held) < len(np.unique(strata)):
+        strata = None
+        notes.append(f"{name}: too few rows to hold some of each class back")
+    validation = np.zeros(len(rows), bool)
+    validation[places[_drawn(strata, len(places), held, seed)]] = True
+    return validation
 
 
 def _drawn(strata: np.ndarray | None, count: int, held: int, seed: int) -> np.ndarray:
