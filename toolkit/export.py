@@ -43,6 +43,9 @@ _PACKAGES = {("openvino", False): ["openvino"], ("openvino", True): ["openvino",
              ("onnx", False): ["onnx", "onnxruntime"], ("onnx", True): ["onnx", "onnxruntime", "nncf"]}  # fmt: skip
 _CALIBRATION = 300  # texts
 _OPSET = 17
+_SMOOTHING = 0.8
+"""How much of what is hard to round NNCF moves from the activations into the weights (SmoothQuant's alpha, Xiao et al.,
+2023). With its own 0.95 fewer answers stay the same: of a MiniLM 98.7 % in place of 99.4 %."""
 
 
 def export(options: Any) -> None:
@@ -250,8 +253,12 @@ def _to_onnx(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -> No
 
 def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
     import nncf
+    from nncf.quantization import advanced_parameters as advanced
 
-    return nncf.quantize(graph, nncf.Dataset(texts), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(texts))
+    smoothing = advanced.AdvancedSmoothQuantParameters(matmul=_SMOOTHING)
+    more = advanced.AdvancedQuantizationParameters(smooth_quant_alphas=smoothing)
+    return nncf.quantize(graph, nncf.Dataset(texts), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(texts),
+                         advanced_parameters=more)  # fmt: skip
 
 
 _WAYS = {"openvino": _to_openvino, "onnx": _to_onnx}
