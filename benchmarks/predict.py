@@ -216,7 +216,7 @@ def report(measured: list[dict[str, Any]]) -> str:
     libraries = ("torch", "transformers", "onnxruntime", "openvino", "nncf")
     about = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ")
     used = ", ".join(f"{name} {version(name)}" for name in libraries)
-    shared = "Other programs ran on the machine. Medians over rounds; ratios within a round."
+    shared = "Medians over rounds; ratios within a round."
     lines = ["# Labelling texts on a CPU", "", about, "", f"{trainer.processor()}, {used}, {date.today()}. {shared}"]
     head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
     for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):

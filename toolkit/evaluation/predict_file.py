@@ -221,7 +221,7 @@ def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) ->
     asked = {name: getattr(options, name) for name in ("probabilities", "encoding")}
     precision = accelerator.mixed_precision
     return (
-        {"layout": 1, "file": table.digest, "rows": len(table), "model": digest, "precision": precision} | asked | more
+        {"layout": 2, "file": table.digest, "rows": len(table), "model": digest, "precision": precision} | asked | more
     )
 
 
