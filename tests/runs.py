@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import signal
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,20 @@ class Finished:
     def error_lines(self) -> list[str]:
         return [line for line in self.err.splitlines() if "error:" in line]
 
+    def says_in_one_line(self, *parts: str) -> None:
+        """Of an error, without a traceback; only where it ends in a colon more lines belong to it."""
+        assert self.code != 0
+        assert "Traceback" not in self.err
+        assert len(self.error_lines) == 1, self.err
+        (line,) = self.error_lines
+        told = self.err[self.err.index(line) :] if line.endswith(":") else line
+        assert [part for part in parts if part not in told] == [], told
+
+    def succeeded(self) -> Finished:
+        """Itself, if it has."""
+        assert self.code == 0, self.err[-3000:]
+        return self
+
 
 def environment() -> dict[str, str]:
     """For a new process: this one's, without what a launcher left in it."""
@@ -68,6 +84,20 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
+def begin(command: Sequence[str | Path], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a command from the repository's root, in a session of its own."""
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**environment(), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
 def start(
     command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None, fresh: bool = False
 ) -> Finished:
@@ -79,16 +109,7 @@ def start(
         with port_of(command):
             return forks().run(["-m", *command] if program == "toolkit" else [path, *words], seconds, env)
     with port_of(command):
-        process = subprocess.Popen(
-            [program, *words],
-            cwd=ROOT,
-            env={**environment(), **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = begin(command, env)
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -103,19 +124,29 @@ def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: floa
     return forks().run([script, *arguments], seconds, **options)
 
 
+def train(*arguments: Any) -> str:
+    """What recipes/cls.py said; it must succeed."""
+    return recipe(*arguments).succeeded().err
+
+
+def failed(*arguments: Any, **options: Any) -> str:
+    """The one error that recipes/cls.py ended with."""
+    finished = recipe(*arguments, **options)
+    assert finished.code == 1, finished.err
+    assert "Traceback" not in finished.err, finished.err
+    return finished.err.partition("error: ")[2].strip()
+
+
 def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: float = 240) -> Finished:
     """`torchrun -m MODULE WORDS` for each number of processes, at the same time; each must succeed."""
     listed = json.dumps({processes: [str(word) for word in some] for processes, some in words.items()})
     environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
-    finished = forks().run(["tests/groups.py", module, listed], seconds, environment)
-    assert finished.code == 0, finished.err[-5000:]
-    return finished
+    return forks().run(["tests/groups.py", module, listed], seconds, environment).succeeded()
 
 
 def run_of(settings: Sequence[str], folder: Path) -> Path:
     """The folder of a run of one process with these settings, to compare others with."""
-    finished = recipe(*settings, "--output_dir", folder)
-    assert finished.code == 0, finished.err[-3000:]
+    train(*settings, "--output_dir", folder)
     return folder
 
 
@@ -190,22 +221,33 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def edit_json(path: Path, **changed: Any) -> None:
+    """These keys have these values from now on."""
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8")
+
+
 def losses_of(folder: Path) -> list[float]:
     return [line["loss"] for line in lines_of(folder / "metrics.jsonl")]
 
 
-class Server:
-    """Runs of recipes/cls.py of one process."""
+def digests(folder: Path) -> dict[str, str]:
+    """Every file's checksum and every link's target, but for the lock."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            found[path.relative_to(folder).as_posix()] = str(path.readlink())
+        elif path.is_file() and path.name != ".lock":
+            found[path.relative_to(folder).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
-    def run(self, *arguments: Any) -> str:
-        """What it said; it must succeed."""
-        finished = recipe(*arguments)
-        assert finished.code == 0, finished.err
-        return finished.err
 
-    def fail(self, *arguments: Any, **options: Any) -> str:
-        """The one error it ended with."""
-        finished = recipe(*arguments, **options)
-        assert finished.code == 1, finished.err
-        assert "Traceback" not in finished.err, finished.err
-        return finished.err.partition("error: ")[2].strip()
+def wait_for_steps(
+    run: Path, steps: int = 1, processes: Iterable[subprocess.Popen[str]] = (), seconds: float = 120
+) -> None:
+    """Until it has logged so many; before that none of the processes may end."""
+    metrics, deadline = run / "metrics.jsonl", time.monotonic() + seconds
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < steps:
+        assert time.monotonic() < deadline, f"no {steps} steps in {seconds} s"
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1][-3000:]
+        time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -40,6 +41,7 @@ COMMON = ["--text_column", "text", "--label_column", "label", "--text_pair", "ot
 # a resumed run recomputes activations, too
 PLAIN, RESUMED, BF16 = "plain", "resumed", "bf16"
 NO_RECOMPUTATION = {"ALBERT"}
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 Runs = Callable[..., Path]
 
 
@@ -57,33 +59,26 @@ def rows(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Callable[[str], Path]:
     folder, texts = tmp_path_factory.mktemp("architectures"), list(pandas.read_csv(rows)["text"])
-
-    def make(name: str) -> Path:
-        there = folder / name
-        return there if there.exists() else make_architecture(name, there, texts)
-
-    return make
+    return functools.cache(lambda name: make_architecture(name, folder / name, texts))
 
 
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, model_of: Callable[[str], Path], rows: Path) -> Runs:
     """`runs_of("ddp x2", names)` -> the folder with NAME/plain for each architecture, NAME/resumed and, where
     all are asked for, NAME/bf16; the processes of a way are started once."""
-    made: dict[tuple[str, tuple[str, ...]], Path] = {}
 
+    @functools.cache
     def run(way: str, names: tuple[str, ...]) -> Path:
-        if (way, names) not in made:
-            folder, jobs = tmp_path_factory.mktemp(way.replace(" ", "-")), []
-            resumed = folder if way == "single" else run(SHARDED[way] if names == EVERY else "single", names)
-            kinds = {FEW: (PLAIN,) if way == "single" else (PLAIN, RESUMED), EVERY: (PLAIN, RESUMED, BF16)}[names]
-            for name in names:
-                settings = ["--model_name_or_path", model_of(name), "--train_file", rows, *COMMON]
-                for kind in kinds:
-                    out = ["--output_dir", folder / name / kind, *ARCHITECTURES[name].settings]
-                    jobs.append(["recipes.cls", *settings, *out, *_more(kind, name, resumed / name)])
-            run_jobs(folder, WAYS[way], jobs, seconds=1200)
-            made[way, names] = folder
-        return made[way, names]
+        folder, jobs = tmp_path_factory.mktemp(way.replace(" ", "-")), []
+        resumed = folder if way == "single" else run(SHARDED[way] if names == EVERY else "single", names)
+        kinds = {FEW: (PLAIN,) if way == "single" else (PLAIN, RESUMED), EVERY: (PLAIN, RESUMED, BF16)}[names]
+        for name in names:
+            settings = ["--model_name_or_path", model_of(name), "--train_file", rows, *COMMON]
+            for kind in kinds:
+                out = ["--output_dir", folder / name / kind, *ARCHITECTURES[name].settings]
+                jobs.append(["recipes.cls", *settings, *out, *_more(kind, name, resumed / name)])
+        run_jobs(folder, WAYS[way], jobs, seconds=1200)
+        return folder
 
     return run
 
@@ -124,8 +119,7 @@ def assert_converts(run: Path, out: Path) -> None:
 
 def assert_predicts(run: Path, rows: Path, out: Path) -> None:
     words = ["predict", run / "model", rows, "--output", out, "--overwrite", "--mixed_precision", "no"]
-    options = build_parser().parse_args([str(word) for word in words])
-    predict_file(options)
+    predict_file(build_parser().parse_args([str(word) for word in words]))
     predicted = pandas.read_json(out, lines=True)["probabilities"]
     for line in lines_of(run / "predictions.jsonl"):
         assert predicted[line["id"]] == pytest.approx(line["probabilities"], abs=1e-5)
@@ -171,14 +165,12 @@ def test_the_table(runs_of: Runs) -> None:
     """docs/models.md has a row for each architecture; TOOLKIT_WRITE_TABLE=1 writes what was measured into it."""
     folders = {way: runs_of(way, EVERY) for way in ("single", *SHARDED)}
     lines = [f"| {name} | {' | '.join(_cells(name, folders))} |\n" for name in ARCHITECTURES]
-    used = "".join(
-        f", {library} {version(library)}" for library in ("torch", "transformers", "accelerate", "deepspeed")
-    )
+    used = ", ".join(f"{library} {version(library)}" for library in LIBRARIES)
     for page in (ROOT / "docs" / "models.md", ROOT / "docs" / "models.zh.md"):
         text = page.read_text(encoding="utf-8")
         rows = re.findall(r"^\| .* \|\n", text.rsplit("|---|", 1)[1], re.MULTILINE)
         if os.environ.get("TOOLKIT_WRITE_TABLE"):
-            text = re.sub(r"(?<=<!-- versions -->).*", used[2:], text.replace("".join(rows), "".join(lines)))
+            text = re.sub(r"(?<=<!-- versions -->).*", used, text.replace("".join(rows), "".join(lines)))
             page.write_text(text, encoding="utf-8")
         else:
             assert [row.split("|")[1] for row in rows] == [line.split("|")[1] for line in lines]

@@ -1,7 +1,4 @@
-"""Bad input ends at once: one clear line from one process, an exit code that is not 0, nothing overwritten.
-
-Most cases run in one server process; some in processes of their own, where the line is seen as it is printed.
-"""
+"""Bad input ends at once: one clear line from one process, an exit code that is not 0, nothing overwritten."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import Fault
-from tests.runs import Finished, Server, recipe, start
+from tests.runs import digests, failed, recipe, start, train
 
 GOOD = "text,label\n" + "".join(f"a fine film {i},pos\na dull film {i},neg\n" for i in range(12))
 
@@ -60,9 +57,6 @@ CASES = {
 }  # fmt: skip
 
 
-IN_A_PROCESS = ("missing file", "several faults at once")
-
-
 def arguments_of(case: Case, folder: Path, model: Path) -> list[str]:
     data = folder / "train.csv"
     if case.content is not None:
@@ -76,26 +70,13 @@ def arguments_of(case: Case, folder: Path, model: Path) -> list[str]:
     return [*arguments, *case.arguments]
 
 
-def assert_one_line(finished: Finished, says: tuple[str, ...]) -> None:
-    assert finished.code != 0
-    assert "Traceback" not in finished.err
-    assert len(finished.error_lines) == 1, finished.err
-    told = finished.err[finished.err.index(finished.error_lines[0]) :]
-    assert not [words for words in says if words not in told], told
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_one_process(name: str, tmp_path: Path, tiny_model: Path, server: Server, fault: Fault) -> None:
-    arguments = arguments_of(CASES[name], tmp_path, tiny_model)
-    if name in IN_A_PROCESS:
-        finished = recipe(*arguments)
-        assert_one_line(finished, CASES[name].says)
-        told = finished.err
-    else:
-        told = server.fail(*arguments)
-        assert not [words for words in CASES[name].says if words not in told], told
+def test_one_process(name: str, tmp_path: Path, tiny_model: Path, fault: Fault) -> None:
+    finished = recipe(*arguments_of(CASES[name], tmp_path, tiny_model))
+    finished.says_in_one_line(*CASES[name].says)
+    assert finished.code == 1
     assert not (tmp_path / "run").exists()
-    fault(f"bad input: {name}", told)
+    fault(f"bad input: {name}", finished.err)
 
 
 @pytest.mark.multiprocess
@@ -105,31 +86,19 @@ def test_one_process(name: str, tmp_path: Path, tiny_model: Path, server: Server
 )
 def test_two_processes_say_it_once(name: str, file: str, tmp_path: Path, tiny_model: Path) -> None:
     way = ["--config_file", f"accelerate_configs/{file}.yaml"]
-    finished = recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model))
-    assert_one_line(finished, CASES[name].says)
+    recipe(*way, *arguments_of(CASES[name], tmp_path, tiny_model)).says_in_one_line(*CASES[name].says)
 
 
-def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path, server: Server) -> None:
+def test_nothing_is_overwritten(tmp_path: Path, tiny_model: Path) -> None:
     arguments, run = [*arguments_of(Case(()), tmp_path, tiny_model), "--report_to", "none"], tmp_path / "run"
-    server.run(*arguments)
-    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    told = server.fail(*arguments)
+    train(*arguments)
+    before = digests(run)
+    told = failed(*arguments)
     assert "already holds a run" in told
     assert "--overwrite_output_dir" in told
-    server.run(*arguments, "--overwrite_output_dir")
+    train(*arguments, "--overwrite_output_dir")
     (aside,) = tmp_path.glob("run.old-*")
-    assert before == {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()}
-
-
-def test_losses_that_are_not_finite_stop_the_run(tmp_path: Path, tiny_model: Path) -> None:
-    rows = "".join(f"word {i},{i}.5\n" for i in range(20)) + "huge,1e30\n"
-    case = Case(
-        ("step 1", "loss of rows 21 is not finite", "--learning_rate"),
-        content="text,label\n" + rows,
-        arguments=["--global_batch_size", "32", "--validation_file", str(tmp_path / "train.csv")],
-    )
-    assert_one_line(recipe(*arguments_of(case, tmp_path, tiny_model)), case.says)
-    assert not (tmp_path / "run" / "model").exists()
+    assert before == digests(aside)
 
 
 def test_a_config_file_of_aliases_takes_no_memory(tmp_path: Path, tiny_model: Path) -> None:
@@ -137,7 +106,7 @@ def test_a_config_file_of_aliases_takes_no_memory(tmp_path: Path, tiny_model: Pa
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 12))]
     bomb.write_text("distributed_type: MULTI_CPU\n" + "\n".join(lines))
     finished = recipe(*arguments_of(Case(()), tmp_path, tiny_model), "--config_file", bomb)
-    assert_one_line(finished, ("bomb.yaml is not valid YAML", "aliases (*a0) are not read"))
+    finished.says_in_one_line("bomb.yaml is not valid YAML", "aliases (*a0) are not read")
 
 
 def test_without_the_demo_packages(tmp_path: Path) -> None:
@@ -149,4 +118,4 @@ def test_without_the_demo_packages(tmp_path: Path) -> None:
     )
     words = [sys.executable, "recipes/cls.py", "--output_dir", tmp_path / "run"]
     finished = start(words, env={"PYTHONPATH": str(tmp_path)})
-    assert_one_line(finished, ("finetune-toolkit[demo]", "--model_name_or_path", "--train_file"))
+    finished.says_in_one_line("finetune-toolkit[demo]", "--model_name_or_path", "--train_file")

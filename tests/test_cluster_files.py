@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from tests.launch.test_nodes import pretend_network
+from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.launch.environment import settle
 from toolkit.launch.relaunch import plan, split
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "cluster"
 BATCH_FILES = ["slurm-accelerate.sbatch", "slurm-srun.sbatch"]
 # sbatch's manual: option -> a plausible value; None: it takes none
@@ -62,18 +62,22 @@ def test_bash_reads_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", BATCH_FILES)
 def test_sbatch_reads_its_options(name: str) -> None:
-    head = text_of(name).partition("set -euo")[0]  # behind the first command sbatch would not see them
-    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
-    assert text_of(name).count("#SBATCH") == len(given)
-    assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
+    given = options_of(name)
     assert given["nodes"] == "2"
     assert given["ntasks-per-node"] == ("1" if "accelerate" in name else given["gpus-per-node"])
 
 
-def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
-    batch = text_of("slurm-predict.sbatch")
-    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", batch.partition("set -euo")[0], re.MULTILINE))
+def options_of(name: str) -> dict[str, str]:
+    """As sbatch reads them."""
+    head = text_of(name).partition("set -euo")[0]  # behind the first command sbatch would not see them
+    given = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE))
+    assert text_of(name).count("#SBATCH") == len(given)
     assert [option for option, value in given.items() if not re.fullmatch(OPTIONS[option] or "", value)] == []
+    return given
+
+
+def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
+    assert options_of("slurm-predict.sbatch")["array"] == "1-64"
     job = yaml.safe_load(text_of("predict-job.yaml"))["spec"]
     (pod,) = job["template"]["spec"]["containers"]
     env = {variable["name"]: variable["value"] for variable in pod["env"]}
@@ -81,13 +85,13 @@ def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
     (tmp_path / "toolkit").write_text('#!/bin/bash\necho "$@"\n')
     (tmp_path / "toolkit").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    runs = [(["bash", "-c", batch.replace("source .venv", "true .venv")], {"SLURM_ARRAY_TASK_ID": "64"}),
+    batch = text_of("slurm-predict.sbatch").replace("source .venv", "true .venv")
+    runs = [(["bash", "-c", batch], {"SLURM_ARRAY_TASK_ID": "64"}),
             ([*pod["command"], *pod["args"]], env | {"JOB_COMPLETION_INDEX": "63"})]  # fmt: skip
     for command, variables in runs:
         said = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True).stdout.split()
         assert said[said.index("--shard") + 1] == "64/64"
         build_parser().parse_args(said)
-    assert given["array"] == "1-64"
 
 
 def test_both_batch_files_end_alike() -> None:

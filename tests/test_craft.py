@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,21 +57,21 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
     table.to_csv(folder / "rows.csv", index=False)
 
+    @functools.cache
     def run(way: str) -> Path:
         runs = folder / way
-        if not runs.exists():
-            data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
-            jobs: list[list[Any]] = []
-            for name, asked in JOBS.items():
-                if name in REFUSED.get(way, ()):
-                    continue
-                job = ["recipes.cls", *data, *COMMON, *asked]
-                again = [f"{name} again"] if name in RESUMED else []
-                jobs += [[*job, "--output_dir", runs / each, *HALF] for each in again]
-                if name == "ema":
-                    jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
-                jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, *again)]
-            (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
+        data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
+        jobs: list[list[Any]] = []
+        for name, asked in JOBS.items():
+            if name in REFUSED.get(way, ()):
+                continue
+            job = ["recipes.cls", *data, *COMMON, *asked]
+            again = [f"{name} again"] if name in RESUMED else []
+            jobs += [[*job, "--output_dir", runs / each, *HALF] for each in again]
+            if name == "ema":
+                jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
+            jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, *again)]
+        (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
         return runs
 
     return run
@@ -81,10 +82,14 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> None:
     if name in REFUSED.get(way, ()):
         return
-    found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
-    assert len(set(found)) == STEPS
-    assert found == pytest.approx(expected, rel=1e-5)
-    mine, theirs = (lines_of(runs_of(run) / name / "eval.jsonl") for run in (way, "single"))
+    assert_agree(runs_of(way) / name, runs_of("single") / name)
+
+
+def assert_agree(run: Path, expected: Path) -> None:
+    found = losses_of(run)
+    assert len(found) == len(set(found)) == STEPS
+    assert found == pytest.approx(losses_of(expected), rel=1e-5)
+    mine, theirs = (lines_of(folder / "eval.jsonl") for folder in (run, expected))
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
@@ -122,9 +127,8 @@ def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path)
     """By predict, convert and export; what `toolkit` says of transformers is tests/models/test_classifier.py's."""
     run, rows = runs_of("single") / "pooling again", runs_of("single").parent / "rows.csv"
     assert losses_of(run) != pytest.approx(losses_of(run.with_name("ema")), rel=1e-3)
-    assert (
-        json.loads((run / "config.json").read_text())["identity"]["pooling"] == "mean"
-    )  # what a resumed run must have
+    identity = json.loads((run / "config.json").read_text())["identity"]  # what a resumed run must have
+    assert identity["pooling"] == "mean"
     known = {line["id"]: line["probabilities"] for line in lines_of(run / "predictions.jsonl")}
     convert(ConvertSettings(run / "checkpoints" / "last", tmp_path / "converted"))
     assert (tmp_path / "converted" / "pooled.py").is_file()

@@ -12,7 +12,7 @@ import pytest
 
 import toolkit
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, lines_of, start
+from tests.runs import WAYS, lines_of, start, train
 from tests.test_jobs import write_rows
 from toolkit.evaluation.decisions import Decisions, saved_decisions
 from toolkit.evaluation.saved_model import labels_of
@@ -111,8 +111,7 @@ def test_whatever_reads_the_model_follows_it(runs: dict[str, Path], tmp_path: Pa
     run, rows = root / "two", pd.read_csv(root / "test.csv")
     known = [line["prediction"] for line in lines_of(run / "predictions.jsonl")]
     assert None in known
-    done = start(["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"])
-    assert done.code == 0, done.err
+    start(["toolkit", "predict", run / "model", root / "test.csv", "--output", tmp_path / "out.csv"]).succeeded()
     written = pd.read_csv(tmp_path / "out.csv")["prediction"]
     assert [None if pd.isna(cell) else cell for cell in written] == known
     found = toolkit.predict(run / "model", rows["text"])
@@ -129,18 +128,18 @@ def test_whatever_reads_the_model_follows_it(runs: dict[str, Path], tmp_path: Pa
 
 @pytest.mark.multiprocess
 def test_a_finished_run_is_tuned_otherwise_by_the_same_command(
-    runs: dict[str, Path], tiny_model: Path, reviews: Path, server: Any
+    runs: dict[str, Path], tiny_model: Path, reviews: Path
 ) -> None:
     folder = runs["ddp x2"]
     *plain, where, _ = next(job[1:] for job in jobs(folder / "more", tiny_model, reviews) if job[-1].name == "two")
     plain = [str(word).replace(str(folder / "more"), str(folder)) for word in plain]
     weights = (folder / "two" / "model" / "model.safetensors").read_bytes()
     plain[plain.index("cost=1:4")] = "f1"
-    said = server.run(*plain, where, folder / "two")
+    said = train(*plain, where, folder / "two")
     assert "thresholds from the validation rows: neg 0." in said
     assert saved(folder / "two")["asked"]["tune_thresholds"] == "f1"
     assert (folder / "two" / "model" / "model.safetensors").read_bytes() == weights
     start_of = plain.index("--tune_thresholds")
-    server.run(*plain[:start_of], where, folder / "two")
+    train(*plain[:start_of], where, folder / "two")
     assert not (folder / "two" / "model" / "decisions.json").exists()
     assert None not in [line["prediction"] for line in lines_of(folder / "two" / "predictions.jsonl")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, Server, lines_of, losses_of, recipe
+from tests.runs import WAYS, failed, lines_of, losses_of, recipe
 from toolkit.config import ModelSettings, TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import prepare_data
@@ -60,20 +61,19 @@ def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, sharp_mo
 def runs_of(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path, teacher: Path
 ) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def run(way: str) -> Path:
-        if way not in made:
-            folder = made[way] = tmp_path_factory.mktemp("distilled")
-            common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
-            taught = [*common, "--teacher", teacher, "--output_dir"]
-            jobs = [[*taught, folder / "taught", "--per_device_batch_size", 6],
-                    [*taught, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
-            if way == "single":
-                resumed = [*taught, folder / "resumed", "--per_device_batch_size", 6, "--checkpoint_every", 4]
-                jobs += [[*common, "--output_dir", folder / "alone"], [*resumed, "--max_steps", 4], resumed]
-            (folder / "said").write_text(run_jobs(folder, WAYS[way], jobs).err)
-        return made[way]
+        folder = tmp_path_factory.mktemp("distilled")
+        common = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
+        taught = [*common, "--teacher", teacher, "--output_dir"]
+        jobs = [[*taught, folder / "taught", "--per_device_batch_size", 6],
+                [*taught, folder / "again", "--per_device_batch_size", 6, "--distillation_alpha", 1]]  # fmt: skip
+        if way == "single":
+            resumed = [*taught, folder / "resumed", "--per_device_batch_size", 6, "--checkpoint_every", 4]
+            jobs += [[*common, "--output_dir", folder / "alone"], [*resumed, "--max_steps", 4], resumed]
+        (folder / "said").write_text(run_jobs(folder, WAYS[way], jobs).err)
+        return folder
 
     return run
 
@@ -132,13 +132,12 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
     teacher.save_pretrained(tmp_path / "teacher")
     tokenizer = AutoTokenizer.from_pretrained(sharp_model)
     tokenizer.save_pretrained(tmp_path / "teacher")
-    done = recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
+    recipe("--model_name_or_path", sharp_model, "--num_hidden_layers", 1, "--train_file", tmp_path / "rows.csv",
                   "--text_column", "text", "--text_pair", "other", "--max_length", 200, "--max_steps", 2,
                   "--dropout", 0, "--mixed_precision", "no", "--seed", 3, "--report_to", "none",
                   "--per_device_batch_size", 8, "--global_batch_size", 40, "--folds", 2, "--teacher",
                   tmp_path / "teacher", "--distillation_alpha", 1, "--output_dir", tmp_path / "folds",
-                  script="recipes/bigbird.py")  # fmt: skip
-    assert done.code == 0, done.err[-2000:]
+                  script="recipes/bigbird.py").succeeded()  # fmt: skip
     for fold in (1, 2):
         held = {line["id"] for line in lines_of(tmp_path / f"folds/fold-{fold}/predictions.jsonl")}
         assert len(held) == 20
@@ -152,9 +151,7 @@ def test_pairs_in_folds_of_the_long_recipe(sharp_model: Path, reviews: Path, tmp
         assert losses_of(tmp_path / f"folds/fold-{fold}")[0] == pytest.approx(expected, rel=1e-4)
 
 
-def test_teachers_that_cannot_teach(
-    server: Server, teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path
-) -> None:
+def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
     data = ["--train_file", reviews, "--model_name_or_path", tiny_model, "--max_steps", 1, "--report_to", "none",
             "--output_dir", tmp_path / "run"]  # fmt: skip
     for name in ("names", "tokens"):
@@ -164,14 +161,14 @@ def test_teachers_that_cannot_teach(
     (tmp_path / "names" / "config.json").write_text(json.dumps(config))
     cased = AutoTokenizer.from_pretrained(teacher, do_lower_case=False)
     cased.save_pretrained(tmp_path / "tokens")
-    assert "knows good, neg (single_label_classification), and the data have neg, pos" in server.fail(
+    assert "knows good, neg (single_label_classification), and the data have neg, pos" in failed(
         *data, "--teacher", tmp_path / "names")  # fmt: skip
-    assert "cuts texts into other tokens (or token types) than the student" in server.fail(
+    assert "cuts texts into other tokens (or token types) than the student" in failed(
         *data, "--teacher", tmp_path / "tokens"
     )
-    assert f"--teacher {tiny_model}" in (said := server.fail(*data, "--teacher", tiny_model)) or "no trained" in said
-    assert "no such folder" in server.fail(*data, "--teacher", tmp_path / "no")
-    assert "--distillation_alpha is given without --teacher" in server.fail(*data, "--distillation_alpha", 0.5)
+    assert f"--teacher {tiny_model}" in (said := failed(*data, "--teacher", tiny_model)) or "no trained" in said
+    assert "no such folder" in failed(*data, "--teacher", tmp_path / "no")
+    assert "--distillation_alpha is given without --teacher" in failed(*data, "--distillation_alpha", 0.5)
 
 
 def test_the_loss_is_hintons() -> None:

@@ -23,7 +23,7 @@ from transformers import (
     BigBirdForSequenceClassification,
 )
 
-from tests.runs import ROOT, Finished, recipe, start
+from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 
@@ -40,9 +40,8 @@ KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
 def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
     """The model of a run that has learned its few rows by heart, so that its answers are sure ones."""
     run = tmp_path_factory.mktemp("exported") / "run"
-    finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to",
-                      "none", "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run)  # fmt: skip
-    assert finished.code == 0, finished.err[-2000:]
+    train("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to", "none",
+          "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run)  # fmt: skip
     return run / "model"
 
 
@@ -52,30 +51,27 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
     found = {}
     for to, int8 in KINDS:
         out = model.parent / f"{to}-{int8}"
-        done = start(["toolkit", "export", str(model), str(out), "--to", to, *["--int8"] * int8, "--max_drop", "5"])
-        assert done.code == 0, done.err[-2000:]
-        found[to, int8] = out, done
+        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5"]
+        found[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
     return found
 
 
 def predicted(folder: Path, file: Path) -> list[dict[str, Any]]:
     out = folder.parent / f"{folder.name}.jsonl"
-    done = start(["toolkit", "predict", str(folder), str(file), "--output", str(out), "--overwrite"])
-    assert done.code == 0, done.err[-2000:]
-    with out.open(encoding="utf-8") as file:  # not `lines_of`: a text may hold what splitlines takes for a line's end
-        return [json.loads(line) for line in file]
+    start(["toolkit", "predict", folder, file, "--output", out, "--overwrite"]).succeeded()
+    return lines_of(out)
 
 
 @pytest.fixture(scope="module")
-def rows(model: Path, reviews: Path) -> Path:
-    file = model.parent / "rows.jsonl"
-    table = pandas.read_csv(reviews)
-    table["text"].to_frame().to_json(file, orient="records", lines=True)
+def bare(model: Path, reviews: Path) -> Path:
+    """Texts without labels."""
+    file = model.parent / "texts.csv"
+    pandas.read_csv(reviews)[["text"]].to_csv(file, index=False)
     return file
 
 
 @pytest.mark.parametrize(("to", "int8"), KINDS)
-def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, rows: Path) -> None:
+def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
     folder, done = exported[to, int8]
     said = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
     assert said
@@ -89,7 +85,7 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert said[0] in card
     assert "## Labels" in card  # of the model's own
-    mine, theirs = predicted(folder, rows), predicted(model, rows)
+    mine, theirs = predicted(folder, bare), predicted(model, bare)
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
     assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
     assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
@@ -97,7 +93,7 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
     assert packed < whole
 
 
-def test_the_docs_script(exported: Any, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/export.md: each runtime alone."""
     for page in ("export.md", "export.zh.md"):
         scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
@@ -108,11 +104,10 @@ def test_the_docs_script(exported: Any, rows: Path, tmp_path: Path, monkeypatch:
             monkeypatch.chdir(tmp_path)
             (tmp_path / "OUT").unlink(missing_ok=True)
             (tmp_path / "OUT").symlink_to(exported[to, True][0])
-            answers = runpy.run_path(str(tmp_path / "script.py"))["answers"]
-            texts = runpy.run_path(str(tmp_path / "script.py"))["texts"]
-            (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
+            found = runpy.run_path(str(tmp_path / "script.py"))
+            (tmp_path / "texts.txt").write_text("\n".join(found["texts"]) + "\n", encoding="utf-8")
             expected = predicted(exported[to, True][0], tmp_path / "texts.txt")
-            assert answers == [line["prediction"] for line in expected]
+            assert found["answers"] == [line["prediction"] for line in expected]
 
 
 def test_what_servers_look_for(exported: Any) -> None:
@@ -154,8 +149,7 @@ def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: An
 def test_what_cannot_be_exported_says_why(
     model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = tmp_path / "alone"
-    shutil.copytree(model, copy)
+    copy = shutil.copytree(model, tmp_path / "alone")
     with pytest.raises(UserError, match="pass --validation_file and --calibration_file"):
         export(options(copy, tmp_path / "out", int8=True))
     sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
@@ -169,15 +163,13 @@ def test_what_cannot_be_exported_says_why(
         export(options(copy, tmp_path / "out", int8=True))
 
 
-def test_files_beside_a_run(model: Path, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_beside_a_run(
+    model: Path, reviews: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Any classifier with files of one's own; without labels the answers alone are compared."""
-    copy = tmp_path / "alone"
-    shutil.copytree(model, copy)
-    bare = tmp_path / "texts.csv"
-    pandas.read_csv(reviews)[["text"]].to_csv(bare, index=False)
-    export(
-        options(copy, tmp_path / "one", validation_file=str(reviews), calibration_file=str(bare), int8=True, max_drop=5)
-    )
+    copy = shutil.copytree(model, tmp_path / "alone")
+    files = {"validation_file": str(reviews), "calibration_file": str(bare)}
+    export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5))
     assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
     (copy / "decisions.json").write_text(json.dumps({"labels": ["neg", "pos"], "temperature": 2.0}))
     export(options(copy, tmp_path / "two", validation_file=str(bare)))
@@ -186,15 +178,13 @@ def test_files_beside_a_run(model: Path, reviews: Path, tmp_path: Path, capsys: 
 
 
 def test_numbers_are_exported_too(
-    tokenizer: Any, reviews: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grades = BertForSequenceClassification(BertConfig.from_dict({
         "vocab_size": 127, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1,
         "intermediate_size": 32, "problem_type": "regression", "type_vocab_size": 2}))  # fmt: skip
     grades.save_pretrained(tmp_path / "grades")
     tokenizer.save_pretrained(tmp_path / "grades")
-    bare = tmp_path / "texts.csv"
-    pandas.read_csv(reviews)[["text"]].to_csv(bare, index=False)
     export(options(tmp_path / "grades", tmp_path / "out", validation_file=str(bare), to="onnx"))
     assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
+from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start, train
 
 COMMON = ["--max_steps", 4, "--eval_every", 2, "--checkpoint_every", 2, "--global_batch_size", 12, "--dropout", 0,
           "--per_device_batch_size", 5, "--learning_rate", "3e-3", "--report_to", "none", "--mixed_precision", "no",
@@ -39,8 +39,7 @@ def run(way: str, rows: Path, model: Path, folder: Path, *more: Any) -> Finished
 @pytest.fixture(scope="module")
 def single(rows: Path, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Finished]:
     folder = tmp_path_factory.mktemp("single") / "run"
-    done = run("single", rows, tiny_model, folder)
-    assert done.code == 0, done.err[-3000:]
+    done = run("single", rows, tiny_model, folder).succeeded()
     return folder, done
 
 
@@ -78,8 +77,7 @@ def test_every_row_is_judged_once_by_a_model_that_has_not_seen_it(single: tuple[
 def test_the_same_under_every_launch(
     way: str, single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    done = run(way, rows, tiny_model, tmp_path / "run")
-    assert done.code == 0, done.err[-3000:]
+    run(way, rows, tiny_model, tmp_path / "run").succeeded()
     assert_same(tmp_path / "run", single[0])
 
 
@@ -98,8 +96,7 @@ def test_the_same_command_goes_on_with_what_is_unfinished(
     first = (folder / "fold-1/model/model.safetensors").stat().st_mtime_ns
     incomplete = start(["toolkit", "report", folder])
     assert (incomplete.code, "fold 2, 3 is not done: start the same command again" in incomplete.err) == (1, True)
-    done = run("single", rows, tiny_model, folder)
-    assert done.code == 0, done.err[-3000:]
+    done = run("single", rows, tiny_model, folder).succeeded()
     assert len(re.findall("resuming from .*fold-2/checkpoints/step-00000002: step 2 of 4", done.err)) == 1
     assert (folder / "fold-1/model/model.safetensors").stat().st_mtime_ns == first
     assert [path.name[:11] for path in sorted(folder.glob("fold-3*"))] == ["fold-3", "fold-3.old-"]
@@ -120,7 +117,7 @@ document.body.textContent = corrections();
 
 
 def test_the_page_saves_corrections_that_the_next_run_takes(
-    single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path, server: Any
+    single: tuple[Path, Finished], rows: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     folder, _ = single
     page = (folder / "report.html").read_text()
@@ -144,6 +141,6 @@ def test_the_page_saves_corrections_that_the_next_run_takes(
     assert lines == [expected[0], expected[1] | {"label": None}, *expected[3:]]
     (tmp_path / "corrections.jsonl").write_text(saved[1].strip())
     settings = ["--train_file", rows, "--model_name_or_path", tiny_model, "--output_dir", tmp_path / "run"]
-    said = server.run(*COMMON[:-2], *settings, "--label_corrections", tmp_path / "corrections.jsonl")
+    said = train(*COMMON[:-2], *settings, "--label_corrections", tmp_path / "corrections.jsonl")
     assert f"{len(lines) - 1} labels are changed, 0 are as they were, 1 rows left out" in said
     assert "70 validation" not in said

@@ -9,10 +9,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.test_bigbird import batch, compare, fast, make
-from tests.runs import ROOT, environment, lines_of, losses_of, start
+from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -49,9 +46,8 @@ def run(folder: Path, words: tuple[list[str], list[str]], jobs: list[list[Any]])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
     # not from the fork server: a process that has seen the GPU cannot be forked
-    finished = start([*words[0], "tests/jobs_worker.py", str(folder / "jobs.json"), *words[1]], seconds=500, fresh=True)
-    assert finished.code == 0, finished.err[-3000:]
-    return finished.err
+    command = [*words[0], "tests/jobs_worker.py", folder / "jobs.json", *words[1]]
+    return start(command, seconds=500, fresh=True).succeeded().err
 
 
 def assert_on_devices(folder: Path) -> dict[str, Any]:
@@ -89,8 +85,7 @@ def test_a_strategy_trains_resumes_and_converts(way: str, cls: list[Any], single
         assert mine["num_samples"] == theirs["num_samples"]
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     best, out = tmp_path / "full" / "checkpoints" / "best", tmp_path / "out"
-    done = start([sys.executable, "-m", "toolkit", "convert", str(best), str(out)])
-    assert done.code == 0, done.err[-2000:]
+    start([sys.executable, "-m", "toolkit", "convert", best, out]).succeeded()
     saved, converted = (load_file(each / "model.safetensors") for each in (tmp_path / "full" / "model", out))
     assert saved.keys() == converted.keys()
     for name, tensor in saved.items():
@@ -142,34 +137,24 @@ def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
 def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = [*cls[1:], *EXACT, "--max_steps", 60, "--checkpoint_every", 4]
-    command = [str(word) for word in [sys.executable, "recipes/cls.py", *settings, "--output_dir"]]
-    assert start([*command, str(whole)]).code == 0
-    process = subprocess.Popen([*command, str(killed)], cwd=ROOT, env=environment(), start_new_session=True,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
-    _wait_for(lambda: (killed / "metrics.jsonl").exists() and len(lines_of(killed / "metrics.jsonl")) > 9)
+    command = [sys.executable, "recipes/cls.py", *settings, "--output_dir"]
+    start([*command, whole]).succeeded()
+    process = begin([*command, killed])
+    wait_for_steps(killed, 10)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert len(losses_of(killed)) < 60
-    assert start([*command, str(killed)]).code == 0
+    start([*command, killed]).succeeded()
     assert losses_of(killed) == pytest.approx(losses_of(whole), rel=1e-5)
-
-
-def _wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_prediction(single: Path, reviews: Path, tmp_path: Path) -> None:
     """`toolkit predict` gives on a GPU what the run's last evaluation said of its rows."""
     out = tmp_path / "out.jsonl"
     shutil.copy(reviews, tmp_path / "rows.csv")
-    done = start([sys.executable, "-m", "toolkit", "predict", str(single / "full" / "model"),
-                  str(tmp_path / "rows.csv"), "--output", str(out)])  # fmt: skip
-    assert done.code == 0, done.err[-2000:]
-    with out.open(encoding="utf-8") as file:
-        answers = [json.loads(line) for line in file]
+    words = ["predict", single / "full" / "model", tmp_path / "rows.csv", "--output", out]
+    start([sys.executable, "-m", "toolkit", *words]).succeeded()
+    answers = lines_of(out)
     assert len(answers) == 211
     for line in lines_of(single / "full" / "predictions.jsonl"):
         assert answers[line["id"]]["probabilities"] == pytest.approx(line["probabilities"], abs=1e-4)

@@ -16,8 +16,7 @@ from tests.runs import start
 def test_every_part_of_the_page(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU here (torch.cuda.is_available() is false)")
-    done = start([sys.executable, "benchmarks/gpu.py", "--tiny", "--device", device], 500)
-    assert done.code == 0, done.err[-3000:]
+    done = start([sys.executable, "benchmarks/gpu.py", "--tiny", "--device", device], 500).succeeded()
     rows = re.findall(r"^\| (\w+) \| [\d.]+ \| \d+ \| \d+ \| \S+ \| [\d.]+ \| [\d.]+ \|$", done.out, re.MULTILINE)
     assert rows == [*["ours", "tuned", "plain", "ours", "tuned"] * 2, "ours"], done.out
     assert re.search(r"\| transformers \| .*\n(\| flex .*\n\| full .*\n)?\| gathered \|", done.out)

@@ -106,13 +106,8 @@ def run_in(folder: Path, *command: str | Path) -> str:
 
 # what the scripts `accelerate` and `deepspeed` start, which a wheel of ours does not bring
 WAYS = {
-    "accelerate": [
-        "-m",
-        "accelerate.commands.launch",
-        "recipes/cls.py",
-        "--config_file",
-        "accelerate_configs/ddp.yaml",
-    ],
+    "accelerate": ["-m", "accelerate.commands.launch", "recipes/cls.py", "--config_file",
+                   "accelerate_configs/ddp.yaml"],
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "0", "recipes/bigbird.py", "--max_length", "704"],
     "python": ["recipes/title.py", "--max_length", "64", "--config_file", "accelerate_configs/zero3.yaml"],
 }  # fmt: skip

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, Server, lines_of, start
+from tests.runs import MORE_WAYS, WAYS, lines_of, start, train
 
 WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine", "price", "story")
 FEW = ["--max_steps", "4", "--global_batch_size", "12", "--per_device_batch_size", "5", "--report_to", "none",
@@ -89,17 +89,14 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["single", pytest.param("zero2 x2", marks=pytest.mark.slow), "zero3 x2"])
-def test_the_best_model_is_kept_and_evaluated_again(way: str, tmp_path: Path, tiny_model: Path, server: Server) -> None:
+def test_the_best_model_is_kept_and_evaluated_again(way: str, tmp_path: Path, tiny_model: Path) -> None:
     """Training goes on after the best evaluation; what is left is the best, and its numbers are its own."""
     data, run = write_rows(tmp_path / "rows.jsonl", "six classes"), tmp_path / "run"
     settings = ["--metric_for_best_model", "f1_macro", "--early_stopping_patience", "3", "--eval_every", "1"]
     settings += ["--learning_rate", "0.05", "--dropout", "0", "--max_steps", "40"]
     arguments = ["--train_file", data, "--model_name_or_path", tiny_model, "--output_dir", run]
     arguments += [*FEW[2:], *settings]
-    if way == "single":
-        said = server.run(*arguments)
-    else:
-        said = run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]]).err
+    said = run_jobs(tmp_path, WAYS[way], [["recipes.cls", *arguments]]).err
     *during, last = lines_of(run / "eval.jsonl")
     best = max(during, key=lambda line: line["f1_macro"])
     assert len(during) < 40
@@ -112,10 +109,10 @@ def test_the_best_model_is_kept_and_evaluated_again(way: str, tmp_path: Path, ti
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, server: Server) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     data = write_rows(folder / "rows.jsonl", "six classes")
-    server.run("--train_file", data, "--model_name_or_path", tiny_model, *FEW, "--output_dir", folder / "run")
+    train("--train_file", data, "--model_name_or_path", tiny_model, *FEW, "--output_dir", folder / "run")
     return folder / "run" / "model"
 
 
@@ -134,8 +131,7 @@ def test_predict_keeps_rows_order_and_columns(trained: Path, tmp_path: Path) -> 
     command = ["toolkit", "predict", trained, tmp_path / "new.csv", "--per_device_batch_size", "4", "--output"]
     outputs = {"single": tmp_path / "single.csv", "zero3 x3": tmp_path / "zero.csv"}
     for name, output in outputs.items():
-        finished = start([*command, output, *{**WAYS, **MORE_WAYS}[name]])
-        assert finished.code == 0, finished.err[-3000:]
+        start([*command, output, *{**WAYS, **MORE_WAYS}[name]]).succeeded()
     tables = {name: pd.read_csv(path, dtype={"number": str, "价格": str}) for name, path in outputs.items()}
     for table in tables.values():
         assert table[["number", "text", "价格"]].equals(frame)
@@ -154,8 +150,7 @@ def test_predict_keeps_rows_order_and_columns(trained: Path, tmp_path: Path) -> 
 def test_predict_answers_for_texts_and_for_the_lines_of_a_file(trained: Path, labelled: Path, tmp_path: Path) -> None:
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
-    finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"])
-    assert finished.code == 0, finished.err[-3000:]
+    finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
     assert f"{tmp_path / 'new.txt'}: one text per line" in finished.err
     table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
     assert table["text"].to_list() == texts
@@ -182,20 +177,15 @@ def test_predict_refuses_a_model_without_a_trained_head(tiny_model: Path, tmp_pa
     assert "no trained classification head" in finished.error_lines[0]
 
 
-def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, server: Server) -> None:
-    arguments = [
-        "--train_file",
-        write_rows(tmp_path / "rows.jsonl", "six classes", 62),
-        "--model_name_or_path",
-        tiny_model,
-    ]
-    prepared = start(["toolkit", "prepare", *arguments])
-    assert prepared.code == 0, prepared.err
+def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", "six classes", 62)
+    arguments = ["--train_file", rows, "--model_name_or_path", tiny_model]
+    prepared = start(["toolkit", "prepare", *arguments]).succeeded()
     assert "train: 56 samples" in prepared.out
     folder = Path(prepared.out.splitlines()[-1].removeprefix("kept in "))
     before = {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")}
     assert folder in before
-    server.run(*arguments, *FEW, "--output_dir", tmp_path / "run")
+    train(*arguments, *FEW, "--output_dir", tmp_path / "run")
     assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")} == before
 
 
@@ -210,8 +200,7 @@ def test_report_writes_the_page_again(trained: Path) -> None:
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""
     words = ["accelerate", "launch", "recipes/cls.py", "--config_file", "accelerate_configs/ddp.yaml"]
-    finished = start([*words, "--max_steps", "3", "--output_dir", tmp_path / "run"])
-    assert finished.code == 0, finished.err[-3000:]
+    start([*words, "--max_steps", "3", "--output_dir", tmp_path / "run"]).succeeded()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["world"]["num_processes"] == 2
     assert config["data"]["samples"] == {"train": 7677, "validation": 853}

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import WAYS, Finished, forks, lines_of, recipe
+from tests.runs import WAYS, forks, lines_of, recipe, run_of, train, wait_for_steps
+from toolkit.checkpoint.folder import complete
 
 STEPS = 12
-WORKER = "tests/kill_worker.py"
+QUICK = (2, 9, 16, 23, 31, 40)
+Runs = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +33,15 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Way -> the folder of a run that nobody killed; made when first asked for."""
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Way -> the folder of a run that nobody killed."""
     root = tmp_path_factory.mktemp("undisturbed")
-
-    class Made(dict[str, Path]):
-        def __missing__(self, way: str) -> Path:
-            self[way] = root / way.replace(" ", "-")
-            finished = recipe(*settings, "--output_dir", self[way], *WAYS[way])
-            assert finished.code == 0, finished.err[-3000:]
-            return self[way]
-
-    return Made()
+    return functools.cache(lambda way: run_of([*settings, *WAYS[way]], root / way.replace(" ", "-")))
 
 
-def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6) -> None:
-    """Every step once, with the same loss; the same evaluations; the same best model."""
+def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6, stopped: bool = False) -> None:
+    """Every step once, with the same loss; the same evaluations; the same best model. A run that was `stopped` may keep
+    the checkpoint that it took then, in place of one before it."""
     found, wanted = lines_of(folder / "metrics.jsonl"), lines_of(expected / "metrics.jsonl")
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=rel)
@@ -53,46 +50,26 @@ def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6) -> None:
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=rel)
     state = [json.loads((path / "model" / "trainer_state.json").read_text()) for path in (folder, expected)]
     assert state[0] == state[1]
-    checkpoints = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (folder, expected)]
-    assert checkpoints[0] == checkpoints[1]
+    kept, known = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (folder, expected)]
+    assert stopped or kept == known
+    assert complete(folder / "checkpoints")[0].name == complete(expected / "checkpoints")[0].name
 
 
-def resume_until_done(settings: list[str], folder: Path, way: str) -> Finished:
-    finished = recipe(*settings, "--output_dir", folder, *WAYS[way])
-    assert finished.code == 0, finished.err[-3000:]
-    return finished
-
-
-@pytest.mark.parametrize("event", [2, 9, 16, 23, 31, 40])
-def test_inside_a_save(event: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path) -> None:
-    _kill_inside_a_save(event, settings, undisturbed, tmp_path / "run")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("event", range(1, 64))
-def test_inside_a_save_everywhere(
-    event: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
-) -> None:
-    _kill_inside_a_save(event, settings, undisturbed, tmp_path / "run")
-
-
-def _kill_inside_a_save(event: int, settings: list[str], undisturbed: dict[str, Path], folder: Path) -> None:
-    killed = recipe(str(event), "0", *settings, "--output_dir", folder, script=WORKER)
+@pytest.mark.parametrize(
+    "event", [event if event in QUICK else pytest.param(event, marks=pytest.mark.slow) for event in range(1, 64)]
+)
+def test_inside_a_save(event: int, settings: list[str], undisturbed: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed = recipe(str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py")
     assert killed.code == -signal.SIGKILL, killed.err[-3000:]
-    resume_until_done(settings, folder, "single")
-    assert_same_run(folder, undisturbed["single"])
-
-
-def _workers(launcher: int) -> list[psutil.Process]:
-    """The processes that train, below a launcher."""
-    children = psutil.Process(launcher).children(recursive=True)
-    return [child for child in children if child.name().startswith("python") and not child.children()]
+    train(*settings, "--output_dir", folder)
+    assert_same_run(folder, undisturbed("single"))
 
 
 def _kill(target: str, launcher: int, chosen: random.Random) -> None:
     """Of processes this test has started only: they are the launcher and those below it."""
     below = psutil.Process(launcher).children(recursive=True)
-    workers = _workers(launcher)
+    workers = [child for child in below if child.name().startswith("python") and not child.children()]
     victims = {
         "one rank": [chosen.choice(workers)] if workers else [],
         "all ranks": workers,
@@ -108,27 +85,21 @@ def _kill(target: str, launcher: int, chosen: random.Random) -> None:
     psutil.wait_procs(alive, timeout=10)
 
 
-def _kill_at_random(
-    way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], folder: Path
-) -> str:
+def _kill_at_random(way: str, target: str, seed: int, settings: list[str], undisturbed: Runs, folder: Path) -> str:
     """What was on the screen when it was killed."""
-    expected = undisturbed[way]  # made before the clock runs
+    expected = undisturbed(way)  # made before the clock runs
     saw = _start_and_kill(way, target, seed, settings, folder)
-    resume_until_done(settings, folder, way)
-    assert_same_run(folder, expected)
+    train(*settings, "--output_dir", folder, *WAYS[way])
+    assert_same_run(folder, expected, stopped=target == "the launcher")
     return saw
 
 
 def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> str:
     chosen = random.Random(f"{way} {target} {seed}")
     after = chosen.randrange(1, STEPS)
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     with forks().begin(["recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]) as process:
-        while time.monotonic() < deadline:  # wait for some step, then a random moment of it
-            if metrics.exists() and len(metrics.read_bytes().splitlines()) >= after:
-                break
-            time.sleep(0.005)
-        time.sleep(chosen.random() * 0.2)
+        wait_for_steps(folder, after)
+        time.sleep(chosen.random() * 0.2)  # a random moment of the next
         _kill(target, process.pid, chosen)
         process.wait(60)
         return process.left().err
@@ -140,9 +111,7 @@ TARGETS = ("one rank", "all ranks", "the launcher")
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("way", "target"), [("ddp x2", "one rank"), ("zero2 x2", "all ranks"),
                                              ("zero3 x2", "the launcher")])  # fmt: skip
-def test_at_random(
-    way: str, target: str, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path, fault: Fault
-) -> None:
+def test_at_random(way: str, target: str, settings: list[str], undisturbed: Runs, tmp_path: Path, fault: Fault) -> None:
     saw = _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
     fault(f"kill -9 of {target} ({way})", saw, "the steps since the last checkpoint; the same command goes on exactly")
 
@@ -153,7 +122,7 @@ def test_at_random(
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("way", ["ddp x2", "zero1 x2", "zero2 x2", "zero3 x2", "fsdp2 x2"])
 def test_at_random_often(
-    way: str, target: str, seed: int, settings: list[str], undisturbed: dict[str, Path], tmp_path: Path
+    way: str, target: str, seed: int, settings: list[str], undisturbed: Runs, tmp_path: Path
 ) -> None:
     _kill_at_random(way, target, seed, settings, undisturbed, tmp_path / "run")
 
@@ -175,6 +144,6 @@ def test_killed_under_one_strategy_and_resumed_under_another(
     """Without dropout, whose masks are each process's own."""
     same = [*settings, "--dropout", "0"]
     _start_and_kill(way, "all ranks", 0, same, tmp_path / "run")
-    resume_until_done(same, tmp_path / "run", other)
-    resume_until_done(same, tmp_path / "undisturbed", "single")
+    train(*same, "--output_dir", tmp_path / "run", *WAYS[other])
+    train(*same, "--output_dir", tmp_path / "undisturbed")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed", rel=1e-5)

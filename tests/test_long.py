@@ -127,10 +127,14 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Four steps on two processes that divide parameters, four more on one."""
-    config = json.loads((single["resumed"] / "config.json").read_text())
-    assert Path(config["resumed_from"]).name == f"step-{STOPPED:08d}"
-    assert [line["step"] for line in lines_of(single["resumed"] / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(single["resumed"]) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
+    assert_went_on(single["resumed"], single["sparse"])
+
+
+def assert_went_on(run: Path, expected: Path) -> None:
+    resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
+    assert Path(resumed_from).name == f"step-{STOPPED:08d}"
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
 
 
 def test_as_many_micro_batches_as_the_tokens_want(single: dict[str, Path], settings: list[str]) -> None:
@@ -186,8 +190,7 @@ QUICK = list(COMMANDS)[:2]
 )
 def test_command(name: str, settings: list[str], single: dict[str, Path], tmp_path: Path) -> None:
     words, processes, stage = COMMANDS[name]
-    finished = start([*words, *settings, *map(str, SPARSE), "--output_dir", tmp_path / "run"])
-    assert finished.code == 0, finished.err[-3000:]
+    finished = start([*words, *settings, *map(str, SPARSE), "--output_dir", tmp_path / "run"]).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (processes, "DEEPSPEED")
     assert world["deepspeed"]["zero_optimization"]["stage"] == stage
@@ -195,7 +198,7 @@ def test_command(name: str, settings: list[str], single: dict[str, Path], tmp_pa
     assert_comparison(tmp_path / "run", finished)
 
 
-def assert_comparison(run: Path, finished: Finished | None = None) -> None:
+def assert_comparison(run: Path, finished: Finished) -> None:
     """The last two evaluations are of the saved model: of the texts' beginnings, then of all of them."""
     *_, beginnings, whole = lines_of(run / "eval.jsonl")
     assert (beginnings["split"], beginnings["max_length"]) == (f"validation_first_{FIRST}", FIRST)
@@ -209,11 +212,10 @@ def assert_comparison(run: Path, finished: Finished | None = None) -> None:
     assert f"{FIRST} tokens" in page
     for line in (beginnings, whole):
         assert f"{line['accuracy']:.4f}" in page or f"{100 * line['accuracy']:.1f}" in page
-    if finished is not None:
-        said = finished.err[finished.err.index("done in") :]
-        assert f"reading the first {FIRST} tokens only" in said
-        assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's
-        assert f"accuracy {beginnings['accuracy']:.4f}" in said
+    said = finished.err[finished.err.index("done in") :]
+    assert f"reading the first {FIRST} tokens only" in said
+    assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's
+    assert f"accuracy {beginnings['accuracy']:.4f}" in said
 
 
 @pytest.mark.slow
@@ -221,8 +223,7 @@ def assert_comparison(run: Path, finished: Finished | None = None) -> None:
 @pytest.mark.timeout(1600)
 def test_the_default_job_as_typed(tmp_path: Path) -> None:
     """No data, no model: IMDB reviews of more than 512 tokens, a BigBird made of MiniLM, one epoch, whole."""
-    finished = start(["deepspeed", "recipes/bigbird.py", "--output_dir", tmp_path / "run"], seconds=1500)
-    assert finished.code == 0, finished.err[-3000:]
+    start(["deepspeed", "recipes/bigbird.py", "--output_dir", tmp_path / "run"], seconds=1500).succeeded()
     *_, first, whole = lines_of(tmp_path / "run" / "eval.jsonl")
     assert first["num_samples"] == whole["num_samples"] > 100
     assert first["max_length"] == 512
@@ -300,8 +301,7 @@ def test_the_saved_model_predicts_what_was_written(
     own = own_logits(model, list(pd.read_csv(file)["text"]), training=False).softmax(dim=-1).numpy()
     assert own == pytest.approx(expected, abs=3e-6)
     output = tmp_path / "out.csv"
-    finished = start(["toolkit", "predict", model, file, "--output", output, "--per_device_batch_size", "1"])
-    assert finished.code == 0, finished.err[-3000:]
+    start(["toolkit", "predict", model, file, "--output", output, "--per_device_batch_size", "1"]).succeeded()
     table = pd.read_csv(output)
     assert list(table["prediction"]) == [line["prediction"] for line in written]
     assert table[["probability_neg", "probability_pos"]].to_numpy() == pytest.approx(expected, abs=3e-6)
@@ -309,12 +309,17 @@ def test_the_saved_model_predicts_what_was_written(
 
 @pytest.mark.multiprocess
 def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
-    finished = start(["toolkit", "convert", zero3["stopped"], tmp_path / "out"])
-    assert finished.code == 0, finished.err
-    model, loading = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model = converted(zero3["stopped"], tmp_path / "out", AutoModelForSequenceClassification)
     assert model.config.attention_type == "block_sparse"
-    steps = json.loads((zero3["stopped"] / "model" / "trainer_state.json").read_text())["global_step"]
-    assert steps == STOPPED
-    saved = AutoModelForSequenceClassification.from_pretrained(zero3["stopped"] / "model").state_dict()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def converted(run: Path, out: Path, model_class: Any) -> Any:
+    """What a stopped run's checkpoint becomes: the model that the run has saved."""
+    start(["toolkit", "convert", run, out]).succeeded()
+    model, loading = model_class.from_pretrained(out, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STOPPED
+    found, wanted = model.state_dict(), model_class.from_pretrained(run / "model").state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    return model

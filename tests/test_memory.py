@@ -27,14 +27,6 @@ def batch_of(samples: int, width: int) -> SimpleNamespace:
     return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)})
 
 
-def raised(fail: Callable[[], object]) -> Exception:
-    try:
-        fail()
-    except Exception as error:
-        return error
-    raise AssertionError("it did not fail")
-
-
 # what really fails, for want of memory
 ALLOCATIONS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.empty(ABSURD),
@@ -72,10 +64,11 @@ OTHERS: list[Exception] = [
 
 @pytest.mark.parametrize("what", ALLOCATIONS)
 def test_an_allocation_that_fails_is_recognised(what: str) -> None:
-    error = raised(ALLOCATIONS[what])
-    assert memory.is_out_of_memory(error), repr(error)
-    assert memory.answer(batch_of(2, 8), False, error)
-    assert memory.answer(batch_of(2, 8), None, error)
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        ALLOCATIONS[what]()
+    assert memory.is_out_of_memory(caught.value), repr(caught.value)
+    assert memory.answer(batch_of(2, 8), False, caught.value)
+    assert memory.answer(batch_of(2, 8), None, caught.value)
 
 
 @pytest.mark.parametrize("error", SAID, ids=repr)
@@ -94,40 +87,29 @@ def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
     assert memory.answer(batch_of(2, 8), None, error) is None
 
 
-def test_the_answer_in_training_names_the_settings() -> None:
-    answer = memory.answer(batch_of(32, 131), False, MemoryError())
-    assert answer is not None
-    for part in (
+EVALUATION = None
+# samples, tokens of each, whether activations are recomputed -> what is said, and what is not
+ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
+    (32, 131, False, [
         "out of memory in a training step, with a micro-batch of 32 x 131 tokens: pass ",
         "--per_device_batch_size 16, or --max_tokens_per_batch 2096 (the global batch and the losses stay the same)",
-        ", or --gradient_checkpointing true, or --max_length 65 ",
-    ):
-        assert part in answer
+        ", or --gradient_checkpointing true, or --max_length 65 "], []),
+    (1, 512, False, ["pass --gradient_checkpointing true, or --max_length 256"], ["batch_size", "max_tokens"]),
+    (1, 512, EVALUATION, ["pass --max_length 256"], ["batch_size"]),
+    (64, 131, EVALUATION, [
+        "in an evaluation, with a batch of 64 x 131 tokens",
+        "pass --per_device_eval_batch_size 32 (toolkit predict: --per_device_batch_size 32), or "
+        "--max_tokens_per_batch 4192, or --max_length 65 ["], ["gradient"]),
+]  # fmt: skip
 
 
-def test_one_sample_cannot_become_fewer() -> None:
-    answer = memory.answer(batch_of(1, 512), False, MemoryError())
+@pytest.mark.parametrize(("samples", "width", "recomputes", "says", "not_said"), ANSWERS)
+def test_the_answer_names_the_settings_that_help(
+    samples: int, width: int, recomputes: bool | None, says: list[str], not_said: list[str]
+) -> None:
+    answer = memory.answer(batch_of(samples, width), recomputes, MemoryError())
     assert answer is not None
-    assert "pass --gradient_checkpointing true, or --max_length 256" in answer
-    assert "batch_size" not in answer
-    assert "max_tokens" not in answer
-    answer = memory.answer(batch_of(1, 512), None, MemoryError())
-    assert answer is not None
-    assert "pass --max_length 256" in answer
-    assert "batch_size" not in answer
-
-
-def test_the_answer_in_an_evaluation_names_its_own_settings() -> None:
-    answer = memory.answer(batch_of(64, 131), None, MemoryError())
-    assert answer is not None
-    assert "in an evaluation, with a batch of 64 x 131 tokens" in answer
-    ways = (
-        "--per_device_eval_batch_size 32 (toolkit predict: --per_device_batch_size 32)",
-        "--max_tokens_per_batch 4192",
-        "--max_length 65",
-    )
-    assert f"pass {', or '.join(ways)} [" in answer
-    assert "gradient" not in answer
+    assert [part for part in says if part not in answer] == [part for part in not_said if part in answer] == []
 
 
 @pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
@@ -160,29 +142,29 @@ def ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[int]:
     return codes
 
 
-def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
-    ended: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def end_of(fail: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a recipe says that fails so."""
+
     def main() -> None:
         launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
-        torch.empty(ABSURD)
+        fail()
 
     with pytest.raises(SystemExit):
         launch.run(main)
-    (line,) = capsys.readouterr().err.splitlines()
+    return capsys.readouterr().err
+
+
+def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
+    ended: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = end_of(ALLOCATIONS["torch"], capsys).splitlines()
     assert line.startswith("error: out of memory in a training step, with a micro-batch of 4 x 10 tokens")
     assert "DefaultCPUAllocator: can't allocate memory" in line
     assert ended == [1]
 
 
 def test_a_fault_of_ours_keeps_its_traceback(ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    def main() -> None:
-        launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
-        torch.zeros(2, 3) @ torch.zeros(4, 5)
-
-    with pytest.raises(SystemExit):
-        launch.run(main)
-    told = capsys.readouterr().err
+    told = end_of(lambda: torch.zeros(2, 3) @ torch.zeros(4, 5), capsys)
     assert told.startswith("Traceback")
     assert "cannot be multiplied" in told
     assert "per_device" not in told
@@ -214,13 +196,6 @@ def run_out(files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: 
                   script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
 
 
-def assert_one_line(finished: Finished, says: list[str]) -> None:
-    assert finished.code not in (0, -6, -9, -11)
-    assert "Traceback" not in finished.err
-    assert len(finished.error_lines) == 1, finished.err
-    assert not [words for words in says if words not in finished.error_lines[0]], finished.error_lines
-
-
 TRAINING = [
     f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
     f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} ",
@@ -236,7 +211,7 @@ def test_training_with_too_large_a_micro_batch(
 ) -> None:
     finished = run_out(files, tiny_model, tmp_path, *LARGE, limited_rank="0")
     assert finished.code == 1
-    assert_one_line(finished, TRAINING)
+    finished.says_in_one_line(*TRAINING)
     assert finished.error_lines[0].startswith("error: ")
     fault("memory runs out in training", finished.err)
 
@@ -251,13 +226,10 @@ def test_an_evaluation_with_too_large_a_batch(
     )
     assert finished.code == 1
     assert "step 2/2" in finished.err
-    assert_one_line(
-        finished,
-        [
-            f"in an evaluation, with a batch of {SAMPLES} x 131 tokens",
-            f"--per_device_eval_batch_size {SAMPLES // 2} (toolkit predict: --per_device_batch_size {SAMPLES // 2})",
-            "--max_length 65",
-        ],
+    finished.says_in_one_line(
+        f"in an evaluation, with a batch of {SAMPLES} x 131 tokens",
+        f"--per_device_eval_batch_size {SAMPLES // 2} (toolkit predict: --per_device_batch_size {SAMPLES // 2})",
+        "--max_length 65",
     )
     fault("memory runs out in an evaluation", finished.err)
 
@@ -269,5 +241,6 @@ def test_one_rank_says_it_for_all(files: dict[str, Path], tiny_model: Path, tmp_
     """Also where the others have memory enough, and wait for the one that has not."""
     way = ["--config_file", "accelerate_configs/ddp.yaml"]
     finished = run_out(files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
-    assert_one_line(finished, TRAINING)
+    assert finished.code not in (-6, -9, -11)
+    finished.says_in_one_line(*TRAINING)
     assert re.match(r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ", finished.error_lines[0])

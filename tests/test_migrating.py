@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.runs import ROOT, Finished, recipe, start
+from tests.runs import ROOT, Finished, lines_of, start, train
 
 PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101
@@ -37,9 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> Path:
 
 def run(folder: Path, command: list[str | Path]) -> Finished:
     """In that folder, where the scripts leave their files."""
-    ended = start(["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", folder, *command])
-    assert ended.code == 0, ended.err[-2000:]
-    return ended
+    return start(["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", folder, *command]).succeeded()
 
 
 def test_both_languages_show_the_same_scripts() -> None:
@@ -55,17 +52,14 @@ def test_both_languages_show_the_same_scripts() -> None:
 def test_the_usual_script_counts_a_sample_twice_and_the_recipe_does_not(folder: Path, tiny_model: Path) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     files: list[str | Path] = [tiny_model, "train.csv", "valid.csv"]
-    old = run(
-        folder,
-        [torchrun, "--nproc_per_node", "2", "--master_port", str(29600 + os.getpid() % 300), "old_ddp.py", *files],
-    )
+    port = str(29600 + os.getpid() % 300)
+    old = run(folder, [torchrun, "--nproc_per_node", "2", "--master_port", port, "old_ddp.py", *files])
     assert f"of {VALIDATION + 1} samples" in old.out
     run(folder, [sys.executable, "to_folder.py", tiny_model, "carried"])
-    ended = recipe("--train_file", folder / "train.csv", "--validation_file", folder / "valid.csv", "--max_steps", 1,
-                   "--model_name_or_path", folder / "carried", "--output_dir", folder / "run",
-                   "--config_file", "accelerate_configs/ddp.yaml", "--report_to", "none")  # fmt: skip
-    assert ended.code == 0, ended.err[-2000:]
-    assert json.loads((folder / "run" / "eval.jsonl").read_text().splitlines()[-1])["num_samples"] == VALIDATION
+    train("--train_file", folder / "train.csv", "--validation_file", folder / "valid.csv", "--max_steps", 1,
+          "--model_name_or_path", folder / "carried", "--output_dir", folder / "run",
+          "--config_file", "accelerate_configs/ddp.yaml", "--report_to", "none")  # fmt: skip
+    assert lines_of(folder / "run" / "eval.jsonl")[-1]["num_samples"] == VALIDATION
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def test_class_weights_are_those_of_torchs_cross_entropy(reviews: Rows, start: P
 
 def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of the recipe."""
-    finished = recipe(
+    recipe(
         "--model_name_or_path", start, "--train_file", write(tmp_path / "train.csv", reviews),
         "--validation_file", write(tmp_path / "validation.csv", reviews[:4]), "--output_dir", tmp_path / "run",
         "--max_steps", str(STEPS), "--global_batch_size", str(BATCH), "--per_device_batch_size", str(per_device),
@@ -126,8 +126,7 @@ def trained(per_device: int, reviews: Rows, start: Path, tmp_path: Path, *more: 
         "--learning_rate", str(RATE), "--weight_decay", str(DECAY), "--warmup_steps", str(WARMUP),
         "--lr_scheduler_type", "linear", "--max_grad_norm", str(CLIP), "--dropout", "0", "--mixed_precision", "no",
         "--eval_every", str(STEPS), *more,
-    )  # fmt: skip
-    assert finished.code == 0, finished.err
+    ).succeeded()  # fmt: skip
     return [(line["loss"], line["grad_norm"]) for line in lines_of(tmp_path / "run" / "metrics.jsonl")]
 
 

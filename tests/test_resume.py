@@ -11,9 +11,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.faults import Fault
-from tests.runs import Server, lines_of
+from tests.runs import digests, failed, lines_of, run_of, train
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.checksum import crc32_of_range
 
 STEPS = 20  # of which 16 are an epoch
 
@@ -28,11 +27,9 @@ def settings(tiny_model: Path, reviews: Path) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(server: Server, settings: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(settings: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nobody disturbed. Tests must not write into it."""
-    folder = tmp_path_factory.mktemp("resume") / "whole"
-    server.run(*settings, "--output_dir", folder)
-    return folder
+    return run_of(settings, tmp_path_factory.mktemp("resume") / "whole")
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -49,17 +46,6 @@ def rewound(whole: Path, folder: Path, step: int) -> Path:
     folders.point(folder / "checkpoints", "last", checkpoint(folder, step))
     (folder / "report.html").unlink(missing_ok=True)
     return folder
-
-
-def digest(folder: Path) -> dict[str, Any]:
-    """Every file's checksum and every link's target."""
-    found: dict[str, Any] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink():
-            found[str(path.relative_to(folder))] = str(path.readlink())
-        elif path.is_file() and path.name != ".lock":
-            found[str(path.relative_to(folder))] = crc32_of_range(path)
-    return found
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
@@ -106,46 +92,42 @@ def test_the_run_is_as_planned(whole: Path) -> None:
 
 # step 15: the next epoch begins after one more; 3: before the best model, which the run's model/ holds
 @pytest.mark.parametrize("step", [3, 15, *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 9, 12, 18))])
-def test_it_goes_on_exactly(step: int, server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_it_goes_on_exactly(step: int, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", step)
-    said = server.run(*settings, "--output_dir", run)
+    said = train(*settings, "--output_dir", run)
     assert f"step {step} of {STEPS} (saved by single, 1 process)" in said
     assert_same_run(run, whole)
-    assert digest(run / "checkpoints").keys() >= digest(whole / "checkpoints").keys()
+    assert digests(run / "checkpoints").keys() >= digests(whole / "checkpoints").keys()
 
 
-def test_its_precision_stays_unless_another_is_asked_for(
-    whole: Path, settings: list[Any], server: Server, tmp_path: Path
-) -> None:
+def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: list[Any], tmp_path: Path) -> None:
     """Whatever `auto` would choose on this machine."""
     place = settings.index("--mixed_precision")
     auto = [*settings[:place], *settings[place + 2 :]]
     run = rewound(whole, tmp_path / "run", 18)
-    said = server.run(*auto, "--output_dir", run)
+    said = train(*auto, "--output_dir", run)
     assert "one process, cpu, mixed precision no" in said
     assert "changed since" not in said
     assert_same_run(run, whole)
-    said = server.run(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
+    said = train(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
     assert "settings that changed since: mixed_precision was no and is bf16" in said
 
 
-def test_a_torn_last_line_is_replaced(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_is_replaced(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # 15's own line is missing, too
-    server.run(*settings, "--output_dir", run)
+    train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
 
 
-def test_what_a_power_cut_takes_is_named(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_what_a_power_cut_takes_is_named(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
     """Lines that were there at the checkpoint, or a block of NULs in their place: the run goes on without them."""
     run = rewound(whole, tmp_path / "run", 18)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(lines[0] + bytes(len(lines[1])) + b"".join(lines[2:]))
     (run / "eval.jsonl").write_bytes(b"")
-    said = server.run(*settings, "--output_dir", run)
+    said = train(*settings, "--output_dir", run)
     assert f"{run / 'metrics.jsonl'} has 16 of the 17 lines that it had at step 18" in said
     assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in said
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
@@ -154,55 +136,53 @@ def test_what_a_power_cut_takes_is_named(
     fault("a power cut that empties metrics.jsonl or leaves NULs in it", line, "those lines of the log")
 
 
-def test_a_moved_model_is_no_other_job(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_path: Path, tiny_model: Path) -> None:
     """Its content is compared, not its path."""
     run, moved = rewound(whole, tmp_path / "run", 18), tmp_path / "moved"
     shutil.copytree(tiny_model, moved)
-    assert "step 18 of" in server.run(*settings, "--output_dir", run, "--model_name_or_path", moved)
+    assert "step 18 of" in train(*settings, "--output_dir", run, "--model_name_or_path", moved)
     weights = next(moved.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    said = server.fail(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
+    said = failed(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
     assert "belongs to another job: the model differs: the content of its files has changed" in said
 
 
-def test_a_lost_model_folder_is_made_again(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_lost_model_folder_is_made_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     shutil.rmtree(run / "model")
     (run / "eval.jsonl").unlink()  # of the time before; what comes is appended
-    server.run(*settings, "--output_dir", run)
+    train(*settings, "--output_dir", run)
     assert_same_weights(run / "model" / "model.safetensors", whole / "model" / "model.safetensors")
 
 
 def test_without_the_best_checkpoint_the_next_evaluation_counts(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path
+    settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     best = json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
     shutil.rmtree(run / "model")
     shutil.rmtree(checkpoint(run, best))
-    said = server.run(*settings, "--output_dir", run)
+    said = train(*settings, "--output_dir", run)
     assert f"the best model so far, of step {best}, is gone" in said
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STEPS
     assert folders.pointed(run / "checkpoints", "best") == checkpoint(run, STEPS)
 
 
-def test_the_best_model_of_then(server: Server, settings: list[Any], tmp_path: Path) -> None:
+def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
     """Resumed from before the best checkpoint: the one that was best until then is there, and is taken."""
     arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
-    server.run(*arguments, "--output_dir", tmp_path / "whole")
+    train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
     assert (state["step"], folders.pointed(tmp_path / "whole" / "checkpoints", "best")) != (4, checkpoint(tmp_path, 4))
     run = rewound(tmp_path / "whole", tmp_path / "run", 6)
-    assert "is gone" not in server.run(*arguments, "--output_dir", run)
+    assert "is gone" not in train(*arguments, "--output_dir", run)
     assert_same_run(run, tmp_path / "whole")
 
 
-def test_from_a_path_into_a_new_folder(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    before = digest(whole)
-    server.run(*settings, "--output_dir", tmp_path / "new", "--resume", checkpoint(whole, 9))
-    assert digest(whole) == before
+def test_from_a_path_into_a_new_folder(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    before = digests(whole)
+    train(*settings, "--output_dir", tmp_path / "new", "--resume", checkpoint(whole, 9))
+    assert digests(whole) == before
     found, wanted = lines_of(tmp_path / "new" / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")[9:]
     assert [line["step"] for line in found] == [line["step"] for line in wanted]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
@@ -222,24 +202,22 @@ OTHER: dict[str, list[Any]] = {
 
 
 def test_another_job_is_refused_and_changes_nothing(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path, reviews: Path
+    settings: list[Any], whole: Path, tmp_path: Path, reviews: Path
 ) -> None:
     run = rewound(whole, tmp_path / "run", 15)
-    before = digest(run)
+    before = digests(run)
     for said, more in OTHER.items():
-        assert said in server.fail(*settings, "--output_dir", run, *more)
-    every = server.fail(*settings, "--output_dir", run, *(word for more in OTHER.values() for word in more))
+        assert said in failed(*settings, "--output_dir", run, *more)
+    every = failed(*settings, "--output_dir", run, *(word for more in OTHER.values() for word in more))
     assert all(said in every for said in OTHER)
     (tmp_path / "fewer.csv").write_text("".join(reviews.read_text().splitlines(keepends=True)[:150]))
-    assert "train_file was" in server.fail(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
-    assert digest(run) == before
+    assert "train_file was" in failed(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
+    assert digests(run) == before
 
 
-def test_another_learning_rate_is_allowed_and_said(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path
-) -> None:
+def test_another_learning_rate_is_allowed_and_said(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 18)
-    said = server.run(*settings, "--output_dir", run, "--learning_rate", "2e-3")
+    said = train(*settings, "--output_dir", run, "--learning_rate", "2e-3")
     assert "settings that changed since: learning_rate was 0.001 and is 0.002" in said
     found, wanted = lines_of(run / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")
     assert found[18]["learning_rate"] == pytest.approx(2 * wanted[18]["learning_rate"])
@@ -272,11 +250,11 @@ QUICK = ("moments", "the manifest", "a missing file")
     "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.slow) for what in DAMAGE]
 )
 def test_a_damaged_checkpoint_is_skipped(
-    what: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
+    what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
 ) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     DAMAGE[what](checkpoint(run, 18))
-    said = server.run(*settings, "--output_dir", run)
+    said = train(*settings, "--output_dir", run)
     assert "checkpoint step-00000018: " in said
     assert ": skipped" in said
     assert f"resuming from {checkpoint(run, 16)}" in said or f"resuming from {checkpoint(run, 15)}" in said
@@ -286,26 +264,24 @@ def test_a_damaged_checkpoint_is_skipped(
     fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
 
 
-def test_nothing_sound_is_an_error(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_nothing_sound_is_an_error(settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
     run = rewound(whole, tmp_path / "run", 6)
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "weights.safetensors")
-    before = digest(run)
-    said = server.fail(*settings, "--output_dir", run)
+    before = digests(run)
+    said = failed(*settings, "--output_dir", run)
     assert "every checkpoint is damaged" in said
     assert said.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
-    assert digest(run) == before
+    assert digests(run) == before
     fault("all checkpoints are damaged", said, "nothing more: the run is left as it is")
 
 
-def test_a_finished_run_stays_as_it_is(server: Server, settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run, symlinks=True)
-    server.run(*settings, "--output_dir", run)
+    train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
-    changed = {name for name, value in digest(whole).items() if digest(run).get(name) != value}
+    changed = {name for name, value in digests(whole).items() if digests(run).get(name) != value}
     assert not {name for name in changed if name.startswith("checkpoints") or name.endswith(("safetensors", "jsonl"))}
 
 
@@ -313,35 +289,33 @@ def test_a_finished_run_stays_as_it_is(server: Server, settings: list[Any], whol
     "more", [["--max_steps", 24], pytest.param(["--num_train_epochs", 1.5], marks=pytest.mark.slow)]
 )
 def test_a_finished_run_goes_on_when_asked_for_more(
-    more: list[Any], server: Server, settings: list[Any], whole: Path, tmp_path: Path
+    more: list[Any], settings: list[Any], whole: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run, symlinks=True)
     if "--max_steps" not in more:
         place = settings.index("--max_steps")
         settings = [*settings[:place], *settings[place + 2 :]]
-    server.run(*settings, "--output_dir", run, *more)
+    train(*settings, "--output_dir", run, *more)
     lines = lines_of(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25))
     assert [line["loss"] for line in lines[:20]] == [line["loss"] for line in lines_of(whole / "metrics.jsonl")]
     assert lines[20]["learning_rate"] > 0  # of the longer schedule
 
 
-def test_early_stopping_stays_stopped(server: Server, settings: list[Any], tmp_path: Path) -> None:
+def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = [*settings, "--output_dir", run, "--learning_rate", "1e-12", "--early_stopping_patience", 1]
-    assert "f1_macro has not improved in 1 evaluations: stopping early" in server.run(*arguments)
+    assert "f1_macro has not improved in 1 evaluations: stopping early" in train(*arguments)
     before = [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")]
     assert len(before[0]) == 8
-    assert "stopping early" in server.run(*arguments)
+    assert "stopping early" in train(*arguments)
     assert [lines_of(run / name) for name in ("metrics.jsonl", "eval.jsonl")] == before
 
 
-def test_in_the_background_the_same_bytes_are_written(
-    server: Server, settings: list[Any], whole: Path, tmp_path: Path
-) -> None:
-    server.run(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
-    found, wanted = digest(tmp_path / "run" / "checkpoints"), digest(whole / "checkpoints")
+def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+    train(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
+    found, wanted = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
     assert found.keys() == wanted.keys()
     # the manifest says when; Python's own generator is drawn from by what a first run in a process imports
     same = {name for name in wanted if not name.endswith("manifest.json") and "rng-rank" not in name}
@@ -354,19 +328,17 @@ def test_in_the_background_the_same_bytes_are_written(
 
 
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
-def test_a_full_disk(
-    background: str, server: Server, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
-) -> None:
+def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault) -> None:
     """The model fits, the moments do not."""
     run = rewound(whole, tmp_path / "run", 15)
     largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
     more = ["--checkpoint_in_background", background]
-    before = digest(run / "checkpoints")
-    said = server.fail(*settings, "--output_dir", run, *more, largest_file=largest)
+    before = digests(run / "checkpoints")
+    said = failed(*settings, "--output_dir", run, *more, largest_file=largest)
     assert len(said.splitlines()) == 1
     assert "File too large" in said
     assert "those before it are untouched" in said
-    assert digest(run / "checkpoints") == before
-    server.run(*settings, "--output_dir", run, *more)
+    assert digests(run / "checkpoints") == before
+    train(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)
     fault(f"a full disk during a checkpoint (background {background})", said, "the steps since the last checkpoint")

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, Server, environment, lines_of, recipe
+from tests.runs import begin, digests, failed, lines_of, recipe, run_of, train, wait_for_steps
 from toolkit.units import size_text
 
 
@@ -28,19 +25,10 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(settings: list[str], server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps with checkpoints of steps 2 and 4."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    server.run(*settings, "--max_steps", "4", "--checkpoint_every", "2", "--output_dir", folder)
-    return folder
-
-
-def digest(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
+    more = ["--max_steps", "4", "--checkpoint_every", "2"]
+    return run_of([*settings, *more], tmp_path_factory.mktemp("finished") / "run")
 
 
 @pytest.mark.parametrize(
@@ -54,21 +42,18 @@ def digest(folder: Path) -> dict[str, str]:
         (["--max_steps", "8", "--resume", "no"], "already holds a run"),
     ],
 )  # fmt: skip
-def test_refused(changed: list[str], told: str, settings: list[str], finished: Path, server: Server) -> None:
-    before = digest(finished)
-    assert told in server.fail(*settings, "--checkpoint_every", "2", *changed, "--output_dir", finished)
-    assert digest(finished) == before
+def test_refused(changed: list[str], told: str, settings: list[str], finished: Path) -> None:
+    before = digests(finished)
+    assert told in failed(*settings, "--checkpoint_every", "2", *changed, "--output_dir", finished)
+    assert digests(finished) == before
 
 
 def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     """The second is refused, and says which process is there; the first is not disturbed."""
     folder = tmp_path / "run"
     command = [sys.executable, "recipes/cls.py", *settings, "--max_steps", "30", "--checkpoint_every", "15"]
-    first = subprocess.Popen([*command, "--output_dir", str(folder)], cwd=ROOT, env=environment(),
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    first = begin([*command, "--output_dir", folder])
+    wait_for_steps(folder)
     first.send_signal(signal.SIGSTOP)  # it shall still be there when the second one comes
     try:
         second = recipe(*settings, "--max_steps", "30", "--checkpoint_every", "15", "--output_dir", folder)
@@ -82,35 +67,36 @@ def test_two_at_once(settings: list[str], tmp_path: Path, fault: Fault) -> None:
     fault("a second run into the same folder", second.err)
 
 
-def test_a_start_that_failed_blocks_no_other(settings: list[str], server: Server, tmp_path: Path) -> None:
-    """Nothing was trained; a config.json that is not a run's stays what it was."""
+def test_a_start_that_failed_blocks_no_other(settings: list[str], tmp_path: Path) -> None:
+    """A loss that is not finite: nothing was trained; a config.json that is not a run's stays what it was."""
     rows, options = tmp_path / "rows.csv", [*settings, "--max_steps", "2", "--output_dir", tmp_path / "run"]
     rows.write_text("text,label\n" + "".join(f"word {i},{i}.5\n" for i in range(11)) + "huge,1e30\n")
     regression = ["--train_file", rows, "--validation_file", rows]
-    assert "loss of rows 12 is not finite" in server.fail(*options, *regression)
+    recipe(*options, *regression).says_in_one_line("step 1", "loss of rows 12 is not finite", "--learning_rate")
     assert (tmp_path / "run" / "config.json").is_file()
-    server.run(*options)
+    assert not (tmp_path / "run" / "model").exists()
+    train(*options)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text("{}")
-    told = server.fail(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
+    told = failed(*settings, "--max_steps", "2", "--output_dir", tmp_path / "other")
     assert "already holds a run (config.json)" in told
 
 
 def test_a_full_disk_while_the_model_is_written(
-    settings: list[str], server: Server, finished: Path, tmp_path: Path, fault: Fault
+    settings: list[str], finished: Path, tmp_path: Path, fault: Fault
 ) -> None:
     run = tmp_path / "run"
     largest = (finished / "model" / "model.safetensors").stat().st_size - 10
     words = [*settings, "--max_steps", "4", "--overwrite_output_dir", "--output_dir", run]
-    said = server.fail(*words, largest_file=largest)
+    said = failed(*words, largest_file=largest)
     assert re.fullmatch(rf"cannot write {run}/model: .*File too large.*; nothing was left behind", said), said
     assert sorted(path.name for path in run.iterdir()) == [".lock", "config.json", "metrics.jsonl"]
     fault("a full disk while the model is written", said, "the training: pass --checkpoint_every to lose less")
 
 
-def test_the_summary_is_about_this_run(settings: list[str], server: Server, tmp_path: Path) -> None:
+def test_the_summary_is_about_this_run(settings: list[str], tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    said = server.run(*settings, "--max_steps", "4", "--checkpoint_every", "4", "--output_dir", run)
+    said = train(*settings, "--max_steps", "4", "--checkpoint_every", "4", "--output_dir", run)
     summary = said[said.index("done in ") :].splitlines()
     size = sum(path.stat().st_size for path in (run / "checkpoints").rglob("*") if path.is_file())
     (line,) = [line for line in summary if "checkpoints/" in line]
@@ -125,15 +111,15 @@ def test_the_summary_is_about_this_run(settings: list[str], server: Server, tmp_
     assert "f1_micro" not in said
 
 
-def test_ended_before_its_first_checkpoint(settings: list[str], server: Server, tmp_path: Path) -> None:
+def test_ended_before_its_first_checkpoint(settings: list[str], tmp_path: Path) -> None:
     """It starts again where nothing would be lost; without checkpoints a folder that holds a run is an error."""
     folder = tmp_path / "run"
     folder.mkdir()
     options = ["--max_steps", "3", "--checkpoint_every", "2", "--output_dir", folder]
-    server.run(*settings, *options)
+    train(*settings, *options)
     for path in sorted((folder / "checkpoints").rglob("manifest.json")):
         path.unlink()
     (folder / "report.html").unlink()
-    assert "no manifest.json" in server.run(*settings, *options)
+    assert "no manifest.json" in train(*settings, *options)
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == [1, 2, 3]
     assert json.loads((folder / "config.json").read_text())["resumed_from"] is None

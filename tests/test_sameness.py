@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,15 +39,13 @@ Runs = Callable[..., tuple[Path, str]]
 def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Runs:
     """`runs_of("ddp x2", JOBS, "--more")` -> (the folder with a run for each job, standard error); the processes of
     a way are started once for all its jobs."""
-    made: dict[Any, tuple[Path, str]] = {}
 
+    @functools.cache
     def run(way: str, names: tuple[str, ...] = tuple(JOBS), *more: str) -> tuple[Path, str]:
-        if (way, names, more) not in made:
-            folder = tmp_path_factory.mktemp("same")
-            settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *more]
-            jobs = [["recipes.cls", *settings, *JOBS[name], "--output_dir", folder / name] for name in names]
-            made[way, names, more] = folder, run_jobs(folder, {**WAYS, **MORE_WAYS}[way], jobs).err
-        return made[way, names, more]
+        folder = tmp_path_factory.mktemp("same")
+        settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *more]
+        jobs = [["recipes.cls", *settings, *JOBS[name], "--output_dir", folder / name] for name in names]
+        return folder, run_jobs(folder, {**WAYS, **MORE_WAYS}[way], jobs).err
 
     return run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from html import unescape
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, Server, environment, forks, lines_of, losses_of, port_of, recipe
+from tests.runs import ROOT, forks, lines_of, losses_of, port_of, recipe, start, train, wait_for_steps
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -50,10 +49,8 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
     program = [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
     with port_of(command), forks().begin([*program, *command[1:]]) as process:
-        while not metrics.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_for_steps(folder)
         below = psutil.Process(process.pid).children(recursive=True)
         (os.killpg if group else os.kill)(process.pid, number)
         started = time.monotonic()
@@ -87,7 +84,7 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     fault(f"a stop signal: {name}", told, "nothing: a checkpoint is taken at once")
 
 
-def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path: Path) -> None:
+def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
     """As if it had not been stopped, with dropout, and without a word about resuming. The signal is seen when losses
     are gathered."""
     folder = tmp_path / "run"
@@ -103,8 +100,8 @@ def test_the_same_command_goes_on(settings: list[str], server: Server, tmp_path:
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 84" in report
     assert f"<pre>{again}</pre>" in report
-    assert f"step {done} of 84" in server.run(*settings, "--max_steps", "84", "--output_dir", folder)
-    server.run(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
+    assert f"step {done} of 84" in train(*settings, "--max_steps", "84", "--output_dir", folder)
+    train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 85))
     assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)
     assert "Stopped by" not in (folder / "report.html").read_text(encoding="utf-8")
@@ -129,7 +126,7 @@ launch.run(cls.main)
 
 
 def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
-    settings: list[str], server: Server, tmp_path: Path, fault: Fault
+    settings: list[str], tmp_path: Path, fault: Fault
 ) -> None:
     """At once, with a checkpoint, and not to its end first; evaluations are those of a run that nobody stopped."""
     words = [*settings[:-1], "4", "--max_steps", "8", "--per_device_batch_size", "3"]
@@ -139,8 +136,8 @@ def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
     assert "stopped by SIGTERM after step 4 of 8" in stopped.err, stopped.err[-3000:]
     assert not (tmp_path / "run" / "eval.jsonl").exists()
     assert (tmp_path / "run" / "checkpoints" / "last").readlink() == Path("step-00000004")
-    server.run(*words, "--output_dir", tmp_path / "run")
-    server.run(*words, "--output_dir", tmp_path / "whole")
+    train(*words, "--output_dir", tmp_path / "run")
+    train(*words, "--output_dir", tmp_path / "whole")
     for name in ("metrics.jsonl", "eval.jsonl"):
         found, wanted = (lines_of(tmp_path / run / name) for run in ("run", "whole"))
         assert [line["step"] for line in found] == [line["step"] for line in wanted]
@@ -150,11 +147,10 @@ def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
 
 def test_before_the_first_step_it_ends_at_once(settings: list[str], tmp_path: Path) -> None:
     """There is nothing to save: one line, and no folder that looks like a checkpoint."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import os,signal,sys,toolkit.launch as l\n"
-         "def main():\n  os.kill(os.getpid(), signal.SIGINT)\n  import time; time.sleep(5)\nl.run(main)"],
-        cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    error = process.communicate(timeout=30)[1]
-    assert process.returncode == 130
-    assert error.strip() == "interrupted"
+    script = (
+        "import os,signal,sys,toolkit.launch as l\n"
+        "def main():\n  os.kill(os.getpid(), signal.SIGINT)\n  import time; time.sleep(5)\nl.run(main)"
+    )
+    finished = start([sys.executable, "-c", script], seconds=30)
+    assert finished.code == 130
+    assert finished.err.strip() == "interrupted"

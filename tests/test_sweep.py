@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.runs import ROOT, Finished, environment, lines_of, start
+from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
 from toolkit import cli, sweep
 from toolkit.errors import UserError
 
@@ -135,11 +134,8 @@ def test_a_stopped_sweep_goes_on_with_the_run_it_was_in(
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
     command = [sys.executable, "-m", "toolkit", "sweep", own, "--output_dir", tmp_path / "sweep", *words]
-    piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environment(), **piped) as process:
-        until = time.monotonic() + 60
-        while not (run / "metrics.jsonl").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+    with begin(command) as process:
+        wait_for_steps(run)
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=30)
     assert process.returncode == code, said
@@ -197,8 +193,7 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--configs",
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
-    done: Finished = start([str(word) for word in command])
-    assert done.code == 0, done.err[-2000:] + done.out
+    done = start(command).succeeded()
     assert "best settings: weight_decay=0." in done.out
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table

@@ -28,6 +28,7 @@ from transformers import (
 
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
+from tests.test_long import STEPS, STOPPED, assert_went_on, converted
 from toolkit.config import GenerationSettings, PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
@@ -37,7 +38,7 @@ from toolkit.evaluation import rouge
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
 
-STEPS, STOPPED, SEED, LONGEST = 8, 4, 42, 16
+SEED, LONGEST = 42, 16
 COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixed_precision", "no", "--report_to",
           "none", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2, "--seed", SEED,
           "--max_target_length", LONGEST, "--num_beams", 2]  # fmt: skip
@@ -171,8 +172,7 @@ def test_divided_parameters_agree(job: str, zero3: dict[str, Path], single: dict
 @pytest.mark.multiprocess
 def test_the_literal_command(jobs: dict[str, list[Any]], single: dict[str, Path], tmp_path: Path) -> None:
     words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
-    finished = start([*words, *map(str, jobs["uneven"]), "--output_dir", tmp_path / "run"])
-    assert finished.code == 0, finished.err[-3000:]
+    start([*words, *map(str, jobs["uneven"]), "--output_dir", tmp_path / "run"]).succeeded()
     world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (2, "DEEPSPEED")
     assert_same(tmp_path / "run", single["uneven"])
@@ -273,12 +273,10 @@ def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: l
 @pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_predict_writes_the_same_titles(way: str, single: dict[str, Path], data: list[str], tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    words = [single["varied"] / "model", data[3], "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
     table = tmp_path / "texts.jsonl"
     table.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in lines_of(Path(data[3]))))
-    words[1] = table
-    finished = start(["toolkit", "predict", *words])
-    assert finished.code == 0, finished.err[-3000:]
+    words = [single["varied"] / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
+    start(["toolkit", "predict", *words]).succeeded()
     titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
     assert [line["prediction"] for line in lines_of(output)] == titles
 
@@ -288,30 +286,15 @@ def test_predict_writes_the_same_titles(way: str, single: dict[str, Path], data:
 
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
-    """Four steps on two processes that divide parameters, four more on one."""
-    config = json.loads((single["resumed"] / "config.json").read_text())
-    assert Path(config["resumed_from"]).name == f"step-{STOPPED:08d}"
-    assert [line["step"] for line in lines_of(single["resumed"] / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(single["resumed"]) == pytest.approx(losses_of(single["varied"]), rel=1e-5)
+    assert_went_on(single["resumed"], single["varied"])
 
 
 @pytest.mark.multiprocess
 def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
-    finished = start(["toolkit", "convert", zero3["varied"], tmp_path / "out"])
-    assert finished.code == 0, finished.err
-    model, loading = EncoderDecoderModel.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert json.loads((zero3["varied"] / "model" / "trainer_state.json").read_text())["global_step"] == STOPPED
-    saved = EncoderDecoderModel.from_pretrained(zero3["varied"] / "model")
-    wanted = saved.state_dict()
-    assert model.state_dict().keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    converted(zero3["varied"], tmp_path / "out", EncoderDecoderModel)
     folders = (tmp_path / "out", zero3["varied"] / "model")  # how titles are searched for
     found, chosen = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
     assert found == chosen
-
-
-# ---- settings
 
 
 # ---- Chinese

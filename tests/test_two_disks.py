@@ -7,16 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts import ADDRESSES, TwoHosts, two_hosts
-from tests.runs import Finished, lines_of, losses_of, recipe, run_of, start
+from tests.hosts import ADDRESSES, TwoHosts
+from tests.runs import Finished, lines_of, losses_of, start, train, wait_for_steps
 from toolkit.checkpoint import folder as folders
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -28,29 +27,9 @@ FILES = {"ddp": "accelerate_configs/2node.yaml", "zero2": "accelerate_configs/2n
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    yield from two_hosts()
-
-
-@pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
-    return [
-        *tiny_job,
-        "--max_steps",
-        "8",
-        "--global_batch_size",
-        "12",
-        "--checkpoint_every",
-        "2",
-        "--eval_every",
-        "100",
-    ]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> list[float]:
-    """The losses of one process on one machine, undisturbed."""
-    return losses_of(run_of(settings, tmp_path_factory.mktemp("reference") / "run"))
+    return [*tiny_job, "--max_steps", "8", "--global_batch_size", "12", "--checkpoint_every", "2",
+            "--eval_every", "100"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,17 +44,17 @@ class TwoDisks:
     def run(self) -> Path:
         return self.path / "run"
 
-    def start(self, host: str, *command: str | Path, **options: Any) -> subprocess.Popen[str]:
-        return self.hosts.start(host, command, binds={self.path: self.on_b} if host == "b" else None, **options)
+    def start(self, *command: str | Path, **options: Any) -> dict[str, subprocess.Popen[str]]:
+        """The same line, typed on both."""
+        binds = {"b": {self.path: self.on_b}}
+        return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 
     def recipe(self, way: str, *words: str | Path) -> dict[str, subprocess.Popen[str]]:
-        """The same line, typed on both."""
-        command = ["accelerate", "launch", "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
-                   ADDRESSES["a"], *words, "--output_dir", self.run]  # fmt: skip
-        return {host: self.start(host, *command) for host in ("a", "b")}
+        return self.start("accelerate", "launch", "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
+                          ADDRESSES["a"], *words, "--output_dir", self.run)  # fmt: skip
 
     def finish(self, started: Mapping[str, subprocess.Popen[str]]) -> dict[str, Finished]:
-        return {host: self.hosts.finish(process, SECONDS) for host, process in started.items()}
+        return self.hosts.finish_both(started, SECONDS)
 
     def checkpoints(self, host: str) -> Path:
         return (self.path if host == "a" else self.on_b) / "run" / "checkpoints"
@@ -92,14 +71,6 @@ def disks(hosts: TwoHosts, tmp_path: Path) -> TwoDisks:
     return TwoDisks(hosts, tmp_path / "out", tmp_path / "out-of-b")
 
 
-def wait_for_step(run: Path, step: int, processes: Mapping[str, subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline and all(process.poll() is None for process in processes.values()):
-        if (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_bytes().splitlines()) >= step:
-            return
-        time.sleep(0.01)
-
-
 def kill_all(hosts: TwoHosts, host: str) -> None:
     """Of what these tests have started there."""
     for process in hosts.processes(host):
@@ -111,11 +82,10 @@ def assert_done(done: Mapping[str, Finished]) -> None:
         assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
 
 
-def assert_whole(disks: TwoDisks, reference: Sequence[float]) -> None:
+def assert_whole(disks: TwoDisks, reference: Path) -> None:
     """Each step once with the reference's loss, and whole checkpoints on the first disk alone."""
-    steps = [line["step"] for line in lines_of(disks.run / "metrics.jsonl")]
-    assert steps == list(range(1, len(reference) + 1))
-    assert losses_of(disks.run) == pytest.approx(reference, rel=1e-5)
+    assert [line["step"] for line in lines_of(disks.run / "metrics.jsonl")] == list(range(1, 9))
+    assert losses_of(disks.run) == pytest.approx(losses_of(reference), rel=1e-5)
     assert (disks.steps("a"), disks.steps("b")) == ([6, 8], [])
     for name in ("best", "last"):
         assert (disks.checkpoints("a") / name).readlink() == Path("step-00000008")
@@ -125,9 +95,9 @@ def assert_whole(disks: TwoDisks, reference: Sequence[float]) -> None:
         assert list(disks.checkpoints(host).glob(".*")) == []
 
 
-def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], reference: list[float]) -> None:
+def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], reference: Path) -> None:
     started = disks.recipe(way, *settings)
-    wait_for_step(disks.run, 5, started)
+    wait_for_steps(disks.run, 5, started.values(), SECONDS)
     kill_all(disks.hosts, "b")
     done = disks.finish(started)
     assert done["a"].code, done["a"].err[-3000:]
@@ -142,28 +112,22 @@ def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], referen
     assert "resuming from" in said
 
 
-def convert(run: Path, out: Path) -> Finished:
-    return start([sys.executable, "-m", "toolkit", "convert", run, out])
-
-
 @pytest.mark.parametrize("way", ["zero2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "zero3"))])
-def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: list[float]) -> None:
+def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
     killed_and_continued(disks, way, settings, reference)
-    converted = convert(disks.run, disks.path / "model")
-    assert converted.code == 0, converted.err
-    alone = recipe(*settings, "--max_steps", "10", "--output_dir", disks.run)
-    assert alone.code == 0, alone.err[-3000:]
-    assert f"resuming from {disks.checkpoints('a') / 'step-00000008'}: step 8 of 10" in alone.err
-    assert losses_of(disks.run)[:8] == pytest.approx(reference, rel=1e-5)
+    start(["toolkit", "convert", disks.run, disks.path / "model"]).succeeded()
+    said = train(*settings, "--max_steps", "10", "--output_dir", disks.run)
+    assert f"resuming from {disks.checkpoints('a') / 'step-00000008'}: step 8 of 10" in said
+    assert losses_of(disks.run)[:8] == pytest.approx(losses_of(reference), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_several_processes_on_each(disks: TwoDisks, settings: list[str], reference: list[float]) -> None:
+def test_several_processes_on_each(disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """The other machine comes back with an empty disk."""
     more = [*settings, "--num_processes", "4", "--per_device_batch_size", "3"]
     killed = disks.recipe("zero2", *more)
-    wait_for_step(disks.run, 5, killed)
+    wait_for_steps(disks.run, 5, killed.values(), SECONDS)
     kill_all(disks.hosts, "b")
     disks.finish(killed)
     shutil.rmtree(disks.on_b / "run")
@@ -173,7 +137,7 @@ def test_several_processes_on_each(disks: TwoDisks, settings: list[str], referen
 
 
 @pytest.mark.slow
-def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], reference: list[float]) -> None:
+def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """And the best model is made again, from a checkpoint before the one that is resumed."""
     more = [*settings, "--eval_every", "2", "--keep_checkpoints", "9", "--learning_rate", "1e-3"]
     assert_done(disks.finish(disks.recipe("zero2", *more)))
@@ -189,7 +153,7 @@ def test_an_old_run_is_moved_aside(disks: TwoDisks, settings: list[str], referen
 
 
 @pytest.mark.slow
-def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference: list[float]) -> None:
+def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """Nothing is said, and nothing sent."""
     one = TwoDisks(disks.hosts, disks.path, disks.path)
     for more in ([], ["--max_steps", "10"]):
@@ -197,7 +161,7 @@ def test_a_disk_that_both_share(disks: TwoDisks, settings: list[str], reference:
         assert_done(done)
         assert "do not share" not in done["a"].err
         assert "sending" not in done["a"].err
-        assert losses_of(one.run)[:8] == pytest.approx(reference, rel=1e-5)
+        assert losses_of(one.run)[:8] == pytest.approx(losses_of(reference), rel=1e-5)
     assert [path.name for path in one.checkpoints("a").glob(".*")] == []
 
 
@@ -222,19 +186,15 @@ def test_a_full_disk(host: str, disks: TwoDisks, settings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("rank", "event"), [(0, event) for event in (2, 20, 43, 60, 90, 105)] + [(1, event) for event in (2, 9, 14, 20, 24)]
 )
-def test_killed_inside_a_save(
-    rank: int, event: int, disks: TwoDisks, settings: list[str], reference: list[float]
-) -> None:
+def test_killed_inside_a_save(rank: int, event: int, disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """At some file operation of one of the processes; then the same command goes on."""
     words = [*settings, "--deepspeed_config", "ds_configs/zero2.json", "--output_dir", disks.run]
 
     def once(*command: str | Path) -> dict[str, Finished]:
-        started = {}
-        for number, host in enumerate("ab"):
-            place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                     "MASTER_ADDR": ADDRESSES["a"], "MASTER_PORT": "29877"}  # fmt: skip
-            started[host] = disks.start(host, sys.executable, *command, *words, env=place)
-        return disks.finish(started)
+        world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": ADDRESSES["a"],
+                 "MASTER_PORT": "29877"}  # fmt: skip
+        places = {host: {"RANK": str(number), **world} for number, host in enumerate("ab")}
+        return disks.finish(disks.start(sys.executable, *command, *words, env=places))
 
     killed = once("tests/kill_worker.py", str(event), str(rank))
     assert killed["ab"[rank]].code == -signal.SIGKILL, killed["ab"[rank]].err[-3000:]

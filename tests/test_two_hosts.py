@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.hosts import ADDRESSES, INTERFACE, NAMES, TwoHosts, two_hosts
-from tests.runs import ROOT, Finished, losses_of, run_of
+from tests.hosts import ADDRESSES, INTERFACE, NAMES, TwoHosts
+from tests.runs import ROOT, Finished, losses_of, run_of, wait_for_steps
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
@@ -33,19 +33,8 @@ def default_of(cases: Iterable[str], *kept: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    yield from two_hosts()
-
-
-@pytest.fixture(scope="module")
 def settings(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "6", "--global_batch_size", "12"]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> list[float]:
-    """The losses of one process on one machine."""
-    return losses_of(run_of(settings, tmp_path_factory.mktemp("reference") / "run"))
 
 
 def on_both(*command: str | Path) -> dict[str, list[str]]:
@@ -53,12 +42,12 @@ def on_both(*command: str | Path) -> dict[str, list[str]]:
     return {host: [str(word) for word in command] for host in ("a", "b")}
 
 
-def assert_run(done: Mapping[str, Finished], folder: Path, reference: Sequence[float], processes: int = 2) -> None:
+def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path, processes: int = 2) -> None:
     for host, finished in done.items():
         assert finished.code == 0, f"{host}: {finished.err[-3000:]}"
     assert json.loads((folder / "config.json").read_text())["world"]["num_processes"] == processes
     assert f"machines: hostA (rank{'s' * (processes > 2)} 0" in done["a"].err
-    assert losses_of(folder) == pytest.approx(reference, rel=1e-5)
+    assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
 
 
 # --- the literal command
@@ -66,7 +55,7 @@ def assert_run(done: Mapping[str, Finished], folder: Path, reference: Sequence[f
 
 @pytest.mark.parametrize("name", default_of(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
 def test_the_literal_command_with_the_address_in_the_file(
-    name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
+    name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
 ) -> None:
     shipped = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text(encoding="utf-8")
     file = tmp_path / f"{name}.yaml"
@@ -98,12 +87,11 @@ RANKS: dict[str, tuple[dict[str, list[str]], dict[str, dict[str, str]]]] = {
 @pytest.mark.parametrize("way", RANKS)
 def test_the_rank_of_the_machine(way: str, hosts: TwoHosts) -> None:
     words, env = RANKS[way]
-    started = {host: hosts.start(host, [*WORKER, *words[host]], env=env.get(host)) for host in ("a", "b")}
-    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    done = hosts.run_both({host: [*WORKER, *words[host]] for host in ("a", "b")}, SECONDS, env=env)
     first, second = ("b", "a") if "of the other" in way else ("a", "b")
     for rank, host in enumerate((first, second)):
-        assert done[host].code == 0, done[host].err[-3000:]
-        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in done[host].out
+        said = done[host].succeeded().out
+        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in said
 
 
 # --- the launchers that span machines by themselves
@@ -137,9 +125,7 @@ LAUNCHERS = {"deepspeed --hostfile --no_ssh": _deepspeed, "torchrun c10d": _torc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_another_launcher(
-    name: str, hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path
-) -> None:
+def test_another_launcher(name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
     words = ["recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
     done = hosts.run_both({host: [*LAUNCHERS[name](host, tmp_path), *words] for host in ("a", "b")}, SECONDS)
     assert_run(done, tmp_path / "run", reference)
@@ -149,7 +135,7 @@ def test_another_launcher(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
-def test_mpirun(hosts: TwoHosts, settings: list[str], reference: list[float], tmp_path: Path) -> None:
+def test_mpirun(hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Open MPI itself, which starts its part on the other host through a program like ssh."""
     agent = tmp_path / "like-ssh"
     agent.write_text(f'#!/bin/sh\nshift\n{hosts.shell_on("b")} "$*"\n', encoding="utf-8")
@@ -180,13 +166,12 @@ def both_within(
     env: Mapping[str, dict[str, str]] | None = None,
 ) -> dict[str, Finished]:
     """What they left, so many seconds after their launchers began."""
-    started = {host: hosts.start(host, command, (env or {}).get(host)) for host, command in commands.items()}
+    started = hosts.start_both(commands, env=env or {})
     for process in started.values():
         assert process.stderr is not None
         while not (line := process.stderr.readline()).startswith("this is machine"):
             assert line
-    deadline = time.monotonic() + seconds
-    return {host: hosts.finish(process, deadline - time.monotonic()) for host, process in started.items()}
+    return hosts.finish_both(started, seconds)
 
 
 def test_a_machine_alone_names_the_missing_one_and_says_what_it_tried(hosts: TwoHosts, fault: Fault) -> None:
@@ -241,9 +226,8 @@ def test_other_data_and_other_settings_are_refused_on_both(
     shorter = tmp_path / "shorter.csv"
     shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
     command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run")]
-    started = {"a": hosts.start("a", command), "b": hosts.start("b", command, binds={reviews: shorter})}
-    for process in started.values():
-        words = error_of(hosts.finish(process, SECONDS))
+    for finished in hosts.run_both(on_both(*command), SECONDS, binds={"b": {reviews: shorter}}).values():
+        words = error_of(finished)
         assert "the content of the train data is " in words
         assert "on hostA and " in words
     done = hosts.run_both({"a": command, "b": [*command, "--learning_rate", "1e-3"]}, SECONDS)
@@ -261,8 +245,7 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
     shutil.copy(settings[settings.index("--train_file") + 1], folder / "reviews.csv")
     command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
                "--train_file", str(folder / "reviews.csv")]  # fmt: skip
-    started = {"a": hosts.start("a", command), "b": hosts.start("b", command, binds={folder: empty})}
-    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    done = hosts.run_both(on_both(*command), SECONDS, binds={"b": {folder: empty}})
     assert "reviews.csv" in error_of(done["b"])
     assert "rank 1 on hostB failed: " in error_of(done["a"])
     assert "reviews.csv" in error_of(done["a"])
@@ -273,14 +256,8 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
 
 def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int) -> dict[str, subprocess.Popen[str]]:
     """Both hosts at work, at least `steps` of them done."""
-    started = {host: hosts.start(host, command) for host in ("a", "b")}
-    deadline = time.monotonic() + SECONDS
-    metrics = folder / "metrics.jsonl"
-    while not metrics.is_file() or len(metrics.read_bytes().splitlines()) < steps:
-        assert time.monotonic() < deadline, "it does not train"
-        for host, process in started.items():
-            assert process.poll() is None, hosts.finish(process).err[-3000:] + host
-        time.sleep(0.1)
+    started = hosts.start_both(on_both(*command))
+    wait_for_steps(folder, steps, started.values(), SECONDS)
     return started
 
 
@@ -326,18 +303,17 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
             _worker(hosts, "b").kill()
         else:
             hosts.silence() if "silent" in what else hosts.cut()
-        done = {host: hosts.finish(process, 60) for host, process in started.items()}
+        done = hosts.finish_both(started)
     finally:
         hosts.heal()
     assert time.monotonic() - broken < 30
     assert expected in error_of(done["a"])
     if "killed" in what:
-        assert "rank 1 was ended by SIGKILL" in error_of(done["b"])
+        assert "rank 1 on hostB was ended by SIGKILL" in error_of(done["b"])
     else:
         assert "no contact with hostA (rank 0)" in error_of(done["b"])
     again = hosts.run_both(on_both(*command, "--max_steps", "40"), SECONDS)
-    assert again["a"].code == 0, again["a"].err[-3000:]
-    assert "resuming from" in again["a"].err
+    assert "resuming from" in again["a"].succeeded().err
     assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
     fault(
         f"two machines: {what}",
@@ -379,7 +355,7 @@ def test_a_killed_rank_ends_both_sides_in_time_and_max_restarts_goes_on(
         said.append(started["a"].stderr.readline())
     assert time.monotonic() - killed < 30
     assert "rank 1 on hostB has ended without a word" in said[-1]
-    done = {host: hosts.finish(process, SECONDS) for host, process in started.items()}
+    done = hosts.finish_both(started, SECONDS)
     assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
     assert "attempt 2 of 2" in done["a"].err
     assert "resuming from" in done["a"].err
@@ -405,7 +381,7 @@ def test_the_launcher_that_was_typed_told_to_stop_on_one_machine_ends_both_in_go
     started = _training(hosts, command, folder, 3)
     told = time.monotonic()
     started["b"].terminate()
-    done = {host: hosts.finish(process, 60) for host, process in started.items()}
+    done = hosts.finish_both(started)
     assert time.monotonic() - told < 40
     assert done["a"].code == -signal.SIGTERM, done["a"].err[-3000:]
     assert "Traceback" not in done["a"].err

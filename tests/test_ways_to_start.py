@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from tests.runs import ROOT, Finished, environment, losses_of, run_of, start
+from tests.runs import ROOT, Finished, begin, losses_of, start
 
 AFTER = ["accelerate", "launch", "recipes/cls.py"]
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
@@ -45,14 +44,8 @@ def settings(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "3", "--global_batch_size", "12"]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
-    """`python recipes/cls.py`: one process."""
-    return run_of(settings, tmp_path_factory.mktemp("reference") / "run")
-
-
 def assert_run(finished: Finished, folder: Path, reference: Path, processes: int, kind: str) -> None:
-    assert finished.code == 0, finished.err[-3000:]
+    finished.succeeded()
     world = json.loads((folder / "config.json").read_text())["world"]
     assert (world["num_processes"], world["distributed_type"]) == (processes, kind)
     assert losses_of(folder) == pytest.approx(losses_of(reference), rel=1e-5)
@@ -81,24 +74,14 @@ def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path
 
 def _as_mpi(rank: int) -> dict[str, str]:
     """The variables Open MPI sets for a process of `mpirun -np 2`."""
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
+    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
 
 
 def _as_srun(rank: int) -> dict[str, str]:
     """The variables Slurm sets for a task of `srun --ntasks 2` on one node."""
-    return {
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_LOCALID": str(rank),
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": "77",
-        "SLURM_STEP_NODELIST": socket.gethostname(),
-    }
+    return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank), "SLURM_JOB_ID": "77",
+            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": socket.gethostname()}  # fmt: skip
 
 
 @pytest.mark.multiprocess
@@ -106,10 +89,7 @@ def _as_srun(rank: int) -> dict[str, str]:
 def test_schedulers_variables(variables, settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two processes with a scheduler's variables and nothing else find each other."""
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    processes = [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    processes = [begin(command, variables(rank)) for rank in range(2)]
     outcomes = [process.communicate(timeout=200) for process in processes]
     finished = Finished(max(process.returncode for process in processes), "", outcomes[0][1] + outcomes[1][1])
     assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
@@ -153,7 +133,7 @@ def test_a_launcher_that_starts_too_few_is_caught(after: bool, settings: list[st
     words = ["accelerate", "launch", *([] if after else way), "recipes/cls.py", *(way if after else [])]
     done = start([*words, *settings, "--output_dir", output], fresh=True)
     if after:
-        assert done.code == 0, done.err[-3000:]
+        done.succeeded()
         assert json.loads((output / "config.json").read_text())["world"]["num_processes"] == 2
     else:
         assert done.code != 0
@@ -174,9 +154,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Pat
     """To all processes of a terminal."""
     way = [] if who == "one process" else ["--config_file", "accelerate_configs/ddp.yaml"]
     command = [sys.executable, "recipes/cls.py", "--output_dir", str(tmp_path / "run"), *way]
-    started = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    started = begin(command)
     first, watched = psutil.Process(started.pid), []
     while not any(map(_imports_torch, watched)):
         time.sleep(0.01)

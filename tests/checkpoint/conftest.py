@@ -49,6 +49,12 @@ def names() -> list[str]:
     return [f"{name} x{world}" for world, kinds in WORLDS.items() for name in kinds]
 
 
+@pytest.fixture
+def made(name: str, deepspeed_checkpoints: dict[str, Made]) -> Made:
+    """The one of the `name` that a test is parametrised with."""
+    return deepspeed_checkpoints[name]
+
+
 @pytest.fixture(scope="session")
 def deepspeed_checkpoints(tiny_model: Path) -> dict[str, Made]:
     """Real checkpoints by `KIND xWORLD` (see `names`), made once for all workers of a session."""

@@ -257,10 +257,6 @@ def take_step(way: Way, step: int) -> float:
     way.engine.train()
     loss = way.engine(tokens[dist.get_rank() :: dist.get_world_size()])
     way.update(loss)
-    return global_loss(loss)
-
-
-def global_loss(loss: torch.Tensor) -> float:
     whole = loss.detach().double()
     dist.all_reduce(whole)
     return whole.item() / dist.get_world_size()

@@ -11,14 +11,13 @@ import zipfile
 import zlib
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.checkpoint.handmade import rewritten
+from tests.faults import refusal
 from toolkit.checkpoint.checksum import combine, crc32, crc32_of_range
 from toolkit.checkpoint.read.torch_file import open_torch_file, verify_member, zip_members
 from toolkit.checkpoint.reader import Member
-from toolkit.errors import UserError
 
 
 def test_64_bit_offsets(tmp_path: Path) -> None:
@@ -32,8 +31,7 @@ def test_64_bit_offsets(tmp_path: Path) -> None:
         opened.seek(found.offset)
         assert (found.offset > 5 << 30, opened.read(found.size)) == (True, b"1234567")
     os.truncate(file, file.stat().st_size - 1)
-    with pytest.raises(UserError, match=re.escape(str(file))):
-        zip_members(file)
+    refusal(zip_members, file, match=re.escape(str(file)))
 
 
 def test_two_members_in_one_place(tmp_path: Path) -> None:
@@ -45,8 +43,7 @@ def test_two_members_in_one_place(tmp_path: Path) -> None:
     at = content.index(b"PK\1\2")
     content[at + 20 : at + 28] = struct.pack("<2L", 30, 30)  # the first reaches over the second
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"same\.pt is damaged.*same place"):
-        zip_members(file)
+    refusal(zip_members, file, match=r"same\.pt is damaged.*same place")
 
 
 def test_a_file_inside_a_file(tmp_path: Path) -> None:
@@ -60,18 +57,15 @@ def test_a_file_inside_a_file(tmp_path: Path) -> None:
     assert opened.stored("x", opened.content).read() == torch.arange(5.0).numpy().tobytes()
     for member in opened.members.values():
         verify_member(member)
-    with pytest.raises(UserError, match="rows"):
-        open_torch_file(file, start=76, size=len(inner))
-    with pytest.raises(UserError, match="truncated"):
-        open_torch_file(file, start=77, size=len(inner) + 11)
+    refusal(open_torch_file, file, start=76, size=len(inner), match="rows")
+    refusal(open_torch_file, file, start=77, size=len(inner) + 11, match="truncated")
 
 
 def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "big.pt"
     torch.save({}, file)
     file.write_bytes(rewritten(file, lambda name, old: b"big" if name.endswith("byteorder") else old))
-    with pytest.raises(UserError, match=r"big\.pt was written on a big-endian machine"):
-        open_torch_file(file)
+    refusal(open_torch_file, file, match=r"big\.pt was written on a big-endian machine")
 
 
 def test_checksums_are_zlibs(tmp_path: Path) -> None:
@@ -85,5 +79,4 @@ def test_checksums_are_zlibs(tmp_path: Path) -> None:
     assert crc32_of_range(tmp_path / "a") == zlib.crc32(data)
     assert crc32_of_range(tmp_path / "a", 5, 2_000_000) == zlib.crc32(data[5 : 5 + 2_000_000])
     assert crc32_of_range(tmp_path / "a", 5, 0) == 0
-    with pytest.raises(UserError, match="checksum"):
-        verify_member(Member(tmp_path / "a", "x", 5, 10, 0))
+    refusal(verify_member, Member(tmp_path / "a", "x", 5, 10, 0), match="checksum")

@@ -11,6 +11,7 @@ import pytest
 from filelock import FileLock
 
 from tests.checkpoint.test_folder import left, save
+from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.clean import clean
 from toolkit.errors import UserError
@@ -58,15 +59,12 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
         (finished_run(tmp_path / "killed", steps=4), "has taken 4 of 6 steps"),
         (tmp_path / "none", "does not exist"),
     ):
-        with pytest.raises(UserError, match=said):
-            clean(path)
+        refusal(clean, path, match=said)
     (run / "report.html").unlink()
-    with pytest.raises(UserError, match=r"is not finished: it goes on from its checkpoints"):
-        clean(run)
+    refusal(clean, run, match=r"is not finished: it goes on from its checkpoints")
     (run / "report.html").touch()
     os.utime(run / "report.html", (1, 1))  # of before it went on
-    with pytest.raises(UserError, match="is not finished"):
-        clean(run)
+    refusal(clean, run, match="is not finished")
     assert len(folders.complete(run / "checkpoints")) == 2
     stopped_early = finished_run(tmp_path / "early", steps=4, settings={"early_stopping_patience": 2})
     assert "freed" in clean(stopped_early)

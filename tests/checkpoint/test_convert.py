@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from tests.checkpoint.conftest import Made, names
 from tests.checkpoint.handmade import read_folder, same_bits
 from tests.checkpoint.test_open_deepspeed import read_reference
 from tests.faults import refusal
+from tests.runs import edit_json
 from toolkit.checkpoint.convert import conversion
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import Member
 from toolkit.errors import UserError
 
 pytestmark = pytest.mark.multiprocess
@@ -48,8 +47,7 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     ["zero0 x1", "zero1-bf16-optimizer x3", "zero2-aligned x2", "zero2-round-robin x2", "zero2-elastic x2",
      "zero3-frozen x2", "zero3-groups x2", "zero3-subgroups x2"],
 )  # fmt: skip
-def test_the_output_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    made = deepspeed_checkpoints[name]
+def test_the_output_is_what_was_in_memory(made: Made, tmp_path: Path) -> None:
     said = convert(made.folder, tmp_path / "out", verify=True)
     assert_same(read_folder(tmp_path / "out"), expected_of(made))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
@@ -59,10 +57,7 @@ def test_the_output_is_what_was_in_memory(name: str, deepspeed_checkpoints: dict
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("zero2-fp32 x2", "bf16"), ("zero3-frozen x2", "fp16")])
-def test_other_dtypes_are_torchs_casts(
-    name: str, dtype: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
-    made = deepspeed_checkpoints[name]
+def test_other_dtypes_are_torchs_casts(made: Made, dtype: str, tmp_path: Path) -> None:
     convert(made.folder, tmp_path / "out", dtype=dtype, verify=True)
     assert_same(read_folder(tmp_path / "out"), expected_of(made, dtype))
 
@@ -70,23 +65,18 @@ def test_other_dtypes_are_torchs_casts(
 def bert_config(model: Path, folder: Path, labels: int = 3) -> Path:
     """A folder with the config of the checkpoints' BERT and its tokenizer."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
     kinds = {str(number): f"label {number}" for number in range(labels)}
-    config |= {"architectures": ["BertForSequenceClassification"], "id2label": kinds,
-               "label2id": {label: int(number) for number, label in kinds.items()}}  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_json(folder / "config.json", architectures=["BertForSequenceClassification"], id2label=kinds,
+              label2id={label: int(number) for number, label in kinds.items()})  # fmt: skip
     return folder
 
 
 @pytest.mark.parametrize(("name", "most"), [("zero2-bert x2", "5GB"), ("zero3-bert x2", "20KB")])
-def test_from_pretrained_loads_it(
-    name: str, most: str, deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     from toolkit.checkpoint.convert.command import parse_size
 
-    made = deepspeed_checkpoints[name]
     config = bert_config(tiny_model, tmp_path / "config")
     out = tmp_path / "out"
     said = convert(made.folder, out, config_from=config, max_shard_bytes=parse_size(most), verify=most == "5GB")
@@ -102,10 +92,7 @@ def test_from_pretrained_loads_it(
 
 
 @pytest.mark.parametrize("name", [name for name in names() if "excluded" in name])
-def test_frozen_parameters_come_from_the_base_model(
-    name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path
-) -> None:
-    made = deepspeed_checkpoints[name]
+def test_frozen_parameters_come_from_the_base_model(made: Made, tmp_path: Path) -> None:
     whole = {key.partition(".")[2]: tensor for key, tensor in load_file(made.reference).items()
              if key.startswith("weight.")}  # fmt: skip
     base = tmp_path / "base"
@@ -121,22 +108,17 @@ def test_verify_builds_the_model_of_the_config(
 ) -> None:
     """What no rule of ours sees: another width inside the layers."""
     config = bert_config(tiny_model, tmp_path / "config")
-    content = json.loads((config / "config.json").read_text())
-    (config / "config.json").write_text(json.dumps({**content, "intermediate_size": 4}))
+    edit_json(config / "config.json", intermediate_size=4)
     with pytest.raises(UserError, match=r"BertForSequenceClassification.*in another shape bert.encoder.layer.0"):
         convert(deepspeed_checkpoints["zero2-bert x2"].folder, tmp_path / "out", config_from=config, verify=True)
     assert not (tmp_path / "out").exists()
 
 
-def data_members(checkpoint: Path) -> list[Member]:
-    spans = [span for stored in open_checkpoint(checkpoint).weights.values() for span in stored.spans]
-    return list(dict.fromkeys(span.member for span in spans if span.member.size))
-
-
 @pytest.mark.parametrize("name", ["zero1-bf16 x2", "zero3-frozen x2", "zero0 x1"])
-def test_a_flipped_bit_is_found_and_named(name: str, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    copy = shutil.copytree(deepspeed_checkpoints[name].folder, tmp_path / "saved")
-    members = data_members(copy)
+def test_a_flipped_bit_is_found_and_named(made: Made, tmp_path: Path) -> None:
+    copy = shutil.copytree(made.folder, tmp_path / "saved")
+    spans = [span for stored in open_checkpoint(copy).weights.values() for span in stored.spans]
+    members = {span.member for span in spans if span.member.size}
     assert len(members) > 1
     for member in members:
         for place in {0, member.size // 2, member.size - 1}:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import Fault, refusal
+from tests.runs import Finished, edit_json, start
 from toolkit import cli
 from toolkit.checkpoint.convert import conversion, transfer
 from toolkit.errors import UserError
@@ -28,10 +28,9 @@ from toolkit.errors import UserError
 TENSORS = {"a.weight": torch.randn(5, 7), "b.bias": torch.randn(11)}
 
 
-def command(*words: Any) -> subprocess.CompletedProcess[str]:
+def command(*words: Any) -> Finished:
     """`toolkit WORDS` in a process of its own."""
-    words = (sys.executable, "-m", "toolkit", *map(str, words))
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    return start([sys.executable, "-m", "toolkit", *words])
 
 
 @pytest.fixture
@@ -45,8 +44,8 @@ def names_in(folder: Path) -> list[str]:
 
 def test_one_line_says_what_was_done(run: Path, tmp_path: Path) -> None:
     done = command("convert", run, tmp_path / "out", "--verify")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
     assert lines[1] == "verified: 2 tensors are the checkpoint's, bit for bit"
     assert "wrote" in lines[2]
     assert "GB/s" in lines[2]
@@ -101,10 +100,8 @@ def test_overwrite_replaces_and_nothing_else_does(run: Path, tmp_path: Path) -> 
     out = tmp_path / "out"
     convert(run, out)
     (out / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"already there: .*--overwrite"):
-        convert(run, out)
-    with pytest.raises(UserError, match=r"holds mine.txt, which a conversion does not write"):
-        convert(run, out, overwrite=True)
+    refusal(convert, run, out, match=r"already there: .*--overwrite")
+    refusal(convert, run, out, overwrite=True, match=r"holds mine.txt, which a conversion does not write")
     (out / "mine.txt").unlink()
     convert(run, out, overwrite=True, dtype="bf16")
     assert names_in(out) == ["model.safetensors"]
@@ -117,13 +114,10 @@ def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) 
     out.mkdir()
     convert(run, out, overwrite=True)  # an empty one is nobody's
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
-    with pytest.raises(UserError, match=r"holds manifest.json, "):
-        convert(run, checkpoint, overwrite=True)
-    with pytest.raises(UserError, match="lies in the checkpoint"):
-        convert(run, checkpoint / "out")
+    refusal(convert, run, checkpoint, overwrite=True, match=r"holds manifest.json, ")
+    refusal(convert, run, checkpoint / "out", match="lies in the checkpoint")
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UserError, match="is not a folder"):
-        convert(run, tmp_path / "file", overwrite=True)
+    refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -139,11 +133,10 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
         return real(folder, *arguments)
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
-    with pytest.raises(UserError, match=r"holds thesis.txt" if overwrite else "not empty") as raised:
-        convert(run, out, overwrite=overwrite)
+    said = refusal(convert, run, out, overwrite=overwrite, match=r"holds thesis.txt" if overwrite else "not empty")
     assert names_in(out) == ["thesis.txt"]
     assert names_in(tmp_path) == ["out", "run"]
-    fault(f"OUT appears while convert writes (--overwrite {overwrite})", str(raised.value))
+    fault(f"OUT appears while convert writes (--overwrite {overwrite})", said)
 
 
 @pytest.mark.parametrize("name", ["model/vocab.txt", "model/config.json", "weights.safetensors", "model"])
@@ -153,10 +146,9 @@ def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Pat
     (run / "model" / "vocab.txt").touch()
     (run / name).rename(elsewhere)
     (run / name).symlink_to(elsewhere)
-    with pytest.raises(UserError, match=f"{run / name} is a link to {elsewhere}, outside") as raised:
-        convert(run, tmp_path / "out")
+    said = refusal(convert, run, tmp_path / "out", match=f"{run / name} is a link to {elsewhere}, outside")
     assert not (tmp_path / "out").exists()
-    fault(f"a link out of the checkpoint ({name})", str(raised.value))
+    fault(f"a link out of the checkpoint ({name})", said)
 
 
 def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
@@ -195,11 +187,10 @@ def test_the_old_folder_stays_when_the_new_one_fails(
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(UserError, match="Input/output error; nothing was left behind") as raised:
-        convert(run, out, overwrite=True, dtype="bf16")
+    said = refusal(convert, run, out, overwrite=True, dtype="bf16", match="Input/output error; nothing was left behind")
     assert (out / "model.safetensors").read_bytes() == before
     assert names_in(tmp_path) == ["out", "run"]
-    fault("a disk that fails while convert replaces OUT", str(raised.value), "nothing: OUT is the old one")
+    fault("a disk that fails while convert replaces OUT", said, "nothing: OUT is the old one")
 
 
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,30 +222,22 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
             time.sleep(0.01)
         time.sleep(0.3)
         process.send_signal(number)
-        assert process.stderr is not None
         assert process.stderr.read() == "interrupted\n"
     assert process.returncode == 130
     assert names_in(tmp_path) == ["run"]
 
 
-def _work_of_children() -> float:
-    """Seconds of processor time, of which a busy machine takes nothing away."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["zero1-lora x2", "zero3-subgroups x2"])
-def test_inspect_takes_less_than_a_second(name: str, deepspeed_checkpoints: dict[str, Made]) -> None:
-    made = deepspeed_checkpoints[name]
-    began = _work_of_children()
+def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
+    """Of processor time, of which a busy machine takes nothing away."""
+    began = os.times()
     done = command("convert", "--inspect", made.folder)
-    seconds = _work_of_children() - began
-    assert done.returncode == 0, done.stderr
-    assert seconds < 1
-    assert "step 2" in done.stdout
-    assert f"{made.world} process" in done.stdout
-    told = json.loads(command("convert", "--inspect", "--json", made.folder).stdout)
+    assert done.code == 0, done.err
+    assert sum(os.times()[2:4]) - sum(began[2:4]) < 1
+    assert "step 2" in done.out
+    assert f"{made.world} process" in done.out
+    told = json.loads(command("convert", "--inspect", "--json", made.folder).out)
     assert told["step"] == 2
     assert told["lora"] == ("lora" in name)
     assert told["shapes"]
@@ -273,8 +256,7 @@ def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Pat
     tied = {left_out: kept, "cls.predictions.decoder.bias": "cls.predictions.bias"}
     run = write_run(tmp_path / "run", {key: tensor for key, tensor in state.items() if key not in tied}, tied=tied)
     config = bert_config(tiny_model, tmp_path / "config")
-    content = json.loads((config / "config.json").read_text())
-    (config / "config.json").write_text(json.dumps({**content, "architectures": ["BertForMaskedLM"]}))
+    edit_json(config / "config.json", architectures=["BertForMaskedLM"])
     said = convert(run, tmp_path / "out", config_from=config, verify=kept.startswith("bert"))
     assert not kept.startswith("bert") or "BertForMaskedLM" in said[1]
     assert f"left out: {left_out} (tied to {kept})" in said[-1] or f", {left_out} (tied to {kept})" in said[-1]

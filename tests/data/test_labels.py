@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
+from tests.faults import refusal
 from toolkit.config import ProblemType
 from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table
@@ -125,8 +126,7 @@ def test_several_columns_hold_nothing_but_0_and_1(odd: Any) -> None:
         lambda: find_labels(bad, "a,b", None, "text"),
         lambda: find_labels(good, "a,b", None, "text").encode(bad, np.arange(2)),
     ):
-        with pytest.raises(UserError, match=r"v\.csv, row 2: column 'b'.* 0 or 1, or .*--problem_type regression"):
-            act()
+        refusal(act, match=r"v\.csv, row 2: column 'b'.* 0 or 1, or .*--problem_type regression")
 
 
 REGRESSION: ProblemType = "regression"
@@ -170,8 +170,7 @@ def test_what_can_be_meant_in_two_ways_is_asked(cells: list[Any], shown: str) ->
 
 def test_nearly_as_many_classes_as_rows_are_asked_about() -> None:
     texts = [f"text {number}" for number in range(490)]
-    with pytest.raises(UserError, match=r"490 different values in 490 rows: is it the label\?.*--problem_type"):
-        found(texts)
+    refusal(found, texts, match=r"490 different values in 490 rows: is it the label\?.*--problem_type")
     assert found(texts, ONE).size == found([*texts, *texts]).size == 490
 
 
@@ -223,8 +222,7 @@ def test_names_of_classes_that_cannot_be_meant(tmp_path: Path, content: str) -> 
     ],
 )
 def test_labels_that_nothing_can_be_learned_from(labels: list[Any], problem: ProblemType | None, said: str) -> None:
-    with pytest.raises(UserError, match=rf"f\.csv: .*{said}"):
-        found(labels, problem)
+    refusal(found, labels, problem, match=rf"f\.csv: .*{said}")
 
 
 NO_LABEL = "no label: fill it or remove the row"
@@ -252,13 +250,11 @@ NO_LABEL = "no label: fill it or remove the row"
     ],
 )
 def test_a_label_that_cannot_be_meant_names_file_and_row(training: Any, problem: Any, other: Any, said: str) -> None:
-    with pytest.raises(UserError, match=rf"v\.csv, row 2: .*{said}"):
-        encoded(found(training, problem), other, name="v.csv")
+    refusal(encoded, found(training, problem), other, name="v.csv", match=rf"v\.csv, row 2: .*{said}")
 
 
 def test_rows_are_named_as_in_the_file_when_some_are_left_out() -> None:
-    with pytest.raises(UserError, match=r"v\.csv, row 3"):
-        found(["a", "b"]).encode(table_of(["a", "b", "c"], name="v.csv"), np.array([1, 2]))
+    refusal(found(["a", "b"]).encode, table_of(["a", "b", "c"], name="v.csv"), np.array([1, 2]), match=r"v\.csv, row 3")
 
 
 def test_columns_that_cannot_be_told() -> None:
@@ -267,7 +263,5 @@ def test_columns_that_cannot_be_told() -> None:
     with pytest.raises(UserError, match="Name one of y with --label_column"):
         find_labels(table_of(["a", "b"], column="y"), None, None, "text")
     table = columns_table(a=[1, 0], b=[0, 1])
-    with pytest.raises(UserError, match="several labels or numbers, not --problem_type single_label"):
-        find_labels(table, "a,b", ONE, "text")
-    with pytest.raises(UserError, match=r"did you mean b\?"):
-        find_labels(table, "a,bb", None, "text")
+    refusal(find_labels, table, "a,b", ONE, "text", match="several labels or numbers, not --problem_type single_label")
+    refusal(find_labels, table, "a,bb", None, "text", match=r"did you mean b\?")

@@ -13,11 +13,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.data.conftest import MODEL
-from tests.runs import Server, start
+from tests.faults import refusal
+from tests.runs import start, train
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
-from toolkit.data.tokens import encode, encoded, load_split, save_strings, save_tokens
-from toolkit.errors import UserError
+from toolkit.data.tokens import encode
 
 ROWS = [
     {"question": "good film", "answer": "很好 的 书店", "label": "yes"},
@@ -34,23 +34,25 @@ def as_roberta(tokenizer: Any) -> Any:
     return tokenizer
 
 
+@pytest.fixture
+def prepared(prepared: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rows, **given: prepared(rows, validation_file=rows, text_column="question", **given)
+
+
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", [lambda tokenizer: tokenizer, as_roberta, words_first])
-def test_a_batch_of_pairs_is_the_tokenizers_own(tiny_model: Path, tmp_path: Path, kind: Any, side: str) -> None:
+def test_a_batch_of_pairs_is_the_tokenizers_own(
+    tiny_model: Path, prepared: Callable[..., Any], kind: Any, side: str
+) -> None:
     tokenizer = kind(AutoTokenizer.from_pretrained(tiny_model, padding_side=side))
-    (folder := tmp_path / "test").mkdir()
-    cut = save_tokens(folder, encoded(tokenizer, [(QUESTIONS, ANSWERS)], 24, 4)).cut
-    for name, values in {"labels": np.zeros(4), "rows": np.arange(4)}.items():
-        np.save(folder / f"{name}.npy", values)
-    for name, texts in {"texts": QUESTIONS, "pairs": ANSWERS}.items():
-        save_strings(folder / f"{name}.jsonl", [texts])
-    split = load_split(tmp_path, "test")
+    data = prepared(ROWS, text_pair="answer", tokenizer=tokenizer, max_length=24)
+    split = data.validation
     batch = Collator(split, tokenizer, torch.device("cpu"))(np.arange(4))
     theirs = tokenizer(QUESTIONS, ANSWERS, truncation="longest_first", max_length=24, padding=True, return_tensors="pt")
     assert ("token_type_ids" in batch.inputs) == (kind is not as_roberta)
     assert batch.inputs.keys() == theirs.keys()
     assert all(torch.equal(batch.inputs[name], theirs[name]) for name in theirs)
-    assert cut == 2
+    assert any("50.0 % of the texts are cut at 24 tokens" in note for note in data.notes)
     assert split.texts()[3] == "the price\ngood"
     shorter = Collator(split.cut(tokenizer, 12, "test_first_12"), tokenizer, torch.device("cpu"))(np.array([2]))
     assert shorter.inputs["input_ids"].tolist() == [
@@ -60,11 +62,6 @@ def test_a_batch_of_pairs_is_the_tokenizers_own(tiny_model: Path, tmp_path: Path
 
 def test_a_text_alone_has_no_token_types(tokenizer: Any) -> None:
     assert set(encode(tokenizer, QUESTIONS, 24)) == {"input_ids", "offsets"}
-
-
-@pytest.fixture
-def prepared(prepared: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda rows, **given: prepared(rows, validation_file=rows, text_column="question", **given)
 
 
 def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any]) -> None:
@@ -91,8 +88,7 @@ def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any
     ],
 )
 def test_faults_of_pairs(prepared: Callable[..., Any], rows: Any, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        prepared(rows, **given)
+    refusal(prepared, rows, **given, match=said)
 
 
 def test_an_empty_second_text_is_left_out_when_asked(prepared: Callable[..., Any]) -> None:
@@ -107,21 +103,18 @@ def test_a_model_of_one_type_is_given_none(prepared: Callable[..., Any], monkeyp
     assert any("a separator alone tells the two texts" in note for note in data.notes)
 
 
-def test_a_run_and_its_predictions(
-    tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str], server: Server
-) -> None:
+def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:
     """`toolkit predict` reads the columns that the run learned from."""
     data, run = write_rows("pairs.jsonl", ROWS * 3), tmp_path / "run"
     arguments = ["--model_name_or_path", tiny_model, "--text_column", "question", "--text_pair", "answer"]
-    server.run("--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run)
+    train("--train_file", data, "--validation_file", data, *arguments, "--max_steps", 2, "--output_dir", run)
     with (tmp_path / "new.csv").open("w", encoding="utf-8") as file:
         csv.writer(file).writerows([("question", "answer"), *zip(QUESTIONS, ANSWERS, strict=True)])
     predicted = start(["toolkit", "predict", run / "model", tmp_path / "new.csv"])
     assert predicted.code == 0, predicted.err[-3000:]
     assert "reading columns question and answer" in predicted.out + predicted.err
-    model, tokenizer = (
-        kind.from_pretrained(run / "model") for kind in (AutoModelForSequenceClassification, AutoTokenizer)
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
     padded = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}  # the tiny model has one type
     with torch.no_grad():
         chances = model.eval()(**tokenizer(QUESTIONS, ANSWERS, **padded)).logits.softmax(-1)

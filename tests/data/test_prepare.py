@@ -21,6 +21,8 @@ from toolkit.data.rows import Rows, _drawn, hold_back, text_column, texts_of
 from toolkit.errors import UserError
 
 Row = dict[str, Any]
+Prepare = Callable[..., Prepared]
+WriteRows = Callable[..., str]
 
 
 def rows_of(classes: dict[str, int], prefix: str = "good film") -> list[Row]:
@@ -36,7 +38,7 @@ def counts_of(data: Prepared, split: str) -> dict[str, int]:
     return {name: int((labels == place).sum()) for place, name in enumerate(data.labels.names)}
 
 
-def test_samples_are_the_rows_of_the_file(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
+def test_samples_are_the_rows_of_the_file(prepared: Prepare, tokenizer: Any) -> None:
     train, validation = rows_of({"a": 3, "b": 4}), rows_of({"a": 2, "b": 1}, "bad book")
     data = prepared(train, validation_file=validation, test_file=train[:2])
     assert (len(data.train), len(data.validation), len(data.test or ())) == (7, 3, 2)
@@ -50,7 +52,7 @@ def test_samples_are_the_rows_of_the_file(prepared: Callable[..., Prepared], tok
     assert data.validation.texts() == [row["text"] for row in validation]
 
 
-def test_held_back_rows_are_divided_by_class(prepared: Callable[..., Prepared]) -> None:
+def test_held_back_rows_are_divided_by_class(prepared: Prepare) -> None:
     rows = rows_of({"often": 80, "rare": 10, "sometimes": 30})
     data = prepared(rows, validation_split=0.2)
     assert counts_of(data, "validation") == {"often": 16, "rare": 2, "sometimes": 6}
@@ -61,35 +63,34 @@ def test_held_back_rows_are_divided_by_class(prepared: Callable[..., Prepared]) 
     assert any("24 of 120 rows are held back" in note for note in data.notes)
 
 
-def test_a_class_of_one_row_is_trained_on(prepared: Callable[..., Prepared]) -> None:
+def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
     for seed in range(5):
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
         assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
         assert len(data.validation) == 20
 
 
-def test_too_few_rows_for_every_class_are_said(prepared: Callable[..., Prepared]) -> None:
+def test_too_few_rows_for_every_class_are_said(prepared: Prepare) -> None:
     data = prepared(rows_of({"a": 3, "b": 3, "c": 3}))
     assert len(data.validation) == 1
     assert any("too few rows to hold some of each class back" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 126])
-def test_a_tokenizer_of_another_model_is_an_error(prepared: Callable[..., Prepared], vocabulary: int) -> None:
+def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary: int) -> None:
     """It has 127 tokens: more than the model has rows for."""
     with pytest.raises(UserError, match=f"127.*{vocabulary}|{vocabulary}.*127"):
         prepared(rows_of({"a": 5, "b": 5}), model=SimpleNamespace(**vars(MODEL), vocab_size=vocabulary))
 
 
-def test_texts_that_are_also_in_training_are_said(prepared: Callable[..., Prepared]) -> None:
+def test_texts_that_are_also_in_training_are_said(prepared: Prepare) -> None:
     rows = rows_of({"a": 5, "b": 5})
     data = prepared(rows, validation_file=rows[:3] + rows_of({"a": 2}, "bad"), test_file=rows_of({"b": 2}, "dull"))
-    assert [note for note in data.notes if "also in the training" in note] == [
-        "validation: 3 of 5 texts are also in the training data: its scores will be too high (rows 1, 2, 3)"
-    ]
+    (note,) = [note for note in data.notes if "also in the training" in note]
+    assert note == "validation: 3 of 5 texts are also in the training data: its scores will be too high (rows 1, 2, 3)"
 
 
-def test_cut_texts_are_counted(prepared: Callable[..., Prepared]) -> None:
+def test_cut_texts_are_counted(prepared: Prepare) -> None:
     rows = [*rows_of({"a": 5, "b": 4}), {"text": "the " * 40, "label": "a"}]
     data = prepared(rows, validation_file=rows[:2], max_length=20)
     assert any("train: 10.0 % of the texts are cut at 20 tokens" in note for note in data.notes)
@@ -105,13 +106,10 @@ EMPTY = [
 ]
 
 
-def test_empty_texts_are_an_error_that_names_the_rows(prepared: Callable[..., Prepared]) -> None:
+def test_empty_texts_are_an_error_that_names_the_rows_or_left_out_when_asked(prepared: Prepare) -> None:
+    """They need no label then."""
     says = ("train_file.jsonl", "2 of 4 rows (rows 2, 4)", "--drop_empty_text", "'text'")
     refusal(prepared, EMPTY, validation_file=EMPTY[:1], says=says)
-
-
-def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
-    """They need no label then."""
     data = prepared([*EMPTY, {"text": "", "label": None}], validation_file=EMPTY[1:3], drop_empty_text=True)
     assert data.train.rows.tolist() == [0, 2]
     assert data.validation.rows.tolist() == [1]
@@ -133,28 +131,25 @@ def test_empty_texts_are_left_out_when_asked(prepared: Callable[..., Prepared]) 
         (["id", "text_a", "label"], None, "text_a"),
     ],
 )
-def test_text_column(write_rows: Callable[..., str], columns: list[str], wanted: str | None, found: str) -> None:
+def test_text_column(write_rows: WriteRows, columns: list[str], wanted: str | None, found: str) -> None:
     row: Row = {column: {"label": "1.5", "id": "7", "number": 1}.get(column, "t") for column in columns}
     assert text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, ["label"]) == found
 
 
-def test_the_label_and_the_second_text_are_not_the_text(prepared: Callable[..., Prepared]) -> None:
+def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> None:
     rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
     assert prepared(rows, text_pair="text_b").text_column == "text_a"
-    with pytest.raises(UserError, match=r"Name one of text_a, text_b with --text_column"):
-        prepared(rows)
+    refusal(prepared, rows, match=r"Name one of text_a, text_b with --text_column")
 
 
-def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: Callable[..., str]) -> None:
+def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: WriteRows) -> None:
     yaml = tmp_path / "mine.yaml"
     yaml.write_text("text_column: txt\nlabel_column: lable\n")
     table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), TextSettings())
     given = [str(yaml), "--train_file", "a", "--model_name_or_path", "m", "--label_column", "lable"]
     data = parse(TaskSettings, given).data
-    with pytest.raises(UserError, match=rf"no column 'txt'.*--text_column \({yaml} names it\)"):
-        text_column(table, data.text_column)
-    with pytest.raises(UserError, match=r"no column 'lable'.*--label_column$"):  # that was typed
-        find_labels(table, data.label_column, None, "text")
+    refusal(text_column, table, data.text_column, match=rf"no column 'txt'.*--text_column \({yaml} names it\)")
+    refusal(find_labels, table, data.label_column, None, "text", match=r"no column 'lable'.*--label_column$")
 
 
 @pytest.mark.parametrize(
@@ -167,14 +162,13 @@ def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows:
     ],
 )
 def test_a_text_column_that_cannot_be_told(
-    write_rows: Callable[..., str], columns: list[str], wanted: str | None, said: str
+    write_rows: WriteRows, columns: list[str], wanted: str | None, said: str
 ) -> None:
     row = {column: 1 if column == "number" else "t" for column in columns}
-    with pytest.raises(UserError, match=said):
-        text_column(read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted)
+    refusal(text_column, read_file(write_rows("a.jsonl", [row]), TextSettings()), wanted, match=said)
 
 
-def test_a_validation_file_without_the_text_column(prepared: Callable[..., Prepared]) -> None:
+def test_a_validation_file_without_the_text_column(prepared: Prepare) -> None:
     with pytest.raises(UserError, match=r"validation_file\.jsonl has no text column 'text'"):
         prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
 
@@ -183,7 +177,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
     return sorted((str(path), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*/**/*"))
 
 
-def test_the_second_run_makes_nothing(prepared: Callable[..., Prepared], toolkit_cache: Path) -> None:
+def test_the_second_run_makes_nothing(prepared: Prepare, toolkit_cache: Path) -> None:
     """Also where the same rows lie elsewhere."""
     rows = rows_of({"a": 10, "b": 10})
     first = prepared(rows)
@@ -195,7 +189,7 @@ def test_the_second_run_makes_nothing(prepared: Callable[..., Prepared], toolkit
     assert (second.notes, second.labels, second.digest) == (first.notes, first.labels, first.digest)
 
 
-def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., Prepared], tiny_model: Path) -> None:
+def test_what_changes_the_data_changes_the_folder(prepared: Prepare, tiny_model: Path) -> None:
     from transformers import AutoTokenizer
 
     rows = [row | {"other": "x y"} for row in rows_of({"1": 10, "2": 10})]
@@ -222,14 +216,14 @@ def test_what_changes_the_data_changes_the_folder(prepared: Callable[..., Prepar
     assert prepared(rows).digest == digests[0]
 
 
-def test_a_seed_counts_only_where_rows_are_drawn(prepared: Callable[..., Prepared]) -> None:
+def test_a_seed_counts_only_where_rows_are_drawn(prepared: Prepare) -> None:
     rows = rows_of({"a": 20, "b": 20})
     assert prepared(rows, validation_file=rows, seed=1).digest == prepared(rows, validation_file=rows, seed=2).digest
     limited = {"validation_file": rows, "max_eval_samples": 5}
     assert prepared(rows, **limited, seed=1).digest != prepared(rows, **limited, seed=2).digest
 
 
-def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callable[..., Prepared]) -> None:
+def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Prepare) -> None:
     rows = rows_of({"a": 20, "b": 20})
     plain, fixed, other = prepared(rows, seed=7), prepared(rows, seed=8, data_seed=7), prepared(rows, seed=8)
     assert plain.digest == fixed.digest
@@ -237,11 +231,10 @@ def test_a_data_seed_holds_the_same_rows_back_under_every_seed(prepared: Callabl
 
 
 @pytest.mark.parametrize("dev", ["validation", "valid", "dev"])
-def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, dev: str) -> None:
+def test_splits_of_a_data_set(write_rows: WriteRows, tmp_path: Path, dev: str) -> None:
     settings = build(TaskSettings, {"dataset_name": str(tmp_path)}).data
     write_rows("test.jsonl", rows_of({"a": 1, "b": 2}, "test"))
-    with pytest.raises(UserError, match="has no train split: it has test"):
-        read_tables(settings)
+    refusal(read_tables, settings, match="has no train split: it has test")
     for split in ("train", dev):
         write_rows(f"{split}.jsonl", rows_of({"a": 1, "b": 2}, split))
     tables = read_tables(settings)
@@ -249,17 +242,16 @@ def test_splits_of_a_data_set(write_rows: Callable[..., str], tmp_path: Path, de
     assert tables["validation"].rows["text"][0].startswith(f"{dev} ")
 
 
-def test_a_test_split_without_labels_is_left_out_and_said(prepared: Callable[..., Prepared]) -> None:
+def test_a_test_split_without_labels_is_left_out_and_said(prepared: Prepare) -> None:
     rows = rows_of({"a": 3, "b": 3})
     data = prepared(rows, validation_file=rows, test_file=[{"text": "t", "label": None}, {"text": "u", "label": None}])
     assert data.test is None
     assert any("no labels" in note for note in data.notes)
 
 
-def test_texts_the_model_cannot_read_are_an_error(prepared: Callable[..., Prepared]) -> None:
+def test_texts_the_model_cannot_read_are_an_error(prepared: Prepare) -> None:
     foreign = [{"text": "ありがとう ございます " * 4, "label": label} for label in ("a", "b") for _ in range(5)]
-    with pytest.raises(UserError, match=r"% of the tokens are unknown.*--model_name_or_path"):
-        prepared(foreign, validation_file=foreign)
+    refusal(prepared, foreign, validation_file=foreign, match=r"% of the tokens are unknown.*--model_name_or_path")
     some = [*rows_of({"a": 5, "b": 5}), {"text": "good ありがとう ございます film", "label": "a"}]
     assert any("unknown to this model" in note for note in prepared(some, validation_file=some).notes)
 
@@ -295,15 +287,13 @@ TWO = [
         ("title", ["A", "", "A", "", " A "]),
     ],
 )
-def test_several_columns_are_one_text_with_a_separator(
-    write_rows: Callable[..., str], wanted: str, texts: list[str]
-) -> None:
+def test_several_columns_are_one_text_with_a_separator(write_rows: WriteRows, wanted: str, texts: list[str]) -> None:
     table = read_file(write_rows("a.jsonl", TWO), TextSettings())
     assert text_column(table, wanted) == wanted
     assert [text for block in texts_of(table, wanted, "\n") for text in block] == texts
 
 
-def test_the_separator_is_a_token_that_stays(prepared: Callable[..., Prepared], tokenizer: Any) -> None:
+def test_the_separator_is_a_token_that_stays(prepared: Prepare, tokenizer: Any) -> None:
     rows = [row | {"title": "the room"} for row in rows_of({"a": 5, "b": 5})]
     data = prepared(rows, validation_file=rows, text_column="title,text")
     ends = [token == tokenizer.sep_token_id for token in data.train.tokens(0)]
@@ -323,7 +313,7 @@ def test_how_files_were_read_is_said_and_a_text_file_has_no_labels(tmp_path: Pat
         prepare_data(build(TaskSettings, given), tokenizer, MODEL)
 
 
-def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared]) -> None:
+def test_a_row_is_empty_where_every_column_is(prepared: Prepare) -> None:
     rows = [row | {"title": ("the", " ")[place % 2]} for place, row in enumerate(growing(6))]
     rows[2]["text"] = ""  # its title is not
     rows[3]["text"] = None
@@ -334,29 +324,23 @@ def test_a_row_is_empty_where_every_column_is(prepared: Callable[..., Prepared])
 
 
 @pytest.mark.parametrize(("min_length", "max_length"), [(2, 3), (7, 5), (11, 131)])
-def test_short_texts_are_left_out_whatever_is_cut(
-    prepared: Callable[..., Prepared], min_length: int, max_length: int
-) -> None:
+def test_short_texts_are_left_out_whatever_is_cut(prepared: Prepare, min_length: int, max_length: int) -> None:
     """The tokens that count are those of the whole text."""
     rows = growing(10)
     data = prepared(rows, validation_file=rows, test_file=rows, min_length=min_length, max_length=max_length)
     kept = [place for place in range(10) if place + 3 >= min_length]
     for split in (data.train, data.validation, data.test):
-        assert split is not None
         assert split.rows.tolist() == kept
         assert split.lengths.tolist() == [min(place + 3, max_length) for place in kept]
         assert [data.labels.names[label] for label in split.labels] == [rows[place]["label"] for place in kept]
     assert data.validation.texts() == [rows[place]["text"] for place in kept]
     said = f"{10 - len(kept)} of 10 texts have fewer than {min_length} tokens and are left out (--min_length)"
     notes = [note for note in data.notes if said in note]
-    assert [Path(note.split(":")[0]).name for note in notes] == [
-        "train_file.jsonl",
-        "validation_file.jsonl",
-        "test_file.jsonl",
-    ]
+    files = ["train_file.jsonl", "validation_file.jsonl", "test_file.jsonl"]
+    assert [Path(note.split(":")[0]).name for note in notes] == files
 
 
-def test_texts_that_are_too_short(prepared: Callable[..., Prepared]) -> None:
+def test_texts_that_are_too_short(prepared: Prepare) -> None:
     """What only they have is not learned: neither a class of theirs, nor a label they lack."""
     rows = growing(10)
     for short in ("train", "validation"):
@@ -370,7 +354,7 @@ def test_texts_that_are_too_short(prepared: Callable[..., Prepared]) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_each_split_has_its_own_limit(prepared: Callable[..., Prepared], seed: int) -> None:
+def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
     files = {"validation_file": growing(12), "test_file": growing(15)}
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
     assert data.sizes == {"train": 9, "validation": 4, "test": 4}
@@ -380,13 +364,12 @@ def test_each_split_has_its_own_limit(prepared: Callable[..., Prepared], seed: i
         "test: 4 of 15 rows are used (--max_eval_samples)",
     ]
     for split in (data.train, data.validation, data.test):
-        assert split is not None
         assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
         assert split.labels.tolist() == [row % 2 for row in split.rows]
     assert data.validation.texts() == [growing(12)[row]["text"] for row in data.validation.rows]
 
 
-def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Callable[..., Prepared]) -> None:
+def test_a_trial_evaluates_on_rows_that_the_whole_run_holds_back(prepared: Prepare) -> None:
     """Fewer rows to train on move no row from one side to the other."""
     rows = growing(40)
     whole = prepared(rows, validation_split=0.25)
@@ -418,9 +401,7 @@ HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
 
 
 @pytest.mark.parametrize("seed", HELD_BACK)
-def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(
-    write_rows: Callable[..., str], seed: int
-) -> None:
+def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(write_rows: WriteRows, seed: int) -> None:
     """Runs that are compared over the years are evaluated on the same rows."""
     table = read_file(write_rows("a.jsonl", growing(30)), TextSettings())
     labels = find_labels(table, None, None, "text")

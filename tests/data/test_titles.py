@@ -14,10 +14,11 @@ from toolkit.config import TextSettings, TitleSettings
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.data.titles import Titles, find_titles
-from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError
 
 Row = dict[str, Any]
+Prepare = Callable[..., Prepared]
+WriteRows = Callable[..., str]
 
 
 def news(count: int, first: int = 1) -> list[Row]:
@@ -31,11 +32,6 @@ def news(count: int, first: int = 1) -> list[Row]:
 @pytest.fixture
 def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
     return partial(prepared, kind=TitleSettings)
-
-
-def titled(split: Split | None) -> TitleSplit:
-    assert isinstance(split, TitleSplit)
-    return split
 
 
 @pytest.mark.parametrize(
@@ -55,7 +51,7 @@ def titled(split: Split | None) -> TitleSplit:
     ],
 )
 def test_the_column_of_titles(
-    write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, found: str
+    write_rows: WriteRows, columns: list[str], wanted: str | None, text: str, found: str
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
     assert find_titles(table, wanted, text, 9) == Titles(found, 9)
@@ -75,63 +71,60 @@ def test_the_column_of_titles(
     ],
 )
 def test_a_column_of_titles_that_cannot_be_told(
-    write_rows: Callable[..., str], columns: list[str], wanted: str | None, text: str, parts: list[str]
+    write_rows: WriteRows, columns: list[str], wanted: str | None, text: str, parts: list[str]
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
     refusal(find_titles, table, wanted, text, 9, says=["a.jsonl", *parts])
 
 
 @pytest.mark.parametrize("empty", ["", " \n\t", None])
-def test_rows_without_a_title_are_named(prepared: Callable[..., Prepared], empty: str | None) -> None:
+def test_rows_without_a_title_are_named(prepared: Prepare, empty: str | None) -> None:
     rows = news(6)
     rows[1]["title"] = rows[4]["title"] = empty
     said = "the title in column 'title' is empty in 2 of 6 rows (rows 2, 5)"
     refusal(prepared, news(3), validation_file=rows, says=["validation_file.jsonl", said, "--drop_empty_text"])
 
 
-def test_rows_without_a_title_are_left_out_when_asked(prepared: Callable[..., Prepared]) -> None:
+def test_rows_without_a_title_are_left_out_when_asked(prepared: Prepare) -> None:
     rows = news(6)
     rows[2] = {"text": " ", "title": None}  # nothing at all
     rows[4]["title"] = "\n"
     data = prepared(rows, validation_file=rows, drop_empty_text=True)
     for split in (data.train, data.validation):
         assert split.rows.tolist() == [0, 1, 3, 5]
-        assert titled(split).loss_denominators().tolist() == [2, 3, 5, 7]
-    assert titled(data.validation).titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
-    assert titled(data.validation).texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
+        assert split.loss_denominators().tolist() == [2, 3, 5, 7]
+    assert data.validation.titles() == [rows[place]["title"] for place in (0, 1, 3, 5)]
+    assert data.validation.texts() == [rows[place]["text"] for place in (0, 1, 3, 5)]
     assert [note for note in data.notes if "train_file.jsonl: 2 rows with an empty text or title are left out" in note]
 
 
 @pytest.mark.parametrize("empty", ["train", "validation"])
-def test_a_column_of_empty_titles(prepared: Callable[..., Prepared], empty: str) -> None:
+def test_a_column_of_empty_titles(prepared: Prepare, empty: str) -> None:
     files = {"train": news(3), "validation": news(3)} | {empty: [row | {"title": " "} for row in news(3)]}
     says = (f"{empty}_file.jsonl", "every title in column 'title' is empty", "--title_column")
     refusal(prepared, files["train"], validation_file=files["validation"], drop_empty_text=True, says=says)
 
 
 @pytest.mark.parametrize("most", [2, 4, 5, 32])
-def test_titles_are_tokens_from_the_first_to_the_end(
-    prepared: Callable[..., Prepared], tokenizer: Any, most: int
-) -> None:
+def test_titles_are_tokens_from_the_first_to_the_end(prepared: Prepare, tokenizer: Any, most: int) -> None:
     """`most` tokens are predicted, [SEP] among them; [CLS] is given."""
     rows = news(6)
     data = prepared(rows, validation_file=rows[:3], test_file=rows[3:], max_target_length=most)
     for split, own in ((data.train, rows), (data.validation, rows[:3]), (data.test, rows[3:])):
-        found = titled(split)
         whole = [tokenizer(row["title"])["input_ids"] for row in own]
         for place, tokens in enumerate(whole):
-            target = found.target(place).tolist()
+            target = split.target(place).tolist()
             assert target[0] == tokenizer.cls_token_id
             assert target[-1] == tokenizer.sep_token_id
             assert target[1:-1] == tokens[1:-1][: most - 1]
-            assert found.tokens(place).tolist() == tokenizer(own[place]["text"])["input_ids"]
-        assert found.loss_denominators().tolist() == [min(len(tokens) - 1, most) for tokens in whole]
-        assert found.loss_denominators().max() <= most
-        assert found.rows.tolist() == list(range(len(own)))
+            assert split.tokens(place).tolist() == tokenizer(own[place]["text"])["input_ids"]
+        assert split.loss_denominators().tolist() == [min(len(tokens) - 1, most) for tokens in whole]
+        assert split.loss_denominators().max() <= most
+        assert split.rows.tolist() == list(range(len(own)))
     assert data.targets == Titles("title", most)
 
 
-def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[..., Prepared]) -> None:
+def test_a_test_split_without_titles_is_left_out_and_said(prepared: Prepare) -> None:
     bare = [row | {"title": place % 2 * " " or None} for place, row in enumerate(news(3))]
     data = prepared(news(4), validation_file=news(2), test_file=bare)
     assert data.test is None
@@ -143,14 +136,14 @@ def test_a_test_split_without_titles_is_left_out_and_said(prepared: Callable[...
         prepared(news(4), validation_file=news(2), test_file=some)
 
 
-def test_a_file_without_the_column_of_titles(prepared: Callable[..., Prepared]) -> None:
+def test_a_file_without_the_column_of_titles(prepared: Prepare) -> None:
     bare = [{"text": "a", "headline": "b"}]
     with pytest.raises(UserError, match=r"validation_file\.jsonl has no title column 'title': it has text, headline"):
         prepared(news(4), validation_file=bare)
 
 
 @pytest.mark.parametrize("given", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])
-def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Prepared], given: dict[str, Any]) -> None:
+def test_what_changes_the_titles_changes_the_folder(prepared: Prepare, given: dict[str, Any]) -> None:
     rows = [row | {"lead": "the room"} for row in news(4)]
     plain = prepared(rows, validation_file=rows)
     changed = prepared(rows, validation_file=rows, **given)
@@ -160,7 +153,6 @@ def test_what_changes_the_titles_changes_the_folder(prepared: Callable[..., Prep
 
 
 @pytest.mark.parametrize("missing", ["cls_token_id", "sep_token_id"])
-def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Callable[..., Prepared], missing: str) -> None:
+def test_a_tokenizer_that_neither_begins_nor_ends_a_title(prepared: Prepare, missing: str) -> None:
     bare = SimpleNamespace(**{"cls_token_id": 2, "sep_token_id": 3, missing: None})
-    with pytest.raises(UserError, match="no tokens that begin and end a title"):
-        prepared(news(4), tokenizer=bare, model_name_or_path="m")
+    refusal(prepared, news(4), tokenizer=bare, model_name_or_path="m", match="no tokens that begin and end a title")

@@ -32,11 +32,12 @@ def config(model_type: str = "bert", positions: int | None = 512, pad: int | Non
 
 
 def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> None:
-    labels, rows = np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
+    before, labels, rows = tokenizer.backend_tokenizer.to_str(), np.array([0, 1, 0, 1, 0]), np.array([0, 2, 3, 4, 9])
     lines = ["a\nb", "", "很好", '"', "\u2028"]
     (folder := tmp_path / "train").mkdir()
     counts = save_tokens(folder, encoded(tokenizer, [(TEXTS[:2], None), (TEXTS[2:], None)], 20, 5), unknown=1)
     arrays = encode(tokenizer, TEXTS, 20)
+    assert tokenizer.backend_tokenizer.to_str() == before  # saved with the model, whether or not this made the tokens
     assert counts == Counts(1, int((arrays["input_ids"] == 1).sum()), len(arrays["input_ids"]))
     for name, array in arrays.items():  # appended, and as numpy writes it whole
         np.save(tmp_path / "whole.npy", array)
@@ -116,11 +117,3 @@ def test_what_takes_long_says_how_far_it_is(
     *_, before, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"tokens of train: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
     assert last.startswith("tokens of train: 5 of 5 texts")
-
-
-def test_encoding_leaves_the_tokenizer_as_it_was(tiny_model: Path) -> None:
-    """It is saved with the model: whether this process made the tokens or found them must not show there."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    before = tokenizer.backend_tokenizer.to_str()
-    tokens.encode(tokenizer, ["good film " * 50], max_length=16)
-    assert tokenizer.backend_tokenizer.to_str() == before

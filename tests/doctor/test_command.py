@@ -12,9 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conftest import REPOSITORY
+from tests.doctor.test_job import OWN, needs_address
 from tests.runs import Finished, environment, start
 from toolkit.launch import network
 
@@ -91,20 +90,10 @@ def test_help_needs_no_torch_and_lists_the_options() -> None:
     assert all(option in done.out for option in ("--peers", "--token", "--timeout", "--json"))
 
 
-def own_address() -> str:
-    address = next((address for address in network.own_addresses() if not network.is_loopback(address)), None)
-    if address is None:
-        pytest.skip("this machine has no address but its loopback")
-    return address
-
-
+@needs_address
 def test_the_others_never_come() -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    started = time.monotonic()
-    done = doctor(
-        "--json", "--peers", f"{own_address()},192.0.2.77", "--main_process_port", str(port), "--timeout", "2"
-    )
+    started, peers = time.monotonic(), f"{OWN},192.0.2.77"
+    done = doctor("--json", "--peers", peers, "--main_process_port", str(network.free_port()), "--timeout", "2")
     assert time.monotonic() - started < 60  # it waits 2 s; the rest is importing torch on a busy machine
     told = json.loads(done.out)
     found = {finding["name"]: finding for finding in told["findings"]}["machine 1"]
@@ -114,14 +103,13 @@ def test_the_others_never_come() -> None:
     assert [(link["to"], link["ok"]) for link in told["links"]] == [("machine 1", False)]
 
 
+@needs_address
 def test_ctrl_c_ends_it_at_once() -> None:
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    command = [*DOCTOR, "--peers", f"{own_address()},192.0.2.77", "--main_process_port", str(port), "--timeout", "60"]
+    command = [*DOCTOR, "--peers", f"{OWN},192.0.2.77", "--main_process_port", str(network.free_port()),
+               "--timeout", "60"]  # fmt: skip
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr is not None
         assert process.stderr.readline().startswith("waiting up to")
         started = time.monotonic()
         process.send_signal(signal.SIGINT)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.doctor.test_compare import of
 from toolkit.doctor import devices
 from toolkit.doctor.devices import Driver, Gpu
-from toolkit.doctor.finding import Finding
 
 GB = 1 << 30
 GPUS = (Gpu("0", "NVIDIA A100", 80 * GB, 500 << 20), Gpu("1", "NVIDIA A100", 80 * GB, 40 * GB))
@@ -20,11 +20,6 @@ CPU_TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "accelerator
 GPU_TORCH: dict[str, Any] = {**CPU_TORCH, "version": "2.13.0+cu126", "cuda": "12.6",
                              "devices": [{"name": "NVIDIA A100"}] * 2, "nccl": "2.27.3"}  # fmt: skip
 BLIND = {**GPU_TORCH, "devices": []}
-
-
-def of(found: list[Finding], name: str) -> Finding:
-    (one,) = [finding for finding in found if finding.name == name]
-    return one
 
 
 NVIDIA_SMI = """#!/bin/sh
@@ -51,9 +46,8 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "by process 4711 4712" in of(found, "gpu 0").text
     assert "kill 4711 4712" in of(found, "gpu 0").remedy
     assert of(found, "gpu 1").level == "ok"
-    assert (
-        smi("#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n").fault == "Driver/library version mismatch"
-    )
+    fault = "Driver/library version mismatch"
+    assert smi(f"#!/bin/sh\necho '{fault}'; exit 18\n").fault == fault
     monkeypatch.setattr(devices, "_SECONDS", 0.3)
     assert "timed out" in smi("#!/bin/sh\nexec sleep 30\n").fault
 
@@ -67,6 +61,8 @@ def test_good_gpus_and_none() -> None:
     assert {finding.level for finding in found} == {"ok"}
     assert of(found, "torch").text == "torch 2.13.0+cu126 with CUDA 12.6 sees 2 GPUs (NVIDIA A100)"
     assert of(found, "backend").text == "NCCL 2.27.3 between GPUs"
+    unseen = of(devices.check(DRIVER, GPU_TORCH, {}), "gpu 1")  # memory of nobody that is seen
+    assert (unseen.level, "/dev/nvidia1" in unseen.remedy) == ("warn", True)
 
 
 @pytest.mark.parametrize(("torch", "env", "text", "remedy"), [
@@ -91,8 +87,3 @@ def test_a_torch_that_sees_no_gpu(torch: dict[str, Any], env: dict[str, str], te
 def test_a_driver_that_does_not_answer(driver: Driver, remedy: str) -> None:
     found = devices.check(driver, CPU_TORCH, {})
     assert (of(found, "driver").level, remedy in of(found, "driver").remedy) == ("fail", True)
-
-
-def test_memory_of_nobody_that_is_seen() -> None:
-    unseen = of(devices.check(DRIVER, GPU_TORCH, {}), "gpu 1")
-    assert (unseen.level, "/dev/nvidia1" in unseen.remedy) == ("warn", True)

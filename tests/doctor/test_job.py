@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import refusal
 from toolkit.doctor import job
-from toolkit.errors import UserError
 from toolkit.launch import network
 
 OWN = next((address for address in network.own_addresses() if not network.is_loopback(address)), "")
@@ -39,6 +39,9 @@ def test_the_line_of_a_run(tmp_path: Path) -> None:
     }
     assert asked.files == {"train_file": tmp_path / "x.csv"}  # the model is the hub's
     assert (asked.own.json, asked.own.timeout, asked.own.token, asked.output) == (True, 5.0, "secret", tmp_path / "out")
+    for folder in (tmp_path, Path("missing")):  # a folder is meant: it is looked at
+        line = f"recipes/cls.py --model_name_or_path {folder if folder.is_absolute() else './missing'}"
+        assert read(line).files == {"model_name_or_path": folder}
 
 
 def test_the_command_line_wins_over_the_yaml_file(tmp_path: Path) -> None:
@@ -48,31 +51,21 @@ def test_the_command_line_wins_over_the_yaml_file(tmp_path: Path) -> None:
     assert asked.files == {"train_file": Path("here.csv")}
 
 
-@pytest.mark.parametrize(("one", "other"), [("3e-5", "0.00003"), ("true", "True"), ("no", "false"), ("32", "32.0")])
-def test_one_value_spelled_twice(one: str, other: str) -> None:
-    assert job.one_spelling(one) == job.one_spelling(other)
-
-
-def test_values_that_differ_stay_different() -> None:
+def test_one_value_has_one_spelling_and_values_that_differ_stay_different() -> None:
+    for one, other in (("3e-5", "0.00003"), ("true", "True"), ("no", "false"), ("32", "32.0")):
+        assert job.one_spelling(one) == job.one_spelling(other)
     assert len({job.one_spelling(value) for value in ("1", "2", "a", "A", "true", "1e-5")}) == 6
 
 
 @pytest.mark.parametrize("name", ["absent.py", "absent.yaml"])
 def test_files_of_the_line_that_are_missing(name: str) -> None:
-    with pytest.raises(UserError, match=f"there is no {name}"):
-        read(name)
+    refusal(read, name, match=f"there is no {name}")
 
 
 def test_settings_of_a_recipe_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Focal:\n    gamma: float = 2.0\n")
     assert read(f"{tmp_path}/mine.py --gamma 2").settings == {"gamma": "2"}
-    with pytest.raises(UserError, match=r"neither an option .* nor a setting of a recipe: --gama"):
-        read(f"{tmp_path}/mine.py --gama 2")
-
-
-def test_folders_that_are_meant_are_looked_at(tmp_path: Path) -> None:
-    assert read(f"recipes/cls.py --model_name_or_path {tmp_path}").files == {"model_name_or_path": tmp_path}
-    assert read("recipes/cls.py --model_name_or_path ./missing").files == {"model_name_or_path": Path("missing")}
+    refusal(read, f"{tmp_path}/mine.py --gama 2", match=r"neither an option .* nor a setting of a recipe: --gama")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +83,7 @@ def test_folders_that_are_meant_are_looked_at(tmp_path: Path) -> None:
     ],
 )
 def test_lines_that_cannot_be_meant(line: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        read(line)
+    refusal(read, line, match=words)
 
 
 @needs_address
@@ -133,6 +125,5 @@ def test_the_lines_to_type() -> None:
         "--config_file accelerate_configs/2node.yaml"
     )
     assert job.line_to_start(read("--seed 3")) == ""
-    assert job.line_to_start(read("recipes/cls.py --train_file 'it;s here.csv' --json")) == (
-        "accelerate launch recipes/cls.py --train_file 'it;s here.csv'"
-    )
+    line = "recipes/cls.py --train_file 'it;s here.csv'"
+    assert job.line_to_start(read(f"{line} --json")) == f"accelerate launch {line}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from tests.faults import refusal
+from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.data import progress
 from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
-from toolkit.errors import UserError
 from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches, outputs
 from toolkit.evaluation.outputs import ExactlyOnceError, ids_fault, predict
 
@@ -48,39 +49,30 @@ class Echo(torch.nn.Module):
         return SimpleNamespace(logits=torch.stack([(input_ids * mask).sum(1), mask.sum(1)], 1).to(torch.bfloat16))
 
 
-def split_of(count: int, folder: Path) -> Split:
+def split_of(count: int) -> Split:
     """Sample i has (7 i mod 11) + 1 tokens, each 1, and is row 3 i of its file."""
-    lengths = np.arange(count) * 7 % 11 + 1
-    offsets = np.cumsum([0, *lengths])
-    return Split("test", folder, np.ones(offsets[-1], np.int32), offsets, np.arange(count) % 2, np.arange(count) * 3)
+    every = np.arange(count)
+    return replace(of_lengths(every * 7 % 11 + 1), name="test", labels=every % 2, rows=every * 3)
 
 
 TOKENIZER = SimpleNamespace(pad_token_id=99, padding_side="right")
 
 
-@pytest.fixture
-def accelerator(no_launcher: None) -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 64])
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 23])
-def test_outputs_come_in_the_order_of_the_file(
-    accelerator: Accelerator, tmp_path: Path, count: int, batch_size: int
-) -> None:
-    split = split_of(count, tmp_path)
+def test_outputs_come_in_the_order_of_the_file(accelerator: Accelerator, count: int, batch_size: int) -> None:
+    split = split_of(count)
     found = predict(accelerator, Echo().train(), split, TOKENIZER, batch_size)
-    assert found is not None
     assert found[:, 0].tolist() == split.lengths.tolist()  # its own tokens, and no padding
     assert found.dtype == np.float32
 
 
 def test_what_takes_long_says_how_far_it_is(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    predict(accelerator, Echo(), split_of(23, tmp_path), TOKENIZER, 4)
+    predict(accelerator, Echo(), split_of(23), TOKENIZER, 4)
     first, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"test: 4 of 23 rows, \d+ rows/s, \d\d:\d\d left", first)
     assert last.startswith("test: 23 of 23 rows")
@@ -96,9 +88,9 @@ class Losing(Collator):
 
 
 def test_a_sample_that_is_lost_and_one_that_is_doubled_are_an_error(
-    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = split_of(10, tmp_path)
+    split = split_of(10)
     monkeypatch.setattr(outputs, "collator_of", Losing)
     with pytest.raises(ExactlyOnceError, match=r"test: never predicted: rows 6; more than once: rows 3"):
         predict(accelerator, Echo(), split, TOKENIZER, 4)
@@ -113,15 +105,14 @@ class Diverged(Echo):
         return output
 
 
-def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerator: Accelerator, tmp_path: Path) -> None:
-    split = split_of(20, tmp_path)
+def test_outputs_that_are_not_finite_are_an_error_that_names_the_rows(accelerator: Accelerator) -> None:
+    split = split_of(20)
     rows = ", ".join(str(row + 1) for row in split.rows[split.lengths == 2])
-    with pytest.raises(UserError, match=f"rows {rows}:"):
-        predict(accelerator, Diverged(), split, TOKENIZER, 4)
+    refusal(predict, accelerator, Diverged(), split, TOKENIZER, 4, match=f"rows {rows}:")
 
 
-def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator, tmp_path: Path) -> None:
-    split = split_of(23, tmp_path)
+def test_an_evaluation_counts_every_sample_once(accelerator: Accelerator) -> None:
+    split = split_of(23)
     labels = Labels("single_label_classification", ("a", "b"), ("label",))
     gathered, model = Outputs(accelerator, split), Echo().eval()
     for batch in evaluation_batches(accelerator, split, TOKENIZER, TrainingSettings(per_device_batch_size=4)):

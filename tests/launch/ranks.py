@@ -9,20 +9,19 @@ All are forked from one process that has imported torch already: that takes a se
 
 from __future__ import annotations
 
-import functools
-import json
+import multiprocessing
 import os
-import selectors
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from tests.conftest import REPOSITORY
+from tests.fork_server import become
 from tests.runs import Finished
 from toolkit.launch.environment import TIMEOUTS
 from toolkit.launch.network import free_port
@@ -32,13 +31,12 @@ HERE = "127.0.0.1"
 # Of what ends by itself; a test that comes near it has failed.
 BOUND_SECONDS = 60.0
 
-# Takes (code, environment) and four descriptors: the standard ones, and one for the process id and, later, the exit
-# code. The forked process ends as any other does, with all that Python does at its end.
-_NURSERY = """
-import gc, json, os, signal, socket, sys, threading
-import torch.distributed
-from toolkit import launch
-from toolkit import versions
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch.distributed", "toolkit.launch", __name__])
+
+_RANK = """
+import os, signal, socket, sys, threading
+from toolkit import launch, versions
 from toolkit.launch import failure_detector, rank_rendezvous
 from toolkit.launch.environment import settle
 
@@ -46,40 +44,6 @@ def wait_for_line():
     if not sys.stdin.readline():  # the tests are gone
         os._exit(99)
 
-control = socket.socket(fileno=int(sys.argv[1]))
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-gc.collect()
-gc.freeze()  # what is there by now stays shared memory, and is quickly left
-while True:
-    request, descriptors, _, _ = socket.recv_fds(control, 1 << 18, 4)
-    if not request:  # the tests are over
-        break
-    if os.fork():
-        for descriptor in descriptors:
-            os.close(descriptor)
-        continue
-    control.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *standard, status = descriptors
-    pid = os.fork()
-    if pid:
-        for descriptor in (*standard, 0, 1, 2):
-            os.close(descriptor)
-        os.write(status, b"%d\\n" % pid)
-        os.write(status, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        os._exit(0)
-    os.close(status)
-    for number, descriptor in enumerate(standard):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    code, environment = json.loads(request)
-    os.environ.clear()
-    os.environ.update(environment)
-    exec(compile(code, "rank.py", "exec"), globals())
-    break
-"""
-
-_RANK = """
 versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
 if "PRETENDED_HOST" in os.environ:  # a machine of its own
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]
@@ -93,40 +57,37 @@ launch.run(main)
 """
 
 
-@functools.cache
-def _nursery() -> socket.socket:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    env = {**clean_environment(os.environ), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _NURSERY, str(theirs.fileno())]
-    with theirs:
-        subprocess.Popen(command, cwd=REPOSITORY, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-    return ours  # when this process ends, the other one does
+def _run(folder: str, env: Mapping[str, str]) -> None:
+    for number, (name, mode) in enumerate((("in", os.O_RDONLY), ("out", os.O_WRONLY), ("err", os.O_WRONLY))):
+        os.dup2(os.open(f"{folder}/{name}", mode), number)
+    become([sys.executable, f"{folder}/rank.py"], env)
 
 
 class Rank:
-    """A process that was forked; what it says comes through pipes."""
+    """A process that was forked; what it says goes to files."""
 
     def __init__(self, code: str, env: Mapping[str, str]) -> None:
-        inner_in, self._in = os.pipe()
-        self._out, inner_out = os.pipe()
-        self._err, inner_err = os.pipe()
-        self._status, inner_status = os.pipe()
-        inner = [inner_in, inner_out, inner_err, inner_status]
-        socket.send_fds(_nursery(), [json.dumps([code, dict(env)]).encode()], inner)
-        for descriptor in inner:
-            os.close(descriptor)
-        self.pid = int(_line(self._status, BOUND_SECONDS))
-        self._code: int | None = None
+        self._files = tempfile.TemporaryDirectory()
+        folder = Path(self._files.name)
+        (folder / "rank.py").write_text(code)
+        os.mkfifo(folder / "in")
+        self._in = os.open(folder / "in", os.O_RDWR)
+        self._out, self._err = ((folder / name).open("w+", errors="replace") for name in ("out", "err"))
+        self._process = _SERVER.Process(target=_run, args=(self._files.name, dict(env)), daemon=True)
+        self._process.start()
+        self.pid = self._process.pid or 0
 
     def poll(self, seconds: float = 0.0) -> int | None:
         """The exit code (negative: the signal), where it comes within `seconds`."""
-        if self._code is None and (line := _line(self._status, seconds)):
-            self._code = int(line)
-        return self._code
+        self._process.join(seconds)
+        return self._process.exitcode
 
     def line(self) -> str:
         """The next line it prints; nothing where it ends first."""
-        return _line(self._out, BOUND_SECONDS).strip()
+        deadline = time.monotonic() + BOUND_SECONDS
+        while not (line := self._out.readline()) and self.poll(0.02) is None and time.monotonic() < deadline:
+            pass
+        return (line or self._out.readline()).strip()
 
     def tell(self) -> None:
         """A line for `wait_for_line`."""
@@ -142,14 +103,17 @@ class Rank:
 
     def left(self) -> Finished:
         """What it left behind; it has ended."""
-        assert self._code is not None
-        return Finished(self._code, _rest(self._out), _rest(self._err))
+        code = self.poll()
+        assert code is not None
+        return Finished(code, self._out.read(), self._err.read())
 
     def close(self) -> None:
         self.kill()
         self.poll(BOUND_SECONDS)
-        for descriptor in (self._in, self._out, self._err, self._status):
-            os.close(descriptor)
+        for opened in (self._out, self._err):
+            opened.close()
+        os.close(self._in)
+        self._files.cleanup()
 
 
 class Group:
@@ -246,26 +210,3 @@ def errors(ended: Iterable[Finished]) -> list[str]:
 
 def codes(ended: Iterable[Finished]) -> list[int]:
     return [one.code for one in ended]
-
-
-def _line(descriptor: int, seconds: float) -> str:
-    """The next line of a pipe, read a byte at a time so that no more is taken; what there is of it at the end."""
-    line, deadline = b"", time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        selector.register(descriptor, selectors.EVENT_READ)
-        while not line.endswith(b"\n") and selector.select(max(0.0, deadline - time.monotonic())):
-            byte = os.read(descriptor, 1)
-            if not byte:
-                break
-            line += byte
-    return line.decode()
-
-
-def _rest(descriptor: int) -> str:
-    """What is in a pipe by now: a process that was forked in turn may still hold the other end."""
-    parts: list[bytes] = []
-    os.set_blocking(descriptor, False)
-    with suppress(BlockingIOError):
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
-    return b"".join(parts).decode(errors="replace")

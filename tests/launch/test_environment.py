@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.errors import UserError
+from tests.faults import refusal
 from toolkit.launch.environment import FIRST_PORT, PORTS, Place, first_host, place_of, settle
 
 TORCHRUN = {
@@ -95,14 +95,12 @@ def test_garbage_in_any_number_names_the_variable(base: dict[str, str], garbage:
     for name in numbers:
         if garbage == "" and name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
             continue  # as if it was not set
-        with pytest.raises(UserError, match=name):
-            place_of(base | {name: garbage})
+        refusal(place_of, base | {name: garbage}, match=name)
 
 
 @pytest.mark.parametrize("env", [{"RANK": "1"}, {"WORLD_SIZE": "2"}, {"RANK": "1", "LOCAL_RANK": "1"}])
 def test_half_of_torchs_variables_is_an_error_and_not_one_process_alone(env: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=r"RANK|WORLD_SIZE"):
-        place_of(env)
+    refusal(place_of, env, match=r"RANK|WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
@@ -132,13 +130,8 @@ def test_settle_leaves_alone_what_needs_nothing(env: dict[str, str]) -> None:
 def test_settle_fills_torchs_names_for_srun_on_several_machines() -> None:
     env = dict(SRUN)
     settle(env)
-    assert {name: env[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
-        "RANK": "2",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "gpu03",
-    }
+    wanted = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "gpu03"}
+    assert env.items() >= wanted.items()
     assert 20000 <= int(env["MASTER_PORT"]) < 40000
 
 
@@ -159,8 +152,7 @@ def test_an_address_and_port_that_are_given_stay() -> None:
 
 
 def test_several_machines_without_an_address() -> None:
-    with pytest.raises(UserError, match=r"mpirun -x MASTER_ADDR"):
-        settle(dict(OPEN_MPI))
+    refusal(settle, dict(OPEN_MPI), match=r"mpirun -x MASTER_ADDR")
 
 
 def test_two_processes_of_one_parent_take_the_same_port() -> None:

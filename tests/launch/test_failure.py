@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.runs import Finished, start
 from toolkit import launch
 from toolkit.launch import failure
 from toolkit.launch.environment import Place
@@ -23,12 +22,9 @@ launch.run(main)
 """
 
 
-def run(*body: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*body: str, **env: str) -> Finished:
     """A recipe of these lines, on one process."""
-    code = _MAIN.format("\n    ".join(body))
-    command = [sys.executable, "-c", code]
-    known = {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin", **env}
-    return subprocess.run(command, cwd=REPOSITORY, env=known, capture_output=True, text=True, timeout=60, check=False)
+    return start([sys.executable, "-c", _MAIN.format("\n    ".join(body))], 60, env)
 
 
 @pytest.fixture
@@ -48,10 +44,7 @@ def described(error: Exception) -> str:
 
 
 def test_only_torch_loses_contact_and_only_with_others(world: dict[str, int]) -> None:
-    from_tracker, from_torch = (
-        ConnectionResetError("Connection reset by peer"),
-        RuntimeError("Connection reset by peer"),
-    )
+    from_tracker, from_torch = (kind("Connection reset by peer") for kind in (ConnectionResetError, RuntimeError))
     assert "lost contact" not in described(from_torch)
     world["size"] = 2
     assert "lost contact" not in described(from_tracker)
@@ -70,27 +63,27 @@ def test_memory_that_runs_out_elsewhere_is_not_the_batchs(world: dict[str, int])
 def test_a_reader_that_has_left_is_one_line_and_its_own_exit_code() -> None:
     body = ("reader, writer = os.pipe()", "os.dup2(writer, 1)", "os.close(reader)", "print('x', flush=True)")
     done = run(*body)
-    assert done.returncode == 141
-    assert done.stderr == "error: nobody reads standard output any more (as behind `| head`): send it to a file\n"
+    assert done.code == 141
+    assert done.err == "error: nobody reads standard output any more (as behind `| head`): send it to a file\n"
 
 
 def test_a_pipe_that_breaks_elsewhere_is_a_traceback() -> None:
     done = run("raise BrokenPipeError(32, 'Broken pipe')")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "head" not in done.stderr
+    assert done.code == 1
+    assert "Traceback" in done.err
+    assert "head" not in done.err
 
 
 def test_a_run_that_was_stopped_does_not_end_with_0() -> None:
-    assert run("launch.stopped_by(15)").returncode == 143
+    assert run("launch.stopped_by(15)").code == 143
 
 
 def test_a_step_that_hangs_after_a_stop_signal_ends_in_time_with_its_place() -> None:
     hang = ("with StopSignals(True):", "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait()")
     done = run(*hang, TOOLKIT_STOP_TIMEOUT="1")
-    assert done.returncode == 143
-    assert done.stderr.count("SIGTERM: stopping after this step, with a checkpoint\n") == 1
-    line = done.stderr.splitlines()[-1]
+    assert done.code == 143
+    assert done.err.count("SIGTERM: stopping after this step, with a checkpoint\n") == 1
+    line = done.err.splitlines()[-1]
     assert "SIGTERM came, and for 1 s nothing has moved at threading.py:" in line
     assert "--stop_timeout SECONDS" in line
 
@@ -98,4 +91,4 @@ def test_a_step_that_hangs_after_a_stop_signal_ends_in_time_with_its_place() -> 
 def test_a_step_no_longer_than_twice_those_before_may_end() -> None:
     busy = ("with StopSignals(False) as signals:", "    time.sleep(1.2); signals.requested",
             "    os.kill(os.getpid(), signal.SIGTERM)", "    threading.Event().wait(1.9)")  # fmt: skip
-    assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").returncode == 0
+    assert run(*busy, TOOLKIT_STOP_TIMEOUT="1").code == 0

@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.launch.ranks import Group, codes, errors, group
+from tests.launch.test_channel import two_ends
 from tests.runs import Finished
 from toolkit.launch import failure_detector
 from toolkit.launch.channel import Channel
@@ -180,28 +181,17 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
 
 
 @several_processes
-def test_an_orderly_end_says_nothing_and_long_work_without_a_collective_accuses_nobody(slow: dict[str, Group]) -> None:
-    """By now it has taken longer than `--ddp_timeout`; one leaves by `sys.exit()`."""
-    idle = slow["idle"]
-    time.sleep(max(0.0, idle.started_at + 10 - time.monotonic()))
-    assert [rank.poll() for rank in idle.ranks] == [None] * 3
-    for rank in range(3):
-        idle.tell(rank)
-    ended = idle.end()
+@pytest.mark.parametrize("kind", ["idle", "partly"])
+def test_long_work_accuses_nobody_and_an_orderly_end_says_nothing(kind: str, slow: dict[str, Group]) -> None:
+    """By now it has taken longer than `--ddp_timeout`. Without a collective (one leaves by `sys.exit()`), or with one
+    of a part of the processes: rank 0 may write for an hour while the others wait for it outside of any."""
+    started = slow[kind]
+    time.sleep(max(0.0, started.started_at + 10 - time.monotonic()))
+    assert [rank.poll() for rank in started.ranks] == [None] * 3
+    started.tell(0, 1, 2)
+    ended = started.end()
     assert codes(ended) == [0, 0, 0]
-    assert of_machine(ended, range(3)) == []
-
-
-@several_processes
-def test_a_collective_of_a_part_of_the_processes_makes_nobody_late(slow: dict[str, Group]) -> None:
-    """Rank 0 may write for an hour while the others wait for it outside of any collective."""
-    partly = slow["partly"]
-    time.sleep(max(0.0, partly.started_at + 10 - time.monotonic()))
-    assert [rank.poll() for rank in partly.ranks] == [None] * 3
-    partly.tell(0, 1, 2)
-    ended = partly.end()
-    assert codes(ended) == [0, 0, 0]
-    assert errors(ended) == []
+    assert (errors(ended) if kind == "partly" else of_machine(ended, range(3))) == []
 
 
 # --- who does not arrive
@@ -355,19 +345,12 @@ def test_a_message_that_is_not_understood_does_not_end_the_watch_over_its_sender
 ) -> None:
     ended: queue.Queue[Failure] = queue.Queue()
     monkeypatch.setattr(FailureDetector, "end", lambda _, failure: ended.put(failure))
-    ours, theirs = (Channel(end) for end in connected())
-    with ours, theirs:
+    with two_ends() as (ours, bare):
         observer = FailureDetector(peers("AB"), 0, {1: ours})
         observer._start(observer._receive, 1, ours)
-        theirs.send(message)
-        theirs.close()
+        Channel(bare).send(message)
+        bare.close()
         assert ended.get(timeout=20).kind == "gone"
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
 
 
 def test_machines_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:

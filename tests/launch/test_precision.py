@@ -11,7 +11,7 @@ import accelerate.utils
 import pytest
 import torch
 
-from toolkit.errors import UserError
+from tests.faults import refusal
 from toolkit.launch.precision import auto_precision, refuse_different
 from toolkit.launch.world import _launch_of
 
@@ -98,5 +98,4 @@ def test_a_deepspeed_json_counts_where_it_says_it_by_name(
 def test_ranks_that_chose_differently_are_told_the_weakest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda mine: [*mine, "fp16", "bf16", "fp16"])
     accelerator: Any = SimpleNamespace(mixed_precision="bf16")
-    with pytest.raises(UserError, match="bf16 on ranks 0, 2, fp16 on ranks 1, 3: pass --mixed_precision fp16"):
-        refuse_different(accelerator)
+    refusal(refuse_different, accelerator, match="bf16 on ranks 0, 2, fp16 on ranks 1, 3: pass --mixed_precision fp16")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 import time
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.launch.ranks import HERE, codes, errors, group
-from toolkit.errors import UserError
+from tests.faults import refusal
+from tests.launch.ranks import HERE, codes, group
 from toolkit.launch import rank_rendezvous
 from toolkit.launch.channel import Listener, TokenError, dial
 from toolkit.launch.environment import Place
@@ -36,50 +36,46 @@ def test_all_arrive_and_know_each_other() -> None:
     assert [one.err for one in ended] == ["", "", ""]
 
 
+TWIN = {"WORLD_SIZE": "3", "RANK": "1"}
+NEWER = "was = versions.comparable; versions.comparable = lambda script: {**was(script), 'torch': '0.0.1', 'code': 'x'}"
+# what is wrong -> how the processes are started, their exit codes, what each that failed says in its one line
+FAULTS: dict[str, tuple[dict[str, Any], list[int], list[str]]] = {
+    "a rank does not come": (
+        {"hosts": "ABC", "seconds": 4, "before": {2: "sys.exit(0)"}}, [1, 1, 0],
+        ["rank 2 of 3 did not come within 4 s", f"{HERE}:PORT", "rank 0 on A", "rank 1 on B", "--rendezvous_timeout"],
+    ),
+    "rank 0 is never there": (
+        {"hosts": "B", "seconds": 1, "env": {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}}, [1],
+        ["rank 1 on B found no rank 0 within 1 s", f"{HERE}:PORT", "nothing listens on this port",
+         "toolkit doctor --peers"],
+    ),
+    "two processes of one rank": (
+        {"hosts": "ABC", "env": [{"WORLD_SIZE": "3"}, TWIN, TWIN]}, [1, 1, 1],
+        ["two processes say that they are rank 1, on ", "--machine_rank"],
+    ),
+    "different world sizes": (
+        {"hosts": "AB", "env": [{}, {"WORLD_SIZE": "4"}]}, [1, 1],
+        ["rank 0 on A counts 2 processes and rank 1 on B 4", "same number"],
+    ),
+    "another version of a library": (
+        {"hosts": "AB", "before": {1: NEWER}}, [1, 1],
+        [f"torch is {version('torch')} on A and 0.0.1 on B", "code is 0123456789ab on A and x on B",
+         "pip install torch==", "git pull", "nothing was read or trained"],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.multiprocess
-def test_a_rank_that_does_not_come_is_named_to_all_that_came() -> None:
-    with group("", "", "", hosts=["A", "B", "C"], seconds=4, before={2: "sys.exit(0)"}) as started:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_processes_that_do_not_fit_say_so_each(fault: str) -> None:
+    options, expected, words = FAULTS[fault]
+    with group(*[""] * len(expected), **options) as started:
         ended = started.end()
-    assert codes(ended) == [1, 1, 0]
-    for one in ended[:2]:
+    assert codes(ended) == expected
+    for one in [one for one in ended if one.code]:
         (line,) = one.error_lines
-        for part in ("rank 2 of 3 did not come within 4 s", f"{HERE}:{started.port}", "rank 0 on A", "rank 1 on B"):
-            assert part in line
-        assert "--rendezvous_timeout" in line
+        assert [word for word in words if word.replace("PORT", str(started.port)) not in line] == []
         assert one.out == ""
-
-
-@pytest.mark.multiprocess
-def test_rank_0_that_is_never_there_is_said_with_what_was_met() -> None:
-    with group("", env={"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, hosts=["B"], seconds=1) as started:
-        (one,) = started.end()
-    assert one.code == 1
-    (line,) = one.error_lines
-    for part in ("rank 1 on B found no rank 0 within 1 s", f"{HERE}:{started.port}", "nothing listens on this port"):
-        assert part in line
-    assert "toolkit doctor --peers" in line
-
-
-@pytest.mark.multiprocess
-def test_two_processes_of_one_rank_are_said_by_all() -> None:
-    two, twin = {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3", "RANK": "1"}
-    with group("", "", "", hosts=["A", "B", "C"], env=[two, twin, twin]) as started:
-        ended = started.end()
-    assert codes(ended) == [1, 1, 1]
-    for line in errors(ended):
-        assert "two processes say that they are rank 1, on " in line
-        assert "--machine_rank" in line
-
-
-@pytest.mark.multiprocess
-def test_different_world_sizes_are_said_on_both_sides() -> None:
-    with group("", "", hosts=["A", "B"], env=[{}, {"WORLD_SIZE": "4"}]) as started:
-        ended = started.end()
-    assert codes(ended) == [1, 1]
-    for one in ended:
-        (line,) = one.error_lines
-        assert "rank 0 on A counts 2 processes and rank 1 on B 4" in line
-        assert "same number" in line
 
 
 @pytest.mark.multiprocess
@@ -97,23 +93,6 @@ def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
     (line,) = third.error_lines
     assert "counts 2 processes" in line
     assert "Traceback" not in third.err
-
-
-@pytest.mark.multiprocess
-def test_another_version_of_a_library_is_said_on_both_sides_with_its_remedy() -> None:
-    other = (
-        "was = versions.comparable; versions.comparable = lambda script: {**was(script), 'torch': '0.0.1', 'code': 'x'}"
-    )
-    with group("", "", hosts=["A", "B"], before={1: other}) as started:
-        ended = started.end()
-    assert codes(ended) == [1, 1]
-    for one in ended:
-        (line,) = one.error_lines
-        assert re.search(r"torch is \S+ on A and 0\.0\.1 on B", line)
-        assert "code is 0123456789ab on A and x on B" in line
-        assert "pip install torch==" in line
-        assert "git pull" in line
-        assert "nothing was read or trained" in line
 
 
 EARLY = """
@@ -211,8 +190,7 @@ def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(
     for given in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(given, HERE if given == "MASTER_ADDR" else str(free_port()))
     monkeypatch.delenv(name)
-    with pytest.raises(UserError, match=name):
-        rank_rendezvous.find_ranks(Place("environment", 1, 2, 0, 1), "", 0.1)
+    refusal(rank_rendezvous.find_ranks, Place("environment", 1, 2, 0, 1), "", 0.1, match=name)
 
 
 def test_a_server_that_is_there_or_not_is_found_out_however_little_time_is_left() -> None:
@@ -220,8 +198,7 @@ def test_a_server_that_is_there_or_not_is_found_out_however_little_time_is_left(
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
         rank_rendezvous._await_server(HERE, port, place, over, 1)
-    with pytest.raises(UserError, match="nothing listens on this port"):
-        rank_rendezvous._await_server(HERE, port, place, over, 1)
+    refusal(rank_rendezvous._await_server, HERE, port, place, over, 1, match="nothing listens on this port")
 
 
 @pytest.mark.parametrize(

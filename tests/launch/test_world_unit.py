@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.commands.config import config_args
 
 from tests.conftest import REPOSITORY
-from toolkit.errors import UserError
+from tests.faults import refusal
 from toolkit.launch import same_everywhere, wait_for_all, world
 from toolkit.launch.environment import MARKER, Place
 from toolkit.launch.world import _check_devices, _launch_of, how_launched, requested_processes, verify_world
@@ -70,16 +70,10 @@ def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monk
     assert requested_processes(ALONE) == (2, "accelerate launch --num_processes")
 
 
-@pytest.fixture
-def accelerator(no_launcher: None) -> Accelerator:
-    return Accelerator(cpu=True)
-
-
 def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_world(accelerator, ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))
-    with pytest.raises(UserError, match=r"my\.yaml asks for 4 processes, and 1 joined"):
-        verify_world(accelerator, ALONE)
+    refusal(verify_world, accelerator, ALONE, match=r"my\.yaml asks for 4 processes, and 1 joined")
 
 
 def test_one_process_waits_for_nobody(accelerator: Accelerator) -> None:
@@ -102,8 +96,7 @@ def test_more_processes_than_gpus(gpus: Callable[[int], None], monkeypatch: pyte
         gpus(enough)
         _check_devices(place)
     gpus(2)
-    with pytest.raises(UserError, match=r"4 processes .* 2 GPUs: pass --num_processes 2"):
-        _check_devices(place)
+    refusal(_check_devices, place, match=r"4 processes .* 2 GPUs: pass --num_processes 2")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")  # `use_cpu: true` in the config file
     _check_devices(place)
 

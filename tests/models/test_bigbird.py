@@ -20,6 +20,7 @@ from transformers import (
     EncoderDecoderModel,
 )
 
+from tests.faults import refusal
 from toolkit.errors import UserError
 from toolkit.models import bigbird
 from toolkit.models.bigbird import plan
@@ -165,7 +166,7 @@ def test_full_attention_by_name() -> None:
     compare(fast(already_full, "full"), already_full, batch(800, "right"), 1e-5, 1e-5)
 
 
-def test_nothing_of_size_s_times_s_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_size_s_times_s_is_made() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = [0]
@@ -265,26 +266,19 @@ def test_copied_pickled_and_taken_out_again(tmp_path: Any) -> None:
 
 def test_errors() -> None:
     model = make()
-    with pytest.raises(UserError, match="did you mean gathered"):
-        bigbird.install(model, "gatherd")
+    refusal(bigbird.install, model, "gatherd", match="did you mean gathered")
     with pytest.raises(UserError, match="blocked: a BigBird has no such attention: gathered took its place"):
         bigbird.install(model, "blocked")
-    with pytest.raises(UserError, match="no BigBird encoder"):
-        bigbird.install(torch.nn.Linear(2, 2))
+    refusal(bigbird.install, torch.nn.Linear(2, 2), match="no BigBird encoder")
     with pytest.raises(UserError, match="no BigBird encoder"):
         bigbird.install(make(BigBirdForCausalLM, attention_type="original_full", is_decoder=True))
-    with pytest.raises(UserError, match="attention_type='block_sparse'"):
-        bigbird.install(make(attention_type="original_full"))
+    refusal(bigbird.install, make(attention_type="original_full"), match="attention_type='block_sparse'")
     bigbird.install(model)
-    with pytest.raises(UserError, match="output_attentions"):
-        model(**batch(1024), output_attentions=True)
-    with pytest.raises(UserError, match=r"samples, tokens"):
-        model(**batch(1024), attention_mask=torch.ones(2, 1, 1, 1024))
-    with pytest.raises(UserError, match="either input_ids or inputs_embeds"):
-        model.bert()
+    refusal(model, **batch(1024), output_attentions=True, match="output_attentions")
+    refusal(model, **batch(1024), attention_mask=torch.ones(2, 1, 1, 1024), match=r"samples, tokens")
+    refusal(model.bert, match="either input_ids or inputs_embeds")
     narrow = bigbird.install(make(max_position_embeddings=1000))
-    with pytest.raises(UserError, match="--max_length 960"):
-        narrow(**batch(999))
+    refusal(narrow, **batch(999), match="--max_length 960")
 
 
 def test_random_generators_are_left_alone() -> None:

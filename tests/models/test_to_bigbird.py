@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertCon
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from tests.faults import refusal
-from tests.runs import start
+from tests.runs import edit_json, start
 from toolkit import demo
 from toolkit.config import ModelSettings
 from toolkit.data.tokens import load_tokenizer
@@ -80,12 +80,6 @@ def fault_of(source: Path | str, out: Path, **given: Any) -> str:
     said = refusal(convert, source, out, **given)
     assert not list(out.parent.glob(f".{out.name}*"))  # nothing half-made
     return said
-
-
-def rewrite(folder: Path, name: str = "config.json", **changed: Any) -> Path:
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changed), encoding="utf-8")
-    return folder
 
 
 def batch(length: int = 48) -> dict[str, torch.Tensor]:
@@ -219,7 +213,8 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
     ],
 )
 def test_other_models_are_refused(bert: Bert, out: Path, changed: dict[str, Any], said: str) -> None:
-    assert said in fault_of(rewrite(bert(), **changed), out)
+    edit_json(bert() / "config.json", **changed)
+    assert said in fault_of(out.with_name("bert"), out)
     assert not out.exists()
 
 
@@ -262,7 +257,7 @@ def test_what_is_there_is_replaced_only_when_it_is_ours(bert: Bert, out: Path) -
     (out / "notes.txt").write_text("mine")
     assert "holds notes.txt, not as toolkit to-bigbird wrote it" in fault_of(source, out, overwrite=True)
     (out / "notes.txt").unlink()
-    rewrite(out, hidden_act="relu")  # someone trained it, or edited
+    edit_json(out / "config.json", hidden_act="relu")  # someone trained it, or edited
     assert "holds config.json, not as" in fault_of(source, out, overwrite=True)
     (out / "meta.json").unlink()
     assert "holds config.json, model.safetensors, tokenizer.json and 1 more" in fault_of(source, out, overwrite=True)
@@ -328,7 +323,7 @@ def test_a_recipes_long_model_follows_length_and_content(bert: Bert) -> None:
     (source / "README.md").write_text("what it is")
     assert made(long_model(of(source), None)) == first
     torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
-    rewrite(source, hidden_act="relu")
+    edit_json(source / "config.json", hidden_act="relu")
     second = made(long_model(of(source), None))
     assert second != first
     assert json.loads((second / "config.json").read_text())["hidden_act"] == "relu"

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 
@@ -55,6 +58,19 @@ def make_run(
     write_lines(folder / "eval.jsonl", per_evaluation)
     write_lines(folder / "predictions.jsonl", predictions)
     return Evaluation("validation", whole, None)
+
+
+def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
+    """The sharp BERT with a random head for these labels, saved as a run saves it."""
+    torch.manual_seed(1)
+    names: Any = {"id2label": dict(enumerate(labels.names)), "label2id": {n: i for i, n in enumerate(labels.names)}}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        sharp_model, num_labels=labels.size, problem_type=labels.problem_type, **names
+    )
+    model.classifier.weight.data *= 100
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(sharp_model).save_pretrained(folder)
+    return folder
 
 
 def write_lines(path: Path, lines: Sequence[dict[str, Any]], mode: str = "w") -> None:

@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.report.made import TITLES, add_comparison, make_run
+from tests.runs import edit_json
 from toolkit.config import TaskSettings, TitleSettings, build, flat
 from toolkit.data.labels import Labels
 from toolkit.report.card import cell, write_card
@@ -184,9 +185,7 @@ def test_a_stopped_run_says_so_on_top(tmp_path: Path) -> None:
     run, model = tmp_path / "run", tmp_path / "run" / "model"
     lines = [{"id": place, "title": " ", "reference": "b", "scores": {"rougeL": 0.5}} for place in range(50)]
     make_run(run, None, lines, TITLES, flat(build(TitleSettings, NEWS)))
-    config = json.loads((run / "config.json").read_text())
-    stopped = {"signal": "SIGINT", "step": 27, "command": "python /home/me/title.py"}
-    (run / "config.json").write_text(json.dumps({**config, "stopped": stopped}))
+    edit_json(run / "config.json", stopped={"signal": "SIGINT", "step": 27, "command": "python /home/me/title.py"})
     model.mkdir()
     (model / "trainer_state.json").write_text('{"global_step": 30}')
     write_card(model, run, last_evaluation(run, 30))

@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import binomtest, norm
 from sklearn import metrics as sk
 
+from tests.faults import refusal
 from tests.report.made import SETTINGS, make_run
 from tests.report.test_html import Page
 from toolkit.cli import build_parser
@@ -122,8 +123,7 @@ def test_folders_without_a_run(tmp_path: Path) -> None:
     (run / "model" / "config.json").write_text("{}")
     for folder, said in ((run.parent, f"did you mean {run}"), (run / "model", f"did you mean {run}"),
                          (tmp_path / "no", "no is not a run folder")):  # fmt: skip
-        with pytest.raises(UserError, match=said):
-            compare([run, folder])
+        refusal(compare, [run, folder], match=said)
 
 
 def test_the_command_prints_json_and_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_every_kind_of_prediction_has_intervals() -> None:
     assert {round(value, 3) for value in drawn["rougeL"].tolist()} == {0.25, 0.5, 0.75}
 
 
-def test_a_hundred_thousand_rows_take_seconds(tmp_path: Path) -> None:
+def test_a_hundred_thousand_rows_take_seconds() -> None:
     runs = [bootstrap.scores_of(predictions(0.1, seed, 50_000), LABELS.problem_type, NAMES) for seed in (0, 1)]
     one, other = (own["f1_macro"] for own in bootstrap.resampled(runs))
     assert len(one) == 1000

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from tests.architectures import make_architecture
-from tests.report.made import make_run
+from tests.faults import refusal
+from tests.report.made import classifier, make_run
 from tests.report.test_html import NASTY, Page
 from toolkit.cli import _report, build_parser
 from toolkit.data.labels import Labels
@@ -26,23 +27,10 @@ from toolkit.errors import UserError
 from toolkit.models.attribution import attribute
 from toolkit.models.classifier import choose_attention
 from toolkit.report import explain
-from toolkit.report.explain import Explanation, Word
-from toolkit.report.html import Sample, write_report, write_report_of_folder
+from toolkit.report.explain import Word
+from toolkit.report.html import Sample, _judged, write_report, write_report_of_folder
 
 TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
-
-
-def classifier(sharp_model: Path, folder: Path, labels: Labels) -> Path:
-    """The sharp BERT with a random head for these labels, saved as a run saves it."""
-    torch.manual_seed(1)
-    names: Any = {"id2label": dict(enumerate(labels.names)), "label2id": {n: i for i, n in enumerate(labels.names)}}
-    model = AutoModelForSequenceClassification.from_pretrained(
-        sharp_model, num_labels=labels.size, problem_type=labels.problem_type, **names
-    )
-    model.classifier.weight.data *= 100
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(sharp_model).save_pretrained(folder)
-    return folder
 
 
 def difference(logits: torch.Tensor) -> torch.Tensor:
@@ -57,7 +45,6 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
         encoded = tokenizer(text, return_tensors="pt", return_special_tokens_mask=True)
         special = encoded.pop("special_tokens_mask")[0].bool()
         found = attribute(model, dict(encoded), special, difference, seconds=60)
-        assert found is not None
         assert found.output == pytest.approx(float(difference(model(**encoded).logits)), rel=1e-5)
         # the same special tokens with padding between them
         ids = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
@@ -80,7 +67,6 @@ def test_a_bigbird_up_to_its_length() -> None:
     special = torch.zeros(1000, dtype=torch.bool)
     special[[0, -1]] = True
     found = attribute(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, special, difference, 60)
-    assert found is not None
     assert found.tokens.sum() == pytest.approx(found.output - found.baseline, rel=5e-2, abs=5e-3)
 
 
@@ -168,18 +154,13 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
     last = make_run(tmp_path / "run", labels, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, tmp_path / "run" / "model", labels)
     data = json.loads((tmp_path / "run" / "config.json").read_text())["data"] | {"max_length": 20}
-    from toolkit.report.files import read_lines
-    from toolkit.report.html import _judged
-
-    samples = [_judged(0, line, labels) for line in read_lines(tmp_path / "run" / "predictions.jsonl")]
-    found: Explanation = explain.explain(tmp_path / "run", data, samples, ["good film " * 50], 5)[0]
+    found = explain.explain(tmp_path / "run", data, [_judged(0, line, labels)], ["good film " * 50], 5)[0]
     assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4)
     assert not math.isclose(found.difference, 0)
     read = [word.text for word in found.words if word.adds is not None]
     assert len(read) == 18  # as in training the text is cut at 20 tokens
     assert np.isfinite([word.strength for word in found.words]).all()
-    with pytest.raises(UserError, match="needs the texts of the last evaluation"):
-        write_report_of_folder(tmp_path / "run", 5)  # whose cache is gone
+    refusal(write_report_of_folder, tmp_path / "run", 5, match="needs the texts of the last evaluation")
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     assert last.split == "validation"
     with pytest.raises(UserError, match="--explain -1: give the number of rows"):

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow
 import pytest
 
-from tests.faults import Fault
+from tests.faults import Fault, refusal
 from tests.report.made import make_run
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
@@ -38,8 +38,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         yield "half"
         raise OSError("disk full")
 
-    with pytest.raises(UserError, match=r"cannot write .*predictions.jsonl: disk full; nothing was left behind"):
-        write_whole(path, broken())
+    refusal(write_whole, path, broken(), match=r"cannot write .*predictions.jsonl: disk full; nothing was left behind")
     assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.faults import refusal
 from tests.report.made import TITLES, add_comparison, make_run, write_lines
+from tests.runs import edit_json
 from toolkit.data.labels import Labels
-from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.report import html
 from toolkit.report.html import write_report, write_report_of_folder
@@ -94,15 +95,12 @@ def single(names: Sequence[str], chances: np.ndarray, truths: Sequence[int]) -> 
     return predictions, {"loss": 0.5, "accuracy": 0.75, "f1_macro": 0.7, "f1_micro": 0.75, "per_class": per_class}
 
 
-def chances_of(size: int, count: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).dirichlet(np.ones(size), count)
-
-
 @pytest.fixture
 def three(tmp_path: Path) -> Run:
     """60 samples of three Chinese classes; every third text is nasty."""
     labels = Labels("single_label_classification", CHINESE, ("label",))
-    predictions, numbers = single(CHINESE, chances_of(3, 60), [place % 3 for place in range(60)])
+    chances = np.random.default_rng(0).dirichlet(np.ones(3), 60)
+    predictions, numbers = single(CHINESE, chances, [place % 3 for place in range(60)])
     texts = [NASTY if place % 3 == 0 else f"第{place}条 " + "很长" * 400 for place in range(60)]
     return tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), texts
 
@@ -115,8 +113,7 @@ def written(run: Run) -> Page:
 
 def test_one_file_and_nothing_loaded(three: Run) -> None:
     page = written(three)
-    assert page.open == []
-    assert page.loads() == []
+    assert page.open == page.loads() == []
     assert "http://" not in page.source
     assert "https://" not in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object")]
@@ -138,9 +135,8 @@ def test_summary(three: Run) -> None:
 
 
 def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
-    path = three[0] / "config.json"
     stopped = {"signal": "SIGTERM", "step": 23, "command": "python recipes/cls.py --text_column 'a<b'"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "stopped": stopped}))
+    edit_json(three[0] / "config.json", stopped=stopped)
     text = written(three).text
     said = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
     assert f"on train<1>.csv {said} {stopped['command']} The saved model" in text
@@ -155,8 +151,9 @@ def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.Monkey
     assert "somebody" not in source
 
 
-def test_worst_mistakes_are_the_surest(three: Run) -> None:
-    rows = written(three).rows["mistakes"]
+def test_worst_mistakes_are_the_surest_and_all_are_counted_in_the_confusion_matrix(three: Run) -> None:
+    page = written(three)
+    rows = page.rows["mistakes"]
     predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     wrong = [line for line in predictions if line["label"] != line["prediction"]]
     surest = sorted(wrong, key=lambda line: -max(line["probabilities"]))[:20]
@@ -165,12 +162,8 @@ def test_worst_mistakes_are_the_surest(three: Run) -> None:
     for row, line in zip(rows[1:], surest, strict=True):
         assert row[2] == f"{line['label']}{line['probabilities'][CHINESE.index(line['label'])]:.3f}"
         assert row[3] == f"{line['prediction']}{max(line['probabilities']):.3f}"
-
-
-def test_confusion_matrix(three: Run) -> None:
-    head, *rows = written(three).rows["confusion"]
+    head, *rows = page.rows["confusion"]
     assert head == ["", *CHINESE, "samples"]
-    predictions = [json.loads(line) for line in (three[0] / "predictions.jsonl").read_text().splitlines()]
     for name, row in zip(CHINESE, rows, strict=True):
         guesses = [line["prediction"] for line in predictions if line["label"] == name]
         assert row[0] == name
@@ -193,8 +186,7 @@ def test_two_thousand_classes_have_pairs_only(tmp_path: Path) -> None:
     chances = np.full((30, 2000), 1e-4)
     chances[:, 7] = 0.9
     predictions, numbers = single(names, chances, [11] * 20 + list(range(20, 30)))
-    write_report(tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), [])
-    page = Page(tmp_path / "run" / "report.html")
+    page = written((tmp_path / "run", make_run(tmp_path / "run", labels, predictions, numbers), []))
     assert "A matrix of 2,000 classes could not be read, so here are the 11 pairs" in page.text
     assert page.rows["confusion"][1] == ["class 11", "class 7", "20", "100 %"]
     assert len(page.rows["confusion"]) == 12
@@ -208,8 +200,7 @@ def test_regression(tmp_path: Path) -> None:
         {"id": place, "label": place / 10, "prediction": place / 10 + (-1) ** place * place / 50} for place in range(30)
     ]
     last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
-    write_report(tmp_path / "run", last, [f"text {place}" for place in range(30)])
-    page = Page(tmp_path / "run" / "report.html")
+    page = written((tmp_path / "run", last, [f"text {place}" for place in range(30)]))
     rows = page.rows["mistakes"]
     assert rows[0] == ["row", "text", "true", "predicted", "error"]
     assert [int(row[0]) for row in rows[1:]] == list(range(30, 10, -1))
@@ -223,8 +214,7 @@ def test_several_numbers(tmp_path: Path) -> None:
     labels = Labels("regression", ("taste", "price"), ("taste", "price"))
     predictions = [{"id": place, "label": [place, 2.5], "prediction": [place + 1, 2.0]} for place in range(3)]
     last = make_run(tmp_path / "run", labels, predictions, {"loss": 0.1, "mse": 0.1, "mae": 0.3, "pearson": 0.9})
-    write_report(tmp_path / "run", last, [])
-    page = Page(tmp_path / "run" / "report.html")
+    page = written((tmp_path / "run", last, []))
     assert page.rows["mistakes"][1] == ["1", "[0, 2.5]", "[1, 2.0]", "0.75"]
     assert "2 numbers" in page.text
 
@@ -239,8 +229,7 @@ def test_multi_label(tmp_path: Path) -> None:
     per_class = {name: {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 1} for name in labels.names}
     numbers = {"loss": 0.7, "accuracy": 0.33, "f1_macro": 0.5, "f1_micro": 0.5, "per_class": per_class}
     last = make_run(tmp_path / "run", labels, predictions, numbers)
-    write_report(tmp_path / "run", last, ["fine", "mixed", NASTY])
-    page = Page(tmp_path / "run" / "report.html")
+    page = written((tmp_path / "run", last, ["fine", "mixed", NASTY]))
     loss = -(np.log(0.001) + np.log(0.8) + np.log(0.4)) / 3
     assert page.rows["mistakes"][1:] == [
         ["10", NASTY, "none", "–", "a|b0.999c0.600", f"{loss:.3f}"],
@@ -251,10 +240,8 @@ def test_multi_label(tmp_path: Path) -> None:
 
 
 def test_reading_less_is_compared(three: Run) -> None:
-    folder, last, texts = three
-    add_comparison(folder)
-    write_report(folder, last, texts)
-    page = Page(folder / "report.html")
+    add_comparison(three[0])
+    page = written(three)
     assert page.rows[""][:3] == [
         ["reading", "Accuracy", "F1 (macro)", "Loss"],
         ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
@@ -315,8 +302,7 @@ def test_titles_summary(titles: Run) -> None:
         assert word not in page.text
     assert {"confusion", "classes", "mistakes"}.isdisjoint(page.rows)
     assert {"ROUGE on validation", "ROUGE-1", "ROUGE-2", "ROUGE-L"} <= set(page.texts)
-    assert page.open == []
-    assert page.loads() == []
+    assert page.open == page.loads() == []
 
 
 def test_titles_examples(titles: Run) -> None:
@@ -341,15 +327,14 @@ def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
     told = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
     assert f"Of the 60 titles of validation {'; '.join(told)}" in text
     lines = [line | {"title": "Weather <b> report"} for line in title_lines(60)]
-    write_report(tmp_path / "same", make_run(tmp_path / "same", None, lines, TITLES), [])
-    text = Page(tmp_path / "same" / "report.html").text
+    text = written((tmp_path / "same", make_run(tmp_path / "same", None, lines, TITLES), [])).text
     assert "The commonest was written for 60 texts: Weather <b> report" in text
 
 
 @pytest.mark.parametrize("written_as", ["NaN", "null"])
 def test_diverged_run(three: Run, written_as: str) -> None:
     """What is no number is no reason to have no report."""
-    folder, last, texts = three
+    folder, last, _ = three
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines[10:]:
         line |= {"loss": float("nan"), "grad_norm": float("inf")} if written_as == "NaN" else {"loss": None}
@@ -357,8 +342,7 @@ def test_diverged_run(three: Run, written_as: str) -> None:
     text = (folder / "predictions.jsonl").read_text()
     (folder / "predictions.jsonl").write_text(re.sub(r"\[0\.\d+, 0\.\d+, 0\.\d+\]", f"[{written_as}, 0.5, 0.5]", text))
     last.numbers["loss"] = float("nan") if written_as == "NaN" else None
-    write_report(folder, last, texts)
-    assert f"Loss {'nan' if written_as == 'NaN' else '–'}" in Page(folder / "report.html").text
+    assert f"Loss {'nan' if written_as == 'NaN' else '–'}" in written(three).text
 
 
 def test_of_folder(three: Run) -> None:
@@ -368,8 +352,7 @@ def test_of_folder(three: Run) -> None:
     (folder / "report.html").unlink()
     assert write_report_of_folder(str(folder)) == folder / "report.html"
     assert (folder / "report.html").read_text() == before
-    with pytest.raises(UserError, match="is not a run folder"):
-        write_report_of_folder(folder / "nothing")
+    refusal(write_report_of_folder, folder / "nothing", match="is not a run folder")
 
 
 def test_of_folder_while_it_runs(three: Run) -> None:

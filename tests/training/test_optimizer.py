@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.faults import refusal
+from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
@@ -20,22 +21,10 @@ from toolkit.training.lion import Lion
 from toolkit.training.optimizer import align_strategy, make_optimizer, parameter_groups
 from toolkit.training.steps import make_schedule
 
-TINY: dict[str, dict[str, Any]] = {
-    "bert": {},
-    "roberta": {},
-    "electra": {"embedding_size": 12},
-    "albert": {"embedding_size": 12},
-    "deberta-v2": {},
-    "distilbert": {"dim": 24, "n_heads": 2, "n_layers": 2, "hidden_dim": 20},
-    "modernbert": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
-}
-
 
 def tiny(model_type: str) -> torch.nn.Module:
-    sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 20}
-    more = TINY.get(model_type, {})
-    options = more if "dim" in more else sizes | more
-    config = AutoConfig.for_model(model_type, vocab_size=30, max_position_embeddings=40, num_labels=3, **options)
+    sizes = FAMILIES.get(model_type, SIZES)
+    config = AutoConfig.for_model(model_type, max_position_embeddings=40, num_labels=3, **sizes)
     return AutoModelForSequenceClassification.from_config(config)
 
 
@@ -50,7 +39,7 @@ def groups_of(groups: list[dict[str, Any]], model: torch.nn.Module) -> dict[str,
     return found
 
 
-@pytest.mark.parametrize("model_type", TINY)
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_groups_of_every_family(model_type: str) -> None:
     """In a whole model vectors are biases and norms: the names must say what the shapes say."""
     model = tiny(model_type)
@@ -81,7 +70,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert found == {"classifier.weight": 0.1, "classifier.bias": 0.0}
 
 
-@pytest.mark.parametrize("model_type", [*TINY, "big_bird"])
+@pytest.mark.parametrize("model_type", [*FAMILIES, "big_bird"])
 def test_each_layer_learns_slower_than_that_above_it(model_type: str) -> None:
     model = tiny(model_type)
     groups = parameter_groups(model, 0.1, learning_rate=1.0, layer_decay=0.5)
@@ -139,8 +128,7 @@ def test_optimizers_by_name(asked: dict[str, Any], kind: type, expected: dict[st
     ],
 )
 def test_an_optimizer_that_cannot_be_made(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        make_optimizer(tiny("bert"), TrainingSettings(**asked))
+    refusal(make_optimizer, tiny("bert"), TrainingSettings(**asked), match=said)
 
 
 def test_lion_is_its_papers_algorithm() -> None:
@@ -237,8 +225,7 @@ def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) ->
 def test_contradictions_come_all_at_once_and_change_nothing() -> None:
     config = AUTO | {"gradient_clipping": 1.0, "train_batch_size": 64, "optimizer": {}}
     before = dict(config)
-    with pytest.raises(UserError, match=r"^3 faults:"):
-        align(accelerator_with(config))
+    refusal(align, accelerator_with(config), match=r"^3 faults:", lines=4)
     assert config == before
 
 

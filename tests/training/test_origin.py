@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.test_folder import save
+from tests.faults import refusal
 from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
@@ -19,19 +21,10 @@ SETTINGS = {"train_file": "a.csv", "text_column": None, "learning_rate": 1e-3, "
 FACTS: dict[str, Any] = {"identity": IDENTITY, "settings": SETTINGS}
 
 
-def save(run: Path, step: int, facts: dict[str, Any] = FACTS) -> Path:
-    folder = folders.step_folder(run / "checkpoints", step)
-    folders.begin(folder)
-    (folder / "weights").write_bytes(b"0123456789")
-    files = folders.described(folder, ["weights"])
-    folders.publish(folder, {"format": 1, "step": step, "saved_at": float(step), "files": files, **facts})
-    return folder
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     for step in (2, 4, 6):
-        folder = save(tmp_path / "run", step)
+        folder = save(tmp_path / "run" / "checkpoints", step, **FACTS)
     folders.point(folder.parent, "last", folder)
     folders.point(folder.parent, "best", folders.step_folder(folder.parent, 4))
     return tmp_path / "run"
@@ -55,7 +48,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_precision_of_the_run_that_goes_on(
     given: dict[str, Any], found: str, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(run, 8, {**FACTS, "mixed_precision": "fp16"})
+    save(run / "checkpoints", 8, **FACTS, mixed_precision="fp16")
     monkeypatch.chdir(run.parent)
     assert precision_of(TrainingSettings(**given)) == found
 
@@ -94,25 +87,20 @@ def test_a_path_that_is_no_sound_checkpoint(what: str, run: Path) -> None:
 
 
 def test_a_path_where_nothing_is(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such folder"):
-        choose_origin(str(run / "checkpoint"), run / "checkpoints", FACTS)
+    refusal(choose_origin, str(run / "checkpoint"), run / "checkpoints", FACTS, match="there is no such folder")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no complete checkpoint there"):
-        choose_origin(str(tmp_path / "empty"), run / "checkpoints", FACTS)
+    refusal(choose_origin, str(tmp_path / "empty"), run / "checkpoints", FACTS, match="no complete checkpoint there")
     for folder in (run / "checkpoints").glob("step-*"):
         (folder / "weights").unlink()
-    with pytest.raises(UserError, match="no complete checkpoint there") as caught:
-        choose_origin(str(run), run / "checkpoints", FACTS)
-    assert str(caught.value).count("is missing") == 3
+    said = refusal(choose_origin, str(run), run / "checkpoints", FACTS, match="no complete checkpoint there", lines=4)
+    assert said.count("is missing") == 3
 
 
 def test_other_data_are_explained_by_the_settings(run: Path) -> None:
     identity = {**IDENTITY, "data": "ffff"}
-    with pytest.raises(UserError, match=r"train_file was a.csv and is b.csv") as caught:
-        choose_origin(
-            "auto", run / "checkpoints", {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
-        )
-    assert "ffff" not in str(caught.value)
+    other = {"identity": identity, "settings": {**SETTINGS, "train_file": "b.csv"}}
+    said = refusal(choose_origin, "auto", run / "checkpoints", other, match=r"train_file was a.csv and is b.csv")
+    assert "ffff" not in said
     other = {"identity": {**IDENTITY, "model": "gpt"}, "settings": SETTINGS}
     with pytest.raises(UserError, match="another job: the model differs: the content of its files has changed"):
         choose_origin("auto", run / "checkpoints", other)

@@ -22,6 +22,8 @@ from toolkit.files import flush_folders, flush_path, read_table, refuse_link_out
 from toolkit.units import size_text
 
 MANIFEST = "manifest.json"
+PROBE, SENT = ".disk-", ".sent-"
+"""Beside checkpoints, for moments: what tells whether machines share the disk, and copies of another machine's."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -182,9 +184,11 @@ def point_best(checkpoints: Path, step: int) -> None:
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Leaves the newest `keep` complete checkpoints, what `best` and `last` name, and nothing half done."""
-    for draft in checkpoints.glob(".*"):
-        if draft.is_symlink():  # of a link whose maker was killed
-            draft.unlink()
+    for draft in checkpoints.glob(".*"):  # whose maker was killed
+        if draft.is_symlink() or draft.name.startswith(PROBE):
+            draft.unlink(missing_ok=True)  # machines may share this disk, and not rank 0's
+        elif draft.name.startswith(SENT):
+            remove(draft)
     kept = complete(checkpoints)[:keep]
     named = [pointed(checkpoints, name) for name in ("best", "last")]
     for folder in _step_folders(checkpoints):

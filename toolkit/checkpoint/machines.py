@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
     nodes: list[str] = gather_object([node_id()])
     if len(set(nodes)) == 1:
         return {}
-    probe = folder / broadcast_object_list([f".disk-{secrets.token_hex(8)}"])[0]
+    probe = folder / broadcast_object_list([f"{folders.PROBE}{secrets.token_hex(8)}"])[0]
     if accelerator.is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
         create_file(probe).close()
@@ -56,7 +57,7 @@ def collect(
             _send(accelerator, folder / name, int(entry["bytes"]), rank, [0])
     accelerator.wait_for_everyone()
     if far.get(accelerator.process_index) == accelerator.process_index:
-        shutil.rmtree(folder, ignore_errors=True)
+        folders.prune(folder.parent, sys.maxsize)  # this one, and those that were being sent when a run was killed
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ def brought(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Pa
     near = {node for node, _, finds in views if finds}
     owners = {node: rank for rank, (node, *_) in reversed(list(enumerate(views))) if node not in near}
     owner = owners.get(node_id())
-    here = folder if owner is None else copies / f".sent-{owner}" / folder.name
+    here = folder if owner is None else copies / f"{folders.SENT}{owner}" / folder.name
     if owners:
         size = size_text(sum(entry["bytes"] for entry in manifest["files"].values()))
         names = ", ".join(views[rank][1] for rank in owners.values())
@@ -85,7 +86,9 @@ def brought(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Pa
     yield here
     accelerator.wait_for_everyone()
     if accelerator.process_index == owner:
-        shutil.rmtree(here.parent, ignore_errors=True)
+        shutil.rmtree(here, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            here.parent.rmdir()  # unless another checkpoint is still read there
 
 
 def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers: Sequence[int]) -> None:

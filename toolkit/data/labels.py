@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,22 +62,22 @@ class Labels(Targets):
         Raises UserError naming the row with a label unseen in training, or with none at all.
         """
         if self.problem_type == "single_label_classification":
-            known: dict[Any, int] = {}  # a class is looked up once, not in each of its rows
-            return self._encode(table, kept, np.int64, lambda value, row: self._known(known, value, table, row))
-        read = self._numbers if self.problem_type == "regression" else self._flags
-        return self._encode(table, kept, np.float32, lambda value, row: read(value, table.where(row)))
-
-    def _encode(self, table: Table, kept: np.ndarray, kind: Any, read: Callable[[Any, int], Any]) -> np.ndarray:
-        parts = [
-            np.array(list(map(read, cells, rows.tolist())), kind) for rows, cells in _cells(table, self.columns, kept)
-        ]
+            read: Callable[..., list[Any]] = partial(self._class_ids, {}, table)
+            kind: Any = np.int64
+        else:
+            one = self._numbers if self.problem_type == "regression" else self._flags
+            read, kind = lambda cells, rows: list(map(one, cells, map(table.where, rows.tolist()))), np.float32
+        parts = [np.array(read(cells, rows), kind) for rows, cells in _cells(table, self.columns, kept)]
         return np.concatenate(parts) if parts else np.zeros(0, kind)
 
-    def _known(self, known: dict[Any, int], value: Any, table: Table, row: int) -> int:
-        key = value if isinstance(value, str | int | float) else repr(value)
-        if key not in known:
-            known[key] = self._id(value, table.where(row))
-        return known[key]
+    def _class_ids(self, known: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
+        """`known` holds the values that earlier rows had: a class is looked up once, not in each of its rows."""
+        keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
+        if not known.keys() >= set(keys):
+            for key, cell, row in zip(keys, cells, rows.tolist(), strict=True):
+                if key not in known:
+                    known[key] = self._id(cell, table.where(row))
+        return [known[key] for key in keys]
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
         np.save(folder / "labels.npy", rows.targets)
@@ -180,7 +180,8 @@ def find_labels(
         return labels
     column = columns[0]
     problem = problem_type or _guess(values, f"{table.name}: column {column!r}")
-    _refuse_empty(table, column, rows, problem)
+    if len(values) == _MOST_DISTINCT or any(_is_blank(value, problem) for value in values):
+        _refuse_empty(table, column, rows, problem)
     if problem == "regression":
         if class_names:
             raise no_classes
@@ -381,13 +382,17 @@ def _to_float(value: Any) -> float | None:
         return None
 
 
+def _is_blank(value: Any, problem: ProblemType) -> bool:
+    """Where a row may have several classes, an empty cell is a row without any."""
+    return _is_missing(value) or (problem != MULTI and not str(value).strip())
+
+
 def _refuse_empty(table: Table, column: str, rows: np.ndarray, problem: ProblemType) -> None:
-    blank_is_none = problem == MULTI  # there an empty cell is a row without any class
     blank = [
         row + 1
         for numbers, cells in _cells(table, (column,), rows)
         for row, value in zip(numbers.tolist(), cells, strict=True)
-        if _is_missing(value) or (not blank_is_none and not str(value).strip())
+        if _is_blank(value, problem)
     ]
     if blank:
         raise UserError(f"{table.name}: no label in column {column!r} of rows {listing(blank)}: fill or remove them")

@@ -168,9 +168,11 @@ def state(
         # weights stay gathered from forward to backward while they are reused within so many
         whole = every if 2 * every <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         return Memory(kept * low * every / processes, kept * low * part, kept * 12 * part, low * whole)
-    bucket = float(zero.get("reduce_bucket_size", 5e8)) * (1 + bool(zero.get("overlap_comm")))
+    size = float(zero.get("reduce_bucket_size", 5e8))
+    bucket = size * (1 + bool(zero.get("overlap_comm")))
     if device == "cpu":  # a page that nobody writes to takes no memory
-        bucket = min(bucket / 2, trained)
+        bucket = min(size, trained)
+    bucket += min(size, trained)  # the one that is reduced is copied for it
     gradients = low * trained if strategy == "zero1" else kept * 4 * part
     return Memory(low * every, gradients, kept * 12 * part, low * bucket)
 

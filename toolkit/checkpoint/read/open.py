@@ -73,6 +73,11 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
         return open_deepspeed(path, tag, _model_folder(path)), path
     if weights := open_weights(path):
         return weights, path
+    if any((path / "model").glob("*.safetensors")):
+        raise UserError(
+            f"{path} is a run without a whole checkpoint (--checkpoint_every N takes them): its trained model is "
+            f"{path / 'model'}, a Hugging Face folder already"
+        )
     names = sorted(entry.name for entry in path.iterdir())
     raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
 
