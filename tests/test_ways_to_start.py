@@ -167,6 +167,27 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Pat
     assert line.split("] ")[-1] == "interrupted"
 
 
+def test_ctrl_c_while_processes_are_started_leaves_none(tmp_path: Path) -> None:
+    """torch's launcher, interrupted between two of them, knows of neither."""
+    script = tmp_path / "started.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from torch.distributed.elastic.multiprocessing import api\n"
+        "made = api.get_subprocess_handler\n"
+        "def interrupted(**given):\n"
+        "    handler = made(**given)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return handler\n"
+        "api.get_subprocess_handler = interrupted\n"
+        "from toolkit import launch\n"
+        "launch.start(__name__)\n"
+        "time.sleep(200)\n"
+    )
+    words = [sys.executable, script, "--config_file", "accelerate_configs/ddp.yaml"]
+    done = start(words, seconds=60, env={"PYTHONPATH": str(ROOT)}, fresh=True)
+    assert (done.code, done.err) == (130, "interrupted\n")
+
+
 def test_a_run_that_a_signal_stopped_ends_the_launcher_that_was_typed_by_it(tmp_path: Path) -> None:
     """accelerate's own would end with a traceback, and code 1 for every other."""
     script = tmp_path / "stopped.py"

@@ -89,6 +89,8 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> int:
     except subprocess.CalledProcessError as error:
         return _code_of(error.returncode, "the process")
     except (SignalException, KeyboardInterrupt) as error:
+        if isinstance(error, SignalException):  # torch's launcher forgets those that it was just starting
+            _pass_on(signal.SIGTERM, None)  # silent while Python starts, which SIGINT is not
         psutil.wait_procs(psutil.Process().children(), timeout=_SHUTDOWN_SECONDS)  # of one process nobody has waited
         if ended.exists():
             return int(ended.read_text(encoding="ascii"))
