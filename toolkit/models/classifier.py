@@ -204,6 +204,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
         )
     read_as_decoder(model.config, name)
     choose_attention(model, settings.attn_implementation)
+    read_first_token_only(model)
     return model
 
 
