@@ -213,11 +213,15 @@ def ours(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[s
 
 
 def report(measured: list[dict[str, Any]]) -> str:
+    import torch
+
     libraries = ("torch", "transformers", "onnxruntime", "openvino", "nncf")
     about = (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ")
     used = ", ".join(f"{name} {version(name)}" for name in libraries)
     shared = "Medians over rounds; ratios within a round."
-    lines = ["# Labelling texts on a CPU", "", about, "", f"{trainer.processor()}, {used}, {date.today()}. {shared}"]
+    amx = "with" if torch.cpu.get_capabilities().get("amx_int8") else "without"
+    made = f"{trainer.processor()}, {amx} AMX, {used}, {date.today()}. {shared}"
+    lines = ["# Labelling texts on a CPU", "", about, "", made]
     head = ["", "rows/s", "first, s", "peak MB", "CPU time: torch fp32 / this", "torch bf16 / this", "same answers"]
     for model, texts, rows in dict.fromkeys((each["model"], each["texts"], each["rows"]) for each in measured):
         here = [each for each in measured if (each["model"], each["texts"], each["rows"]) == (model, texts, rows)]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pandas
 import pytest
+import torch
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -31,6 +32,7 @@ pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
 from toolkit.export import compare, export
+from toolkit.models.exported import ExportedClassifier
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
@@ -91,6 +93,18 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
     assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
     whole, packed = (sum(path.stat().st_size for path in exported[to, kind][0].iterdir()) for kind in (False, True))
     assert packed < whole
+
+
+@pytest.mark.parametrize("to", FILES)
+def test_any_number_of_rows(to: str, exported: Any) -> None:
+    """A batch may be computed in parts; each row's numbers are those that it has alone, in the order that was given."""
+    folder, _ = exported[to, False]
+    model = ExportedClassifier(folder, AutoConfig.from_pretrained(folder))
+    ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([model(input_ids=row[None]).logits for row in ids])
+    for rows in (1, 2, 3, 5):
+        torch.testing.assert_close(model(input_ids=ids[:rows]).logits, alone[:rows], rtol=0, atol=1e-5)
+    assert len(alone.unique(dim=0)) == 5
 
 
 def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

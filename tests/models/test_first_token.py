@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.bert import modeling_bert
 
+from toolkit.config import ModelSettings
+from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.first_token import read_first_token_only
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 50}
@@ -41,14 +44,17 @@ def test_same_logits_and_gradients(family: str, attention: str, padded: bool) ->
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_the_last_layer_really_does_less() -> None:
+def test_the_last_layer_really_does_less(tmp_path: Path) -> None:
+    """In training, and where a saved model labels a file or is exported."""
     model = make("bert", "sdpa")
-    widths: list[int] = []
-    last = model.bert.encoder.layer[-1]
+    model.save_pretrained(tmp_path)
     read_first_token_only(model)
-    last.intermediate.dense.register_forward_hook(lambda module, inputs, output: widths.append(output.shape[1]))
-    model(input_ids=torch.ones(2, 9, dtype=torch.long))
-    assert widths == [1]
+    for computes in (model, load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path)))):
+        widths: list[int] = []
+        dense = computes.bert.encoder.layer[-1].intermediate.dense
+        dense.register_forward_hook(lambda module, inputs, output, widths=widths: widths.append(output.shape[1]))
+        computes(input_ids=torch.ones(2, 9, dtype=torch.long))
+        assert widths == [1]
 
 
 def test_gradient_checkpointing_and_saving(tmp_path) -> None:

@@ -3,7 +3,8 @@
 A BERT-like classifier reads one position of the last layer, the first token's. That layer's query, output
 projection and feed-forward network are then needed for that position alone; keys and values for all. The
 logits and gradients are the same. A training step needs 1/1.16 of the operations with 6 layers and 1/1.07 with 12;
-those of a 6-layer MiniLM ran 1.11 to 1.13 times as fast on two CPU cores (32 sentences of 20 to 40 tokens).
+those of a 6-layer MiniLM ran 1.11 to 1.13 times as fast on two CPU cores (32 sentences of 20 to 40 tokens), and its
+predictions 1.08 times.
 """
 
 from __future__ import annotations
