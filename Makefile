@@ -45,7 +45,7 @@ test-gpu: install
 
 # Breaks runs in every way they must survive, and writes docs/faults.md.
 test-faults: install
-	$(BIN)/python -m pytest -m "" --faults docs/faults.md
+	$(BIN)/python -m pytest -m "" --faults=docs/faults.md
 
 # The fast tests on the newest versions of everything else, in an environment of its own; prints what broke.
 test-latest:

@@ -158,16 +158,20 @@ def state(
     if strategy in ("single", "ddp"):
         return Memory(4 * every, 4 * trained, 8 * trained, 0)
     low, part = _PRECISIONS[precision].itemsize, trained / processes
+    # weights that are gathered and freed leave holes in a CPU's heap, which keeps them: as much as was measured
+    holes = 2.0 * low * every if device == "cpu" else 0.0
     if strategy == "fsdp2":
         layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
         gathered = every - sum(layers) + 2 * max(layers, default=0)  # what is in no layer, a layer and the next one
-        return Memory(4 * every / processes, 4 * part, 8 * part, 2 * low * gathered)
+        return Memory(4 * every / processes, 4 * part, 8 * part, 2 * low * gathered + holes)
     on_host = strategy.endswith("offload") and device != "cpu"
     kept = 0 if on_host else 1
     if strategy.startswith("zero3"):
         # weights stay gathered from forward to backward while they are reused within so many
         whole = every if 2 * every <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
-        return Memory(kept * low * every / processes, kept * low * part, kept * 12 * part, low * whole)
+        if device == "cpu":
+            holes += 4 * part  # at the step gradients are copied: a GPU has room where the activations were
+        return Memory(kept * low * every / processes, kept * low * part, kept * 12 * part, low * whole + holes)
     size = float(zero.get("reduce_bucket_size", 5e8))
     bucket = size * (1 + bool(zero.get("overlap_comm")))
     if device == "cpu":  # a page that nobody writes to takes no memory
