@@ -70,6 +70,25 @@ def test_an_accelerate_launch_above_this_process_is_seen(no_launcher: None, monk
     assert requested_processes(ALONE) == (2, "accelerate launch --num_processes")
 
 
+def test_what_was_typed_is_known_when_its_launcher_has_ended(
+    no_launcher: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`deepspeed` ends at Ctrl-C, and the run says later how to continue it."""
+    above = [
+        SimpleNamespace(cmdline=lambda line=line: line)
+        for line in (
+            ["python3", "-m", "deepspeed.launcher.launch", "long.py"],
+            ["/bin/python", "/bin/deepspeed", "long.py"],
+        )
+    ]
+    own = SimpleNamespace(cmdline=lambda: ["python3", "long.py", "--local_rank=0"], parents=lambda: above)
+    monkeypatch.setattr(world.sys, "argv", ["long.py", "--local_rank=0"])
+    monkeypatch.setattr(world.psutil, "Process", lambda: own)
+    assert how_launched()["command"] == "deepspeed long.py"
+    del above[1:]
+    assert how_launched()["command"] == "deepspeed long.py"
+
+
 def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     verify_world(accelerator, ALONE)
     monkeypatch.setenv(MARKER, json.dumps({"num_processes": 4, "config_file": "my.yaml"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import logging
 import os
@@ -173,17 +174,19 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
 def how_launched() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
     ours = requested()
-    words = ["python", *ours["typed"]] if ours else _typed()
+    words = ["python", *ours["typed"]] if ours else _typed(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
 
 
-def _typed() -> list[str]:
-    """The command line of the outermost launcher that started this script, as it was typed."""
-    found = ["python", *sys.argv]
+@functools.cache
+def _typed(argv: tuple[str, ...]) -> list[str]:
+    """The command line of the outermost launcher that started this script, as it was typed. Looked up once, as a run
+    begins: Ctrl-C ends DeepSpeed's launcher before the run's last step is done."""
+    found = ["python", *argv]
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
             line = process.cmdline()
-            if sys.argv[0] in line[1:]:
+            if argv[0] in line[1:]:
                 found = line
     interpreter, script = Path(found[0]), Path(found[1])
     if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
