@@ -52,7 +52,8 @@ class Memory:
     optimizer: float
     """AdamW's moments, and under ZeRO the fp32 weights."""
     buffers: float
-    """What is gathered of sharded weights, and what gradients are collected in before they are sent."""
+    """What is gathered of sharded weights, and what gradients are collected in before they are sent; on a CPU with the
+    holes that it leaves in the heap."""
     activations: float = 0
     process: float = 0
     """On a CPU: the interpreter and its libraries."""
