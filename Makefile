@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-gpu test-faults test-latest audit lint benchmark clean
+.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmark clean
 
 install: $(INSTALLED)
 
@@ -51,6 +51,17 @@ test-faults: install
 test-latest:
 	$(PYTHON) tests/latest.py --torch '$(TORCH)'
 
+# CUDA's own paths (autocast, fp16's loss scale, fused AdamW, placement) on a machine without a GPU, with a CUDA build of
+# torch, about 5 GB, in an environment of its own.
+test-cuda-trace: .venv-cuda/.installed
+	.venv-cuda/bin/python -m pytest -m "" -rs tests/test_cuda_trace.py
+
+.venv-cuda/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-cuda
+	.venv-cuda/bin/pip install --quiet --disable-pip-version-check 'torch===2.13.0'
+	.venv-cuda/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	touch .venv-cuda/.installed
+
 # Known vulnerabilities of what is installed.
 audit: install
 	$(BIN)/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3'
@@ -65,4 +76,4 @@ benchmark: install
 	$(BIN)/python benchmarks/trainer.py
 
 clean:
-	rm -rf $(VENV) .venv-latest build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-latest .venv-cuda build *.egg-info .pytest_cache .ruff_cache .mypy_cache

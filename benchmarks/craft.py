@@ -50,6 +50,8 @@ KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[An
             "reinit_layers": ["--reinit_layers", 1],
             "lion": ["--optimizer", "lion", "--learning_rate", "2e-5"],
             "adafactor": ["--optimizer", "adafactor"],
+            "muon": ["--optimizer", "muon"],
+            "unfreeze_every": ["--unfreeze_every", 3],
             "ema_decay": ["--ema_decay", 0.9],
             "r_drop_alpha": ["--r_drop_alpha", 1],
             "fgm_epsilon": ["--fgm_epsilon", 0.1],

@@ -150,8 +150,9 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
 
     from toolkit.models.loss import sample_losses
     from toolkit.run import Run
-    from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+    from toolkit.training.optimizer import make_scheduler, parameter_groups
     from toolkit.training.steps import Steps
+    from toolkit.training.strategy import align_strategy
 
     data, training, labels = job.data, job.settings.training, job.data.labels
     steps = Steps(accelerator, data.train, job.tokenizer, training)

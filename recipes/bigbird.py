@@ -35,13 +35,14 @@ from toolkit.evaluation.teacher import distilled, with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
 from toolkit.models.to_bigbird import long_model
-from toolkit.pretrained import load_config
+from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import make_optimizer, make_scheduler
 from toolkit.training.regularize import Regularizer
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
+from toolkit.training.strategy import align_strategy
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("bigbird_demo.yaml")
@@ -50,7 +51,7 @@ DEMO = Path(__file__).with_name("bigbird_demo.yaml")
 def main() -> None:
     settings = config.parse(config.LongTaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
-    accelerator = launch.make_accelerator(precision_of(training))
+    accelerator = launch.make_accelerator(precision_of(training), layer_of(settings.model))
 
     # A model with as many positions as the texts need, then the data, each made once per machine
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)

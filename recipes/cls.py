@@ -33,13 +33,14 @@ from toolkit.evaluation import (
 from toolkit.evaluation.teacher import distilled, with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.loss import sample_losses
-from toolkit.pretrained import load_config
+from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import make_optimizer, make_scheduler
 from toolkit.training.regularize import Regularizer
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
+from toolkit.training.strategy import align_strategy
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("cls_demo.yaml")
@@ -48,7 +49,7 @@ DEMO = Path(__file__).with_name("cls_demo.yaml")
 def main() -> None:
     settings = config.parse(config.TaskSettings, demo=DEMO, description=__doc__)
     training = settings.training
-    accelerator = launch.make_accelerator(precision_of(training))
+    accelerator = launch.make_accelerator(precision_of(training), layer_of(settings.model))
 
     # Data: files -> columns -> tokens, made once per machine
     tokenizer = load_tokenizer(settings.model)

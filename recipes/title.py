@@ -28,12 +28,13 @@ from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
-from toolkit.pretrained import load_config
+from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
-from toolkit.training.optimizer import align_strategy, make_optimizer, make_scheduler
+from toolkit.training.optimizer import make_optimizer, make_scheduler
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
+from toolkit.training.strategy import align_strategy
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("title_demo.yaml")
@@ -42,7 +43,7 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 def main() -> None:
     settings = config.parse(config.TitleSettings, demo=DEMO, description=__doc__)
     training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
-    accelerator = launch.make_accelerator(precision_of(training))
+    accelerator = launch.make_accelerator(precision_of(training), layer_of(settings.model))
 
     # An encoder with as many positions as the texts need, then texts and titles, each made once per machine
     pretrained = long_model(settings.model, settings.data.max_length, accelerator)

@@ -23,8 +23,9 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation import Outputs
 from toolkit.evaluation.outputs import batches_of
 from toolkit.models.loss import sample_losses
-from toolkit.training.optimizer import align_strategy, make_scheduler, parameter_groups
+from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.steps import Steps, make_schedule
+from toolkit.training.strategy import align_strategy
 
 # Batches of one, two or more samples, as their lengths allow.
 _MOST_TOKENS = 24

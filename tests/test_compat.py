@@ -18,9 +18,14 @@ from toolkit.errors import UserError
 # module -> what its source must still hold; imported by nobody here
 NAMES = {
     "torch.distributed.distributed_c10d": ("_get_default_store", "pg_map"),
-    "torch.nn.modules.module": ("_non_persistent_buffers_set",),
+    "torch.nn.modules.module": (
+        "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+        "_backward_pre_hooks"),
+    "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
+    "torch._functorch.config": ("force_non_lazy_backward_lowering",),
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
     "torch.optim.lr_scheduler": ("_step_count", "_last_lr"),
+    "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
     "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
@@ -30,14 +35,19 @@ NAMES = {
     "deepspeed.runtime.zero.stage3": (
         "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",
         "grad_position", "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),
-    "deepspeed.runtime.zero.partition_parameters": ("ds_tensor", "ds_numel", "ds_shape", "ds_process_group"),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
     "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
     "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
     "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY", "_can_record_outputs"),
     "transformers.models.big_bird.modeling_big_bird": (
         "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
         "_get_rand_attn_plan"),
-    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa",),
+    "transformers.models.bert.modeling_bert": (
+        "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
+    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
+    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
+    "accelerate.utils.deepspeed": ("get_global_grad_norm",),
     "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),

@@ -36,13 +36,16 @@ JOBS: dict[str, list[Any]] = {
     "layers": ["--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9", "--layerwise_lr_decay", 0.8,
                "--freeze_layers", 1, "--reinit_layers", 1],
     "adafactor": ["--optimizer", "adafactor"],
+    "muon": ["--optimizer", "muon", "--learning_rate", "1e-3"],
+    "unfreeze": ["--unfreeze_every", 2, "--layerwise_lr_decay", 0.8, "--lr_scheduler_type", "constant_with_warmup",
+                 "--warmup_steps", 2],
     "ema": ["--ema_decay", 0.6],
     "pooling": ["--pooling", "mean"],
     "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
 }  # fmt: skip
 # refused there at the start, with a line: tests/training/test_optimizer.py
-REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor",))
-RESUMED = ("weights", "lion", "ema", "pooling")
+REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor", "muon"))
+RESUMED = ("weights", "lion", "muon", "unfreeze", "ema", "pooling")
 MARKS = {"ddp x2": (), "zero2 x2": (), "zero3 x2": (pytest.mark.slow,), "fsdp2 x2": (pytest.mark.slow,)}
 TRIED = [pytest.param(way, marks=(pytest.mark.multiprocess, *marks)) for way, marks in MARKS.items()]
 Runs = Callable[[str], Path]
@@ -96,6 +99,8 @@ def assert_agree(run: Path, expected: Path) -> None:
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("way", ["single", *TRIED])
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Runs) -> None:
+    if name in REFUSED.get(way, ()):
+        return
     undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert resumed == pytest.approx(undisturbed, rel=1e-6)
     mine, theirs = (lines_of(runs_of(way) / run / "eval.jsonl")[-1]["loss"] for run in (f"{name} again", name))
@@ -121,6 +126,18 @@ def test_frozen_layers_stay_and_new_ones_are_not_the_pretrained(runs_of: Runs, t
     trained = {name for name in before if name.startswith(("encoder.layer.1.", "pooler."))}
     assert same == set(before) - trained
     assert "RMSprop" in (runs_of("single") / "layers" / "model" / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("way", ["single", *TRIED])
+def test_layers_whose_turn_has_not_come_are_the_pretrained(way: str, runs_of: Runs, tiny_model: Path) -> None:
+    """To the bit, under every strategy. The lower layer's comes after 4 steps, the embeddings' would after the last."""
+    model = runs_of(way) / "unfreeze/model"
+    before, after = (load_file(path / "model.safetensors") for path in (tiny_model, model))
+    step = json.loads((model / "trainer_state.json").read_text())["global_step"]
+    waiting = ("embeddings.",) if step > 4 else ("embeddings.", "encoder.layer.0.")
+    trained = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
+    assert trained == {name for name in before if not name.startswith(waiting)}
+    assert "1 of 4 turns never come in 6 steps" in runs_of(way).with_suffix(".err").read_text(encoding="utf-8")
 
 
 def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path) -> None:

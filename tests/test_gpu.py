@@ -5,11 +5,13 @@ TOOLKIT_REHEARSE_GPU_TESTS=1 runs them on a CPU and gloo instead, to see that th
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import test_fp16
+from tests import test_half_precision as half
 from tests.models.test_bigbird import batch, compare, fast, make
 from tests.runs import begin, lines_of, losses_of, start, wait_for_steps
+from toolkit.models.bigbird import attention as ways
 
 REHEARSAL = bool(os.environ.get("TOOLKIT_REHEARSE_GPU_TESTS"))
 DEVICES = torch.cuda.device_count()
@@ -108,6 +113,49 @@ def test_the_precision_of_this_hardware(way: str, cls: list[Any], single: Path, 
         assert losses_of(Path(job[-1]))[:6] == pytest.approx(losses_of(single / "full")[:6], rel=0.05)
 
 
+@pytest.fixture(scope="module")
+def gradients(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
+    """`gradients(way)` -> the folder with a step of SGD in fp32 and in bf16, and one that moves nothing."""
+
+    @functools.cache
+    def run_way(way: str) -> Path:
+        folder = tmp_path_factory.mktemp("gradients")
+        settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *half.COMMON,
+                    "--per_device_batch_size", 3]  # fmt: skip
+        jobs = [[*settings, *half.GRADIENT, "--mixed_precision", precision, "--output_dir", folder / precision]
+                for precision in ("no", "bf16")]  # fmt: skip
+        jobs.append([*settings, *half.STILL, "--mixed_precision", "no", "--output_dir", folder / "still-1"])
+        run(folder, WAYS.get(way, ([sys.executable], [])), jobs)
+        return folder
+
+    return run_way
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_in_bf16(way: str, gradients: Callable[[str], Path]) -> None:
+    single, mine = gradients("single"), gradients(way)
+    assert half.error_of(mine / "bf16", single / "no") < 1.5 * half.error_of(single / "bf16", single / "no")
+
+
+@pytest.fixture(scope="module")
+def skipping(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
+    folder = tmp_path_factory.mktemp("fp16")
+    run(folder, ([sys.executable], []), test_fp16.jobs(folder, tiny_model, reviews))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["single", *WAYS])
+def test_fp16_skips_a_step_everywhere(
+    way: str, skipping: Path, tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
+    """With a schedule that warms up, and a gradient that overflows on one rank alone."""
+    folder = skipping if way == "single" else tmp_path
+    if way != "single":
+        run(folder, WAYS[way], test_fp16.jobs(folder, tiny_model, reviews))
+    assert assert_on_devices(folder / "whole")["mixed_precision"] == "fp16"
+    test_fp16.assert_skipped(folder, skipping)
+
+
 @pytest.mark.parametrize("way", ["single", *(name for name in WAYS if "offload" not in name)])
 def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, articles: Path, tmp_path: Path) -> None:
     """Sparse attention at more than eight widths, and titles; their losses fall."""
@@ -126,12 +174,20 @@ def test_the_other_recipes(way: str, tiny_model: Path, long_reviews: Path, artic
 @pytest.mark.parametrize("attention", ["flex", "gathered"])
 @pytest.mark.parametrize("training", [True, False])
 def test_bigbird_at_many_widths(training: bool, attention: str) -> None:
-    """More than torch's eight: beyond its limit flex_attention would make dense scores."""
+    """More shapes of batches than the 129 that once ended a run; beyond torch's own limit of eight flex_attention would
+    make dense scores."""
     torch.backends.cuda.matmul.allow_tf32 = False
     reference = make(training=training, hidden_size=64, sharpness=5).cuda()
-    for width in (*range(768, 768 + 64 * 11, 64), 4096):
-        inputs = {name: value.cuda() for name, value in batch(width, "both" if width % 128 else "right").items()}
-        compare(fast(reference, attention), reference, inputs, 1e-4, 1e-4)
+    model = fast(reference, attention)
+    shapes = [(samples, width) for width in range(768, 4097, 64) for samples in (1, 2, 7)]
+    assert len(shapes) == 159
+    for samples, width in shapes:
+        padding = "none" if samples == 1 else "both" if width % 128 else "right"
+        inputs = {name: value.cuda() for name, value in batch(width, padding, samples).items()}
+        compare(model, reference, inputs, 1e-4, 1e-4)
+    if attention == "flex":
+        assert all(ways._compiles.values())
+        assert 6 <= len(ways._compiles) <= 18
 
 
 def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ FLOORS = {
     "init": 0, "config": 0, "launch": 0, "cache": 0, "demo": 0, "pretrained": 0, "pooled": 0,
     "data": 1, "models": 1, "checkpoint": 1,
     "training": 2, "evaluation": 2,
-    "report": 3, "run": 3, "estimate": 3, "export": 3, "doctor": 3, "api": 3, "sweep": 3,
+    "report": 3, "run": 3, "estimate": 3, "export": 3, "doctor": 3, "api": 3, "sweep": 3, "verify": 3,
     "cli": 4, "__main__": 4, "recipes": 4,
 }  # fmt: skip
 

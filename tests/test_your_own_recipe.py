@@ -15,16 +15,18 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import BertConfig, BertModel
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
 from tests.jobs_worker import run_jobs
-from tests.runs import ROOT, WAYS, lines_of, losses_of
+from tests.runs import ROOT, WAYS, lines_of, losses_of, recipe
 from tests.test_craft import COMMON, HALF, STEPS, assert_agree
 
 PAGES = [ROOT / "docs" / "your-own-recipe.md", ROOT / "docs" / "your-own-recipe.zh.md"]
 # run -> (edit, its settings)
 JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
+    "learned": ("learned", []),
+    "learned again": ("learned", []),
     "contrastive": ("contrastive", []),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
@@ -37,6 +39,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
 }
 # its loss looks at a micro-batch, and two processes have others than one
 DIFFERENT = ("contrastive in fewer",)
+SLOW_WAYS = [pytest.param(way, marks=(pytest.mark.slow, pytest.mark.multiprocess)) for way in ("zero2 x2", "fsdp2 x2")]
 
 
 def edits_of(page: Path) -> dict[str, list[str]]:
@@ -139,9 +142,20 @@ def test_a_model_of_ones_own_saves_what_it_takes_to_build_it(runs_of: Callable[[
     assert (model / "encoder" / "config.json").is_file()
 
 
-@pytest.mark.parametrize("name", ["sgd", "own_model"])
+def test_a_parameter_of_the_loss_is_trained_and_saved(runs_of: Callable[[str], Path]) -> None:
+    run = runs_of("single") / "learned"
+    weights = load_file(run / "model" / "model.safetensors")
+    assert weights["loss.log_scale"].shape == (1,)
+    assert (weights["loss.bias"] != 0).all()
+    model, loading = AutoModelForSequenceClassification.from_pretrained(run / "model", output_loading_info=True)
+    assert {*loading["unexpected_keys"]} == {"loss.log_scale", "loss.bias"}
+    assert not loading["missing_keys"]
+    assert (model.state_dict()["classifier.weight"].numpy() == weights["classifier.weight"]).all()
+
+
+@pytest.mark.parametrize("name", ["sgd", "learned", "own_model"])
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp x2", marks=pytest.mark.multiprocess),
-                                 pytest.param("zero3 x2", marks=pytest.mark.multiprocess)])  # fmt: skip
+                                 pytest.param("zero3 x2", marks=pytest.mark.multiprocess), *SLOW_WAYS])  # fmt: skip
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
     undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert len(resumed) == STEPS
@@ -151,7 +165,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [name for name in JOBS if not name.endswith("again")])
-@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2"])
+@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2", *SLOW_WAYS])
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[[str], Path]) -> None:
     found, expected = losses_of(runs_of(way) / name), losses_of(runs_of("single") / name)
     if name in DIFFERENT:
@@ -162,3 +176,41 @@ def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Callable[
     assert_agree(runs_of(way) / name, runs_of("single") / name)
     one, other = (load_file(runs_of(run) / name / "model" / "model.safetensors") for run in (way, "single"))
     assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in other.items()}
+
+
+# an edit that cannot work -> (a way to start, what is replaced in which edit of the page, by what, what the line says)
+WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
+    "a parameter of the loss alone": (
+        "single", "sgd", "momentum=0.9)",
+        "momentum=0.9)\n    optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})",
+        ("of shape (3,)", "docs/your-own-recipe.md"),
+    ),
+    "requires_grad while training": (
+        "ddp x2", "metric", "        model.train()\n",
+        "        model.train()\n        next(model.parameters()).requires_grad_(step.number < 3)\n",
+        ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
+    ),
+    "a sharded parameter in the loop": (
+        "zero3 x2", "learned", "return unwrapped(model).loss(logits, truth)",
+        "return unwrapped(model).loss(logits, truth) + unwrapped(model).loss.bias.sum()",
+        ("loss.bias", "docs/your-own-recipe.md"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WRONG)
+def test_an_edit_that_cannot_work_ends_with_a_line_before_a_wrong_step(
+    name: str, tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    way, edit, before, after, says = WRONG[name]
+    text = edited(edits_of(PAGES[0])[edit])
+    assert text.count(before) == 1
+    (tmp_path / "own_wrong.py").write_text(text.replace(before, after), encoding="utf-8")
+    data = ["--train_file", reviews, "--model_name_or_path", tiny_model]
+    job = ["own_wrong", *data, *COMMON, "--max_steps", STEPS, "--output_dir", tmp_path / "run"]
+    (tmp_path / "jobs.json").write_text(json.dumps([[str(word) for word in job]]), encoding="utf-8")
+    finished = recipe(tmp_path / "jobs.json", *WAYS[way], script="tests/jobs_worker.py")
+    finished.says_in_one_line(*says)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert len(lines_of(metrics) if metrics.exists() else []) == (2 if "requires_grad" in name else 0)

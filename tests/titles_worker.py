@@ -24,8 +24,9 @@ from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
 from toolkit.models.loss import token_losses
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
-from toolkit.training.optimizer import align_strategy, parameter_groups
+from toolkit.training.optimizer import parameter_groups
 from toolkit.training.steps import make_schedule
+from toolkit.training.strategy import align_strategy
 
 SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
 

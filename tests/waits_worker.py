@@ -14,6 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -23,7 +24,7 @@ from toolkit.models import classifier
 from toolkit.training.steps import Steps
 
 STEPS: list[dict[str, list[str]]] = []
-finish, begin = Steps.finish, Steps.__iter__
+finish, begin, clip = Steps.finish, Steps.__iter__, Accelerator.clip_grad_norm_
 
 
 class Waits(TorchDispatchMode):
@@ -39,7 +40,7 @@ class Waits(TorchDispatchMode):
 def noting_begin(steps: Steps) -> Iterator[Any]:
     with Waits() as waits:
         for step in begin(steps):
-            STEPS.append({"computing": [], "logging": [], "after": []})
+            STEPS.append({"computing": [], "clipping": [], "logging": [], "after": []})
             waits.noted = STEPS[-1]["computing"]
             yield step
 
@@ -47,23 +48,32 @@ def noting_begin(steps: Steps) -> Iterator[Any]:
         Path(os.environ["NOTES"]).write_text(json.dumps(STEPS))
 
 
+def noting_clip(*given: Any) -> Any:
+    mode = _mode()
+    mode.noted = STEPS[-1]["clipping"]
+    norm = clip(*given)
+    mode.noted = STEPS[-1]["computing"]
+    return norm
+
+
 def noting_finish(steps: Steps, step: Any, grad_norm: Any) -> Iterator[Any]:
-    mode = next(mode for mode in reversed(_modes()) if isinstance(mode, Waits))
+    mode = _mode()
     mode.noted = STEPS[-1]["logging"]
     yield from finish(steps, step, grad_norm)
     mode.noted = STEPS[-1]["after"]
 
 
-def _modes() -> list[Any]:
+def _mode() -> Any:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    return _get_current_dispatch_mode_stack()
+    return next(mode for mode in reversed(_get_current_dispatch_mode_stack()) if isinstance(mode, Waits))
 
 
 # as on a GPU, where a mask is not looked at
 classifier.trust_masks = lambda: None
 masking_utils._ignore_bidirectional_mask_sdpa = lambda *given: False
 Steps.__iter__, Steps.finish = noting_begin, noting_finish  # type: ignore[method-assign]
+Accelerator.clip_grad_norm_ = noting_clip
 
 if __name__ == "__main__":
     launch.run(cls.main)

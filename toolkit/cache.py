@@ -18,7 +18,7 @@ import xxhash
 
 from toolkit import launch
 from toolkit.errors import UserError
-from toolkit.files import replace_file, replace_folder
+from toolkit.files import cache_folder, replace_file, replace_folder
 from toolkit.units import size_text
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ _FILES = "files.json"
 """In each folder, written last: what it was made of, and the size and checksum of every file."""
 _DAY_SECONDS = 24 * 3600
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
-
-
-def cache_folder() -> Path:
-    """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
-    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
 
 
 def made_once(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, cache, init, launch, sweep
+from toolkit import __version__, cache, init, launch, sweep, verify
 from toolkit.checkpoint import clean
 from toolkit.checkpoint.convert import command as convert
 from toolkit.errors import Parser, UserError, did_you_mean
@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_compare(commands)
     sweep.add_parser(commands)
+    verify.add_parser(commands)
     return parser
 
 
@@ -135,8 +136,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    # the doctor and the estimate read launch options of a run, and start none; a sweep hands them on
-    launch.run(_run, module="toolkit", relaunches=sys.argv[1:2] not in (["doctor"], ["estimate"], ["sweep"]))
+    # the doctor and the estimate read launch options of a run, and start none; a sweep and verify hand them on
+    takes_launch_options = sys.argv[1:2] in (["doctor"], ["estimate"], ["sweep"], ["verify"])
+    launch.run(_run, module="toolkit", relaunches=not takes_launch_options)
 
 
 def _run() -> None:
@@ -150,8 +152,8 @@ def _run() -> None:
         raise UserError(f"there is no `toolkit {arguments[0]}`{hint}: {', '.join(COMMANDS)}")
     if arguments[0] in ("prepare", "estimate", "doctor"):  # they read their own settings
         COMMANDS[arguments[0]](arguments[1:])
-    elif arguments[0] == "sweep":
-        sweep.run(*parser.parse_known_args(arguments))
+    elif arguments[0] in ("sweep", "verify"):  # the rest is the recipe's
+        COMMANDS[arguments[0]](parser.parse_known_args(arguments))
     else:
         options = parser.parse_args(arguments)
         COMMANDS[options.command](options)
@@ -248,7 +250,8 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
     "compare": _later("report.compare", "run"),
-    "sweep": lambda options: None,  # which takes a recipe's settings too
+    "sweep": lambda parsed: sweep.run(*parsed),
+    "verify": lambda parsed: verify.run(*parsed),
     "doctor": lambda arguments: sys.exit(_later("doctor.command", "run")(arguments)),
 }
 

@@ -77,6 +77,13 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def last_error(text: str) -> str:
+    """Of what a run has printed: the last line with an error, or its last line."""
+    lines = text.strip().splitlines() or [""]
+    line = next((line for line in reversed(lines) if "error:" in line), lines[-1])
+    return line.partition("error: ")[2] or line
+
+
 # no escape sequences, no lines of its own, no half of a surrogate pair, which cannot be written anywhere
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 

@@ -14,12 +14,21 @@ import torch
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.init import templates
 from toolkit.launch.precision import AUTO, auto_precision
+from toolkit.launch.trial import faster, measured
 from toolkit.models.classifier import load_classifier
 from toolkit.models.title_model import load_title_model
 from toolkit.models.to_bigbird import long_model
-from toolkit.pretrained import load_config
+from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run as Run  # what a run imports takes memory, too
-from toolkit.training.estimate import STRATEGIES, Memory, Trial, free_memory, state, with_activations
+from toolkit.training.estimate import (
+    STRATEGIES,
+    Memory,
+    Trial,
+    computes_in_cast_weights,
+    free_memory,
+    state,
+    with_activations,
+)
 from toolkit.units import size_text
 
 _LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -36,6 +45,8 @@ class Estimate:
         self.precision = self.training.mixed_precision
         if self.precision == AUTO:
             self.precision, _ = auto_precision(None, 0 if self.device == "cuda" else None)
+        if self.precision == AUTO:
+            self.precision = faster(measured(layer_of(settings.model)()))
         long: Any = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
         tokenizer = load_tokenizer(long)
         self.length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
@@ -54,21 +65,22 @@ class Estimate:
             size = min(size, self.training.per_device_batch_size)
         return min(size, max(1, tokens // self.length)) if tokens else size
 
-    def activations(self, samples: int, length: int, strategy: str = "single") -> int:
+    def activations(self, samples: int, length: int, cast: bool = False) -> int:
         shapes = {"input_ids": (samples, length)}
         if self.title_length:
             shapes["decoder_input_ids"] = (samples, self.title_length)
-        return Trial(self.model, self.precision, self.device, strategy).count(shapes)
+        return Trial(self.model, self.precision, self.device, cast).count(shapes)
 
     def by_strategy(self, processes: int) -> dict[str, Memory]:
         samples = self.micro_batch(processes)
-        counted = {kind: self.activations(samples, self.length, kind) for kind in ("single", "zero")}
+        counted = {cast: self.activations(samples, self.length, cast) for cast in (False, True)}
         found = {}
         for strategy in STRATEGIES:
             zero = strategy.startswith("zero")
             section = _zero_section(strategy) if zero else {}
-            memory = state(strategy, processes, self.model, self.precision, self.device, section)
-            memory = with_activations(memory, counted["zero" if zero else "single"], self.device)
+            memory = state(strategy, processes, self.model, self.training, self.device, section, self.precision)
+            cast = computes_in_cast_weights(strategy, self.training)
+            memory = with_activations(memory, counted[cast], self.device)
             found[strategy] = replace(memory, process=self.process[zero])
         return found
 

@@ -18,6 +18,11 @@ from toolkit.errors import UserError
 _LEFT_BEHIND = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 
+def cache_folder() -> Path:
+    """$TOOLKIT_CACHE, or ~/.cache/finetune-toolkit."""
+    return Path(os.environ.get("TOOLKIT_CACHE") or Path.home() / ".cache" / "finetune-toolkit")
+
+
 def draft_of(path: Path, kind: str = "draft") -> Path:
     """A hidden name beside `path` that no other process takes, on whatever machine or in whatever container."""
     return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(8)}")
@@ -134,6 +139,15 @@ def writing(path: Path, left: str = "nothing was left behind") -> Iterator[None]
         if not isinstance(error, OSError) and not re.search(r"\(os error \d+\)", str(error)):
             raise
         raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; {left}") from error
+
+
+def as_json(content: Any) -> Any:
+    """Numbers, lists and tables in place of NumPy's and PyTorch's scalars and arrays; anything else as it is."""
+    if isinstance(content, Mapping):
+        return {as_json(key): as_json(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [as_json(value) for value in content]
+    return content.tolist() if hasattr(content, "tolist") else content
 
 
 def finite(content: Any) -> Any:

@@ -12,6 +12,9 @@ needs torch and transformers alone.
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ FAMILIES = {
 }  # fmt: skip
 PREFIX = "pooled-"
 _CONFIG, _MODEL = "Config", "ForSequenceClassification"
+_classified: ContextVar[Any] = ContextVar("_classified", default=None)
+"""The encoder whose classifier runs in this thread. Whoever else calls an encoder gets every position."""
 
 
 def pool(hidden: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch.Tensor:
@@ -41,7 +46,9 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor | None, pooling: str) -> torch
 
 
 def _put_first(encoder: Any, _: Any, given: dict[str, Any], output: Any) -> Any:
-    """What stands for the text becomes the one position of what the encoder answers."""
+    """What stands for the text becomes the one position of what the encoder answers its classifier."""
+    if _classified.get() is not encoder:
+        return output
     hidden = pool(output.last_hidden_state, given.get("attention_mask"), encoder.config.pooling)[:, None]  # (B, 1, H)
     output.last_hidden_state = hidden
     if hasattr(encoder, "pooler_activation"):  # ALBERT
@@ -68,6 +75,21 @@ class _Model:
         self.base_model.register_forward_hook(_put_first, with_kwargs=True)  # type: ignore[attr-defined]
 
 
+def _classify(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A classifier's forward, in which its encoder pools."""
+
+    def pooled(self: Any, *args: Any, **options: Any) -> Any:
+        token = _classified.set(self.base_model)
+        try:
+            return forward(self, *args, **options)
+        finally:
+            _classified.reset(token)
+
+    # without `__wrapped__`, down to which accelerate's `unwrap_model(keep_fp32_wrapper=False)` strips a forward
+    pooled.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return pooled
+
+
 @functools.cache
 def classes(family: str) -> tuple[Any, Any]:
     """The classes of config and model, made of those of transformers."""
@@ -76,7 +98,8 @@ def classes(family: str) -> tuple[Any, Any]:
     config: Any = type(f"Pooled{name}{_CONFIG}", (_Config, bases[0]),
                        {"model_type": PREFIX + family, "__module__": __name__})  # fmt: skip
     config.register_for_auto_class()  # `save_pretrained` puts this file beside config.json
-    return config, type(f"Pooled{name}{_MODEL}", (_Model, bases[1]), {"config_class": config, "__module__": __name__})
+    values = {"config_class": config, "forward": _classify(bases[1].forward), "__module__": __name__}
+    return config, type(f"Pooled{name}{_MODEL}", (_Model, bases[1]), values)
 
 
 def know(model_type: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from toolkit.pooled import know
 from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
+_WIDEST = 4096  # a config.json may say anything
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
@@ -34,6 +36,27 @@ def load_config(settings: PretrainedSettings) -> Any:
         _refuse_oversized(name, given)
         know(given.get("model_type"))
         return AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+
+
+def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
+    """For `launch.make_accelerator`: (hidden_size, intermediate_size) of the model's layers, read when it is called;
+    those of BERT-base where the config does not say, or cannot be read, which is reported when the model is loaded."""
+
+    def widths() -> tuple[int, int]:
+        config: dict[str, Any] = {}
+        with contextlib.suppress(UserError):
+            config = encoder_config(load_config(settings)).to_dict()
+        hidden = min(_size(config, "hidden_size", "dim", "d_model"), _WIDEST) or 768
+        inner = _size(config, "intermediate_size", "hidden_dim", "d_ff", "encoder_ffn_dim")
+        return hidden, min(inner, 4 * _WIDEST) or 4 * hidden
+
+    return widths
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The first of these numbers that a config has, or 0."""
+    found = next((config[name] for name in names if config.get(name)), 0)
+    return int(found) if isinstance(found, int | float) and abs(found) < 1e30 else 0
 
 
 def _refuse_oversized(name: str, config: dict[str, Any]) -> None:
@@ -54,10 +77,7 @@ def _parameters(config: dict[str, Any]) -> int:
     """About as many as a model of this config has, encoder and decoder together."""
     parts = sum(_parameters(part) for part in config.values() if isinstance(part, dict))
 
-    def size(*names: str) -> int:
-        found = next((config[name] for name in names if config.get(name)), 0)
-        return int(found) if isinstance(found, int | float) and abs(found) < 1e30 else 0
-
+    size = partial(_size, config)
     hidden, layers = size("hidden_size", "dim", "d_model"), size("num_hidden_layers", "n_layers", "num_layers")
     rows = size("vocab_size") + size("max_position_embeddings") + size("type_vocab_size")
     wide = 2 * size("intermediate_size", "hidden_dim", "d_ff")

@@ -44,7 +44,7 @@ from toolkit.report.files import RunFiles, by_step, read_lines, write_whole
 from toolkit.report.log import RunLog, class_lines, start_trackers, tracker_names
 from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
-from toolkit.training.average import averaged_weights, update_average
+from toolkit.training.average import Average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
@@ -107,6 +107,8 @@ class Run:
         prepared = (self.accelerator, model, optimizer, scheduler)
         self._steps.utilization = mfu.utilization(self.accelerator, model)
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
+        decay = self.settings.training.ema_decay
+        self._average = None if decay is None else Average(self.checkpoints.live, decay)
         resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
         self._write_config(resumed)
         done, shown = self._steps.done, self.facts["settings"]
@@ -139,9 +141,8 @@ class Run:
     def log(self, step: Step, grad_norm: Any) -> None:
         """Takes a finished step's weights into their average (`--ema_decay`), and logs it; losses are gathered here, of
         `--logging_steps` steps at once. Raises UserError where one is not finite, after those before it are logged."""
-        decay = self.settings.training.ema_decay
-        if decay is not None and not self.checkpoints.optimizer.step_was_skipped:
-            update_average(self.checkpoints.live(), decay, step.number)
+        if self._average and not self.checkpoints.optimizer.step_was_skipped:
+            self._average.update(self.checkpoints.scheduler.scheduler.last_epoch)
         self._gathered: StepMetrics | None = None
         try:
             for metrics in self._steps.finish(step, grad_norm):
@@ -164,8 +165,7 @@ class Run:
 
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """False where a stop signal came before its end."""
-        averages = self.settings.training.ema_decay is not None
-        with averaged_weights(self.checkpoints.live, step) if averages else contextlib.nullcontext():
+        with self._average.as_weights(step) if self._average else contextlib.nullcontext():
             try:
                 evaluation = evaluate(self.data.validation)
             except StopRequested as stop:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import UserError, did_you_mean, first_line
+from toolkit.errors import UserError, did_you_mean, first_line, last_error
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
 
@@ -202,9 +202,7 @@ class Sweep:
 
     def _why(self, folder: Path) -> str:
         log = folder.with_name(f"{folder.name}.log")
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
-        said = next((line for line in reversed(lines) if "error:" in line), lines[-1])
-        return f"{said.partition('error: ')[2] or said} ({log})"
+        return f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
 
     # The search
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +21,7 @@ from toolkit.data.tokens import Split
 from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluation, classification_metrics
 from toolkit.evaluation.best import make_best
 from toolkit.models.loss import sample_losses
+from toolkit.report.files import RunFiles
 from toolkit.report.log import class_lines
 
 SINGLE: ProblemType = "single_label_classification"
@@ -135,6 +138,25 @@ def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
         assert make_best(ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0, 1]), 2).sign == sign
     settings = TrainingSettings(metric_for_best_model="note")
     refusal(make_best, ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0]), 2, match="note")
+
+
+@pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
+def test_a_metric_of_numpys_or_torchs_is_a_number(score: Any, tmp_path: Path) -> None:
+    """It can decide, a curve shows it, and eval.jsonl holds numbers and lists, no texts."""
+    own = {"score": score, "right": np.int64(3), "bad": np.float32(np.nan), "each": np.arange(4).reshape(2, 2),
+           "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
+    for name in ("score", "right"):
+        settings = TrainingSettings(metric_for_best_model=name)
+        best = make_best(ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0, 1]), 2)
+        evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), own)
+        assert best.improved(evaluation, 1)
+        assert best.value == float(own[name])
+    assert evaluation.single_numbers["score"] == 0.25
+    RunFiles(ALONE, tmp_path).append_evaluation(evaluation, 1)
+    line = json.loads((tmp_path / "eval.jsonl").read_text())
+    assert {key: line[key] for key in own} == {
+        "score": 0.25, "right": 3, "bad": None, "each": [[0, 1], [2, 3]], "by": {"7": [[1, 1]]},
+    }  # fmt: skip
 
 
 def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> None:

@@ -12,55 +12,34 @@ import pytest
 import torch
 
 from tests.faults import refusal
-from toolkit.launch.precision import auto_precision, refuse_different
+from toolkit.launch.precision import auto_precision, choose_matmul_precision, refuse_different
 from toolkit.launch.world import _launch_of
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_said(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda chosen: None)
 
 
 @pytest.mark.parametrize(
-    ("flags", "chosen", "why"),
-    [
-        ({"avx512_bf16": True, "amx_bf16": True}, "bf16", "amx_bf16"),
-        ({"avx512_bf16": True}, "no", "no AMX"),
-        ({"avx2": True, "avx512_f": True}, "no", "no AMX"),
-        ({}, "no", "no AMX"),
-    ],
+    ("capability", "chosen"),
+    [((9, 0), "bf16"), ((8, 6), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16"), ((6, 1), "no")],
 )
-def test_on_a_cpu(flags: dict[str, bool], chosen: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    found = auto_precision(None, None)
-    assert found[0] == chosen
-    assert why in found[1]
-
-
-@pytest.mark.parametrize(
-    ("capability", "chosen", "tf32"),
-    [((9, 0), "bf16", True), ((8, 6), "bf16", True), ((8, 0), "bf16", True), ((7, 5), "fp16", False),
-     ((7, 0), "fp16", False), ((6, 1), "no", False)],
-)  # fmt: skip
-def test_on_a_gpu(capability: tuple[int, int], chosen: str, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
+def test_on_a_gpu(capability: tuple[int, int], chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     found = auto_precision(None, 1)
     assert found[0] == chosen
     assert "GPU 1" in found[1]
-    assert said == ["high"] * tf32
 
 
 @pytest.mark.parametrize(
     ("launched", "variable", "chosen"),
     [
-        (None, None, "hardware"),
+        (None, None, "auto"),
         (None, "no", "no"),  # the user's own variable
-        ({"distributed_type": "MULTI_GPU"}, "no", "hardware"),  # accelerate's launcher says so by itself
+        ({"distributed_type": "MULTI_GPU"}, "no", "auto"),  # accelerate's launcher says so by itself
         ({"mixed_precision": False}, "no", "no"),  # `no` in YAML 1.1
         ({"mixed_precision": "no"}, "no", "no"),
         ({"mixed_precision": "bf16"}, "bf16", "bf16"),
@@ -70,7 +49,6 @@ def test_on_a_gpu(capability: tuple[int, int], chosen: str, tf32: bool, monkeypa
 def test_a_config_that_says_it_is_obeyed(
     launched: dict[str, Any] | None, variable: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.launch.precision._of_cpu", lambda: ("hardware", ""))
     if variable:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     assert auto_precision(launched, None)[0] == chosen
@@ -84,11 +62,10 @@ def test_what_accelerate_launch_was_given_is_seen(tmp_path: Path) -> None:
     assert [each and each["mixed_precision"] for each in found] == ["bf16", "fp16"]
 
 
-@pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "hardware"), (False, "hardware")])
+@pytest.mark.parametrize(("enabled", "chosen"), [(True, "bf16"), ("auto", "auto"), (False, "auto")])
 def test_a_deepspeed_json_counts_where_it_says_it_by_name(
     enabled: bool | str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.launch.precision._of_cpu", lambda: ("hardware", ""))
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": enabled}, "fp16": {"enabled": "auto"}}))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -99,3 +76,17 @@ def test_ranks_that_chose_differently_are_told_the_weakest(monkeypatch: pytest.M
     monkeypatch.setattr(accelerate.utils, "gather_object", lambda mine: [*mine, "fp16", "bf16", "fp16"])
     accelerator: Any = SimpleNamespace(mixed_precision="bf16")
     refusal(refuse_different, accelerator, match="bf16 on ranks 0, 2, fp16 on ranks 1, 3: pass --mixed_precision fp16")
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "matmul"),
+    [("cuda", "bf16", "high"), ("cuda", "fp16", "high"), ("cuda", "no", "highest"), ("cpu", "bf16", "highest")],
+)
+def test_tf32_follows_the_final_precision(device: str, precision: str, matmul: str) -> None:
+    """Not who chose it: auto, a checkpoint that is resumed, or `--mixed_precision bf16`."""
+    accelerator: Any = SimpleNamespace(device=torch.device(device), mixed_precision=precision)
+    try:
+        choose_matmul_precision(accelerator)
+        assert torch.get_float32_matmul_precision() == matmul
+    finally:
+        torch.set_float32_matmul_precision("highest")

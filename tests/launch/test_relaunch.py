@@ -233,18 +233,6 @@ def test_a_clean_environment_is_nobodys_world(outer: dict[str, str]) -> None:
     assert kept.items() >= OTHERS.items()
 
 
-@pytest.mark.parametrize(
-    ("env", "kept"),
-    [
-        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, False),  # torchrun's default
-        ({"OMP_NUM_THREADS": "4", "TORCHELASTIC_RUN_ID": "x"}, True),
-        ({"OMP_NUM_THREADS": "1"}, True),
-    ],
-)
-def test_the_users_number_of_threads_stays(env: dict[str, str], kept: bool) -> None:
-    assert ("OMP_NUM_THREADS" in clean_environment(env)) is kept
-
-
 # --- the process becomes the launcher
 
 

@@ -282,7 +282,6 @@ def test_errors() -> None:
 
 
 def test_random_generators_are_left_alone() -> None:
-    plan.random_blocks.cache_clear()
     before, state = np.random.get_state(), torch.get_rng_state()
     drawn = [plan.random_blocks(Pattern(seed, 2, 16, 3, 4096, 1152, True)) for seed in (0, 1)]
     assert not np.array_equal(*drawn)

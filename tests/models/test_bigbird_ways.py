@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
-from tests.models.test_bigbird import _seeded, batch, fast, make
+from tests.models.test_bigbird import _seeded, batch, compare, fast, make
 from toolkit.models.bigbird import attention as ways
-from toolkit.models.bigbird.plan import few_widths
+from toolkit.models.bigbird import plan
 
 __all__ = ["_seeded"]
 
@@ -27,10 +30,9 @@ def test_flex_attention_uncompiled(length: int, padding: str, training: bool) ->
     )
 
 
-def test_more_than_8_shapes_are_compiled_each_once_and_one_too_many_is_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Never dense scores, as torch would compute by default from the ninth shape on."""
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that are compiled, by nobody: as on CUDA, a shape is one graph, which its backend computes."""
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -38,41 +40,145 @@ def test_more_than_8_shapes_are_compiled_each_once_and_one_too_many_is_an_error(
         return graph.forward
 
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, backend=backend, **given))
-    monkeypatch.setattr(ways, "_MOST_SHAPES", 12)
-    kernel, given = ways._compiled.__wrapped__(), []
-
-    def noted(*tensors: torch.Tensor, **options: Any) -> Any:
-        given.append(tensors[0].shape)
-        return kernel(*tensors, **options)
-
-    monkeypatch.setattr(ways, "_kernel", lambda device: noted)
+    monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, **{"backend": backend, **given}))
+    monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
+    monkeypatch.setattr(ways, "_compiles", {})
+    ways._compiled.cache_clear()
     torch._dynamo.reset()
-    reference = make(block_size=16, max_position_embeddings=1024, num_hidden_layers=1, training=False)
-    model = fast(reference.requires_grad_(False), "flex")
-    for _ in range(2):  # a shape that comes again is not compiled again
-        for samples, length in [(1, 190), (2, 250), (3, 380), (4, 500), (5, 760), (6, 1000), (8, 200)]:
-            inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
-            torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
-    assert {shape[0] for shape in given} == {1, 2, 4, 8}  # whatever the number of samples
-    assert {shape[2] for shape in given} == {192, 256, 384, 512, 768, 1024}  # ... and of tokens
-    assert len({few_widths(blocks) for blocks in range(12, 65)}) == 6  # 768 to 4096 tokens in blocks of 64
-    assert 8 < len(set(given)) == len(graphs) < len(given)
-    assert all("flex_attention" in graph.code for graph in graphs)
-    left = [torch.ones(3, 1, 1, width, 16) for width in range(16, 16 * 14, 16)]
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        list(itertools.starmap(kernel, left))
+    yield graphs
+    ways._compiled.cache_clear()
     torch._dynamo.reset()
+
+
+BATCHES = [(1, 47), (2, 62), (3, 95), (4, 125), (5, 190), (6, 250), (8, 50)]
+
+
+def small(training: bool = False) -> Any:
+    """In blocks of 4: 12 to 64 of them, as in a model of 4096 tokens in blocks of 64."""
+    sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 2}
+    return make(training=training, **sizes).requires_grad_(False)
+
+
+def assert_same(model: Any, reference: Any, samples: int, length: int) -> None:
+    inputs = batch(length, "right" if samples > 1 else "none", samples=samples)
+    torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_few_shapes_are_compiled_each_once(compiled: list[Any], recwarn: pytest.WarningsRecorder) -> None:
+    """Never dense scores, as torch would compute by default from the ninth shape on."""
+    for training in (False, True):
+        reference = small(training)
+        model = fast(reference, "flex")
+        for _ in range(2):  # a shape that comes again is not compiled again, whatever the layer
+            for samples, length in BATCHES:
+                assert_same(model, reference, samples, length)
+    shapes = {shape[0] for shape in ways._compiles}
+    assert {shape[0] for shape in shapes} == {1, 4}  # whatever the number of samples
+    assert {shape[2] for shape in shapes} == {64, 128, 256}  # ... and of tokens
+    # evaluation adds the logarithms of repeated blocks to scores always, training only where there is padding
+    assert len(compiled) == len(ways._compiles) == sum(ways._compiles.values()) <= 2 * 3 * 2
+    assert all("flex_attention" in graph.code for graph in compiled)
+    assert not [each for each in recwarn if "flex_attention has no kernel" in str(each.message)]
+
+
+@pytest.mark.parametrize("limit", ["ours", "torch's", "a kernel that cannot be compiled"])
+def test_one_shape_too_many_is_gathered(
+    limit: str, compiled: list[Any], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    if limit == "ours":
+        monkeypatch.setattr(ways, "_MOST_SHAPES", 2)
+    else:
+        real, broken = torch.compile, limit != "torch's"
+        more = {"backend": lambda *_: 1 / 0} if broken else {"recompile_limit": 2}
+        monkeypatch.setattr(torch, "compile", lambda function, **given: real(function, **{**given, **more}))
+    reference = small()
+    model = fast(reference, "flex")
+    for samples, length in 2 * BATCHES:
+        assert_same(model, reference, samples, length)
+    works = sum(ways._compiles.values())
+    assert len(compiled) == works == (0 if limit.startswith("a kernel") else 2)
+    assert len(ways._compiles) > 4
+    (line,) = {str(each.message) for each in recwarn if "flex_attention has no kernel" in str(each.message)}
+    assert {"ours": "2 have been compiled", "torch's": "FailOnRecompileLimitHit"}.get(limit, "division by zero") in line
+    assert "\n" not in line
+
+
+def test_a_backward_kernel_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled in the forward pass, where there is still another way."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no valid choice")
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Any, mask: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=broken)
+    monkeypatch.setattr(ways, "_compiled", lambda: torch.compile(attend, backend=backend, fullgraph=True))
+    monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
+    monkeypatch.setattr(ways, "_compiles", {})
+    reference = make(num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="no valid choice"):
+        compare(fast(reference, "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)
+    torch._dynamo.reset()
+
+
+def test_a_mask_is_built_once_for_each_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, drawn = [], []
+    build, draw = ways._make_mask, plan.random_blocks
+
+    def count_mask(pattern: plan.Pattern, *given: Any) -> Any:
+        made.append(pattern)
+        return build(pattern, *given)
+
+    def count_plan(pattern: plan.Pattern) -> Any:
+        drawn.append(pattern)
+        return draw(pattern)
+
+    monkeypatch.setattr(ways, "_masks", OrderedDict())
+    monkeypatch.setattr(ways, "_make_mask", count_mask)
+    monkeypatch.setattr(plan, "random_blocks", count_plan)
+    monkeypatch.setattr(ways, "_run", lambda inputs, score, mask: inputs[0])
+    plan.tables.cache_clear()
+    sizes: dict[str, Any] = {"block_size": 4, "max_position_embeddings": 256, "num_hidden_layers": 12}
+    layers = fast(make(**sizes, hidden_size=4, num_attention_heads=1).requires_grad_(False), "flex").bert.encoder.layer
+    for training in (True, False, True):
+        for layer, length in itertools.product(layers.train(training), range(48, 260, 4)):  # 53 lengths
+            layer.attention(torch.zeros(1, length, 4))
+    # in evaluation all layers read the same blocks
+    assert len(made) == len(set(made)) == len(drawn) == 12 * 53 + 53
+    # what is beyond the bytes is given up, the oldest first
+    monkeypatch.setattr(ways, "_MOST_MASK_BYTES", sum(size for _, size in ways._masks.values()) // 2)
+    ways.mask_of(made[0]._replace(seed=99), torch.device("cpu"), torch.float32)
+    assert 1 < len(ways._masks) < len(made)
+    assert next(reversed(ways._masks))[0].seed == 99
+    assert next(iter(ways._masks))[0] != made[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_flex_attention_compiled(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel alone, as CUDA runs it: inside a compiled model torch 2.13 finds no choice for it on a CPU."""
-    monkeypatch.setattr(ways, "_kernel", lambda device: ways._compiled())
+    monkeypatch.setattr(ways, "_compiled_on", lambda device: True)
+    monkeypatch.setattr(ways, "_compiles", {})
     reference = make(training=training, hidden_size=32, num_hidden_layers=1).requires_grad_(False)
     model = fast(reference, "flex")
     for length in (1024, 1152):
         inputs = batch(length, "right")
         torch.testing.assert_close(model(**inputs).logits, reference(**inputs).logits, rtol=1e-4, atol=1e-5)
+    assert ways._compiles
+    assert all(ways._compiles.values())
+    # its backward pass has no kernel on a CPU: it is gathered
+    with pytest.warns(UserWarning, match="flex_attention has no kernel"):
+        compare(fast(reference.requires_grad_(), "flex"), reference, batch(1024, "right"), 1e-4, 1e-4)
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_within_a_compiled_model(compiled: list[Any]) -> None:
+    """Any length in one graph; a mask would have to be built within it, so that all of it is gathered."""
+    reference = small()
+    model = torch.compile(fast(reference, "flex"))
+    for samples, length in BATCHES[2:4]:
+        assert_same(model, reference, samples, length)
+    assert compiled
+    assert not ways._compiles

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,18 +17,37 @@ import transformers
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.bert import modeling_bert
 
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS
 from toolkit.config import ModelSettings
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.first_token import read_first_token_only
+from toolkit.models.lora import add_lora
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 50}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def make(family: str, attention: str) -> torch.nn.Module:
+def make(family: str, attention: str) -> Any:
     torch.manual_seed(3)
     config = AutoConfig.for_model(family, **SMALL, **OFF, num_labels=3, pad_token_id=0)
     return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention).double().train()
+
+
+def width_of_last(model: Any, encoder: str = "bert", **options: Any) -> int:
+    """How many positions of 9 go through the last layer's feed-forward network when the classifier is called."""
+    dense, widths = model.get_submodule(encoder).encoder.layer[-1].intermediate.dense, []
+
+    def forward(states: torch.Tensor) -> torch.Tensor:
+        widths.append(states.shape[1])
+        return type(dense).forward(dense, states)
+
+    dense.forward = forward
+    try:
+        model(input_ids=torch.ones(2, 9, dtype=torch.long), **options)
+    finally:
+        del dense.forward
+    return widths[-1]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -50,15 +75,13 @@ def test_the_last_layer_really_does_less(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     read_first_token_only(model)
     for computes in (model, load_saved_classifier(ModelSettings(model_name_or_path=str(tmp_path)))):
-        widths: list[int] = []
-        dense = computes.bert.encoder.layer[-1].intermediate.dense
-        dense.register_forward_hook(lambda module, inputs, output, widths=widths: widths.append(output.shape[1]))
-        computes(input_ids=torch.ones(2, 9, dtype=torch.long))
-        assert widths == [1]
+        assert width_of_last(computes) == 1
+        computes.bert(input_ids=torch.ones(2, 9, dtype=torch.long))
+        assert width_of_last(computes) == 1
 
 
-def test_gradient_checkpointing_and_saving(tmp_path) -> None:
-    model = make("bert", "sdpa").float()
+def test_gradient_checkpointing_and_saving(tmp_path: Path) -> None:
+    model: Any = make("bert", "sdpa").float()
     reference = copy.deepcopy(model)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     assert read_first_token_only(model)
@@ -71,6 +94,90 @@ def test_gradient_checkpointing_and_saving(tmp_path) -> None:
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(input_ids=input_ids).logits, model.eval()(input_ids=input_ids).logits)
     assert loaded.bert(input_ids=input_ids).last_hidden_state.shape[1] == 11
+
+
+class Mean(torch.nn.Module):
+    """A head of one's own."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return states.mean(1)
+
+
+def watch(model: Any, name: str, register: str) -> None:
+    module = model.get_submodule(name)
+    getattr(module, register)(lambda *passed: None)
+
+
+# what somebody does to a BERT -> it computes every position from then on
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "config.output_hidden_states": lambda model: setattr(model.config, "output_hidden_states", True),
+    "config.output_attentions": lambda model: setattr(model.config, "output_attentions", True),
+    "hook on the last layer": lambda model: watch(model, "bert.encoder.layer.2", "register_forward_hook"),
+    "hook before its output": lambda model: watch(model, "bert.encoder.layer.2.output", "register_forward_pre_hook"),
+    "hook on its gradient": lambda model: watch(model, "bert.encoder.layer.2", "register_full_backward_hook"),
+    "hook on the encoder": lambda model: watch(model, "bert.encoder", "register_forward_hook"),
+    "hook on the base model": lambda model: watch(model, "bert", "register_forward_hook"),
+    "hook on the head": lambda model: watch(model, "bert.pooler", "register_forward_pre_hook"),
+    "another head": lambda model: setattr(model.bert, "pooler", Mean()),
+    "a layer more": lambda model: model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[0])),
+    "the last layer twice": lambda model: model.bert.encoder.layer.append(model.bert.encoder.layer[-1]),
+    "a layer fewer": lambda model: model.bert.encoder.layer.pop(-1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_position_where_somebody_else_may_read_it(change: str) -> None:
+    reference = make("bert", "eager")
+    model = copy.deepcopy(reference)
+    assert read_first_token_only(model)
+    for each in (model, reference):
+        CHANGES[change](each)
+    assert width_of_last(model) == 9
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(model(input_ids=ids)[0], reference(input_ids=ids)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_every_position_where_a_call_asks_for_more() -> None:
+    reference = make("roberta", "eager")
+    model = copy.deepcopy(reference)
+    assert read_first_token_only(model)
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+    options: list[dict[str, Any]] = [{"output_hidden_states": [-1]}, {"output_hidden_states": True},
+                                     {"output_attentions": True}]  # fmt: skip
+    for asked in options:
+        mine, theirs = (each(input_ids=ids, **asked, return_dict=False)[1:] for each in (model, reference))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        assert width_of_last(model, "roberta", **asked) == 9
+        # transformers' own hooks stay where they are, and are asleep
+        assert width_of_last(model, "roberta", output_hidden_states=False, output_attentions=None) == 1
+    for part in ("roberta", "roberta.encoder.layer.2"):
+        states = model.roberta.embeddings(ids) if "layer" in part else ids
+        mine, theirs = (each.get_submodule(part)(states) for each in (model, reference))
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for each in (model, reference):  # a head that reads the mean
+        each.classifier = Mean()
+    torch.testing.assert_close(model(input_ids=ids).logits, reference(input_ids=ids).logits, rtol=1e-12, atol=1e-12)
+
+
+def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:
+    model = make("roberta", "sdpa").eval()
+    assert read_first_token_only(model)
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model(input_ids=ids).logits
+    torch.save(model, tmp_path / "model.pt")
+    for each in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert width_of_last(each, "roberta") == 1
+        torch.testing.assert_close(each(input_ids=ids).logits, expected)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=ids).logits, expected)
+    torch.testing.assert_close(compiled(input_ids=ids, output_hidden_states=True).hidden_states[-1], states)
+    torch._dynamo.reset()
+    adapted = add_lora(model, ModelSettings(lora_r=2)).eval()
+    assert width_of_last(adapted, "base_model.model.roberta") == 1
+    torch.testing.assert_close(adapted(input_ids=ids).logits, expected)  # LoRA begins at zero
+    torch.testing.assert_close(adapted(input_ids=ids, output_hidden_states=True).hidden_states[-1], states)
+    assert states.shape == (2, 9, 24)
 
 
 class Doubled(modeling_bert.BertSelfAttention):
@@ -87,6 +194,40 @@ def test_a_layer_that_computes_otherwise_is_left_alone() -> None:
     with pytest.warns(UserWarning, match="in a way that is not known here"):
         assert not read_first_token_only(model)
     assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def main() -> None:
+    """recipes/cls.py, which leaves the widths of the feed-forward networks in OUTPUT_DIR/widths.json."""
+    from recipes import cls
+
+    forward, widths = modeling_bert.BertIntermediate.forward, Counter[str]()
+
+    def count(layer: Any, states: torch.Tensor) -> torch.Tensor:
+        widths["one" if states.shape[1] == 1 else "all"] += 1
+        return forward(layer, states)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_bert.BertIntermediate, "forward", count)
+        cls.main()
+    if os.environ.get("RANK", "0") == "0":
+        Path(sys.argv[-1], "widths.json").write_text(json.dumps(widths))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["single", "ddp x2", "zero3 x2", "fsdp2 x2"])
+def test_hooks_of_a_strategy_do_not_end_it(way: str, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 2, "--report_to", "none",
+                "--per_device_batch_size", 8]  # fmt: skip
+    kinds: dict[str, list[Any]] = {"plain": [], "recomputed": ["--gradient_checkpointing"], "lora": ["--lora_r", 2]}
+    jobs = [["tests.models.test_first_token", *settings, *more, "--output_dir", tmp_path / kind]
+            for kind, more in kinds.items()]  # fmt: skip
+    run_jobs(tmp_path / "jobs", WAYS[way], jobs)
+    layers = AutoConfig.from_pretrained(tiny_model).num_hidden_layers
+    for kind in kinds:
+        widths = json.loads((tmp_path / kind / "widths.json").read_text())
+        # two forward passes of loading come before it
+        assert widths["all"] == (layers - 1) * widths["one"] + 2 * layers > 2 * layers, kind
 
 
 def test_others_are_left_alone() -> None:

@@ -69,7 +69,7 @@ def test_the_focal_loss_is_that_of_its_paper(gamma: float) -> None:
 def test_pos_weight_is_torchs() -> None:
     _, labels = LABELS["multi_label_classification"]
     logits, weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([3.0, 1.0, 0.25])
-    found = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight.numpy())
+    found = sample_losses(logits, labels, "multi_label_classification", pos_weight=weight)
     assert found.mean() == pytest.approx(F.binary_cross_entropy_with_logits(logits, labels, pos_weight=weight).item())
 
 

@@ -13,7 +13,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.report.log import TRACKERS, start_trackers
+from toolkit.report.log import TRACKERS, _end_as_failed, start_trackers
 
 
 class Tracker:
@@ -77,3 +77,14 @@ def test_a_store_of_ones_own_is_left_alone(started: Any, monkeypatch: pytest.Mon
 def test_one_that_cannot_start_is_an_error_in_a_line(started: Any) -> None:
     with pytest.raises(UserError, match=r"^--report_to wandb cannot start \(OperationalError: no login\): fix that"):
         started(project="refused")
+
+
+def test_a_bad_end_is_no_success_to_any_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the signatures of wandb 0.31, mlflow 3.17, swanlab 0.10; one that fails keeps no other from its end."""
+    ends: list[Any] = []
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(end_run=ends.append))  # type: ignore[arg-type]
+    wandb = SimpleNamespace(name="wandb", run=SimpleNamespace(finish=lambda exit_code: ends.append(exit_code)))
+    swanlab = SimpleNamespace(name="swanlab", run=SimpleNamespace(finish=lambda state, error: ends.append(state)))
+    tensorboard = SimpleNamespace(name="tensorboard", finish=lambda: ends.append("closed"))
+    _end_as_failed([SimpleNamespace(name="trackio"), wandb, SimpleNamespace(name="mlflow"), swanlab, tensorboard])
+    assert ends == [1, "FAILED", "crashed", "closed"]

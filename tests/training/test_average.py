@@ -7,7 +7,7 @@ import copy
 import torch
 
 from toolkit.checkpoint.live import LiveState
-from toolkit.training.average import averaged_weights, update_average
+from toolkit.training.average import Average
 
 
 def test_weights_and_their_average_change_places_to_the_bit() -> None:
@@ -17,18 +17,31 @@ def test_weights_and_their_average_change_places_to_the_bit() -> None:
     plain = copy.deepcopy(module)
     state, others = LiveState(module, torch.optim.AdamW(module.parameters(), lr=0.1)), None
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    expected = None
+    average, expected = Average(lambda: state, 0.7), None
     for step in range(1, 30):
         for model, optimizer in ((module, state.optimizer), (plain, other)):
             optimizer.zero_grad()
             model(torch.full((1, 3), float(step))).square().sum().backward()
             optimizer.step()
-        update_average(state, 0.7, step)
+        average.update(step)
         weight = plain.weight.detach()
         decay = min(0.7, (1 + step) / (10 + step))
         expected = weight.clone() if expected is None else decay * expected + (1 - decay) * weight
-        with averaged_weights(lambda: state, step):
+        with average.as_weights(step):
             torch.testing.assert_close(module.weight, expected)
             others = module.weight.detach().clone()
         assert torch.equal(module.weight, plain.weight)
     assert not torch.allclose(others, module.weight)
+
+
+def test_the_maps_of_parameters_are_made_once() -> None:
+    module, made = torch.nn.Linear(3, 2), []
+
+    def live() -> LiveState:
+        made.append(LiveState(module, torch.optim.SGD(module.parameters())))
+        return made[-1]
+
+    average = Average(live, 0.9)
+    for step in range(1, 5):
+        average.update(step)
+    assert len(made) == 1

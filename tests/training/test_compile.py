@@ -19,7 +19,7 @@ from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.models.classifier import load_classifier
-from toolkit.training.optimizer import compile_layers
+from toolkit.training.strategy import compile_layers
 
 TINY = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 

@@ -46,8 +46,8 @@ def model(tiny_model: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(tiny_model)
 
 
-def counted(model: Any, samples: int, length: int, precision: str = "no", strategy: str = "ddp") -> int:
-    return Trial(model, precision, "cpu", strategy).count({"input_ids": (samples, length)})
+def counted(model: Any, samples: int, length: int, precision: str = "no", cast: bool = False) -> int:
+    return Trial(model, precision, "cpu", cast).count({"input_ids": (samples, length)})
 
 
 def test_activations_are_those_that_live_at_a_time() -> None:
@@ -60,7 +60,7 @@ def test_activations_are_those_that_live_at_a_time() -> None:
 def test_half_precision_and_recomputation_take_less(model: Any) -> None:
     full = counted(model, 64, 128)
     assert counted(model, 64, 128, "bf16") < full
-    assert counted(model, 64, 128, "bf16", "zero2") < full
+    assert counted(model, 64, 128, "bf16", cast=True) < full
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert counted(model, 64, 128) < 0.9 * full
 
@@ -68,16 +68,28 @@ def test_half_precision_and_recomputation_take_less(model: Any) -> None:
 def test_what_the_strategies_keep(model: Any) -> None:
     every = sum(parameter.numel() for parameter in model.parameters())
     zero = {"reduce_bucket_size": 1000, "overlap_comm": True}
-    found = {name: state(name, 4, model, "bf16", "cuda", zero) for name in STRATEGIES}
+    coarse = TrainingSettings(half_precision_weights=True, sync_each_batch=False)
+    found = {name: state(name, 4, model, coarse, "cuda", zero, "bf16") for name in STRATEGIES}
     assert found["single"] == found["ddp"] == Memory(4 * every, 4 * every, 8 * every, 0)
     assert found["zero1"] == Memory(2 * every, 2 * every, 3 * every, 6000)
     assert found["zero2"] == Memory(2 * every, every, 3 * every, 6000)
     assert found["zero2_offload"] == Memory(2 * every, 0, 0, 6000)
     assert found["zero3"] == Memory(every / 2, every / 2, 3 * every, 2 * every)  # whole weights while a step lasts
     assert found["zero3_offload"] == Memory(0, 0, 0, 2 * every)
-    assert found["fsdp2"].weights == found["fsdp2"].gradients == every
-    large = state("zero3", 4, model, "bf16", "cuda", {**zero, "stage3_max_reuse_distance": every})
+    assert found["fsdp2"].weights == every
+    assert found["fsdp2"].gradients == 5 * every  # its shard, and the whole until the last micro-batch
+    large = state("zero3", 4, model, coarse, "cuda", {**zero, "stage3_max_reuse_distance": every}, "bf16")
     assert large.buffers == 0
+
+
+def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: Any) -> None:
+    every = sum(parameter.numel() for parameter in model.parameters())
+    zero = {"reduce_bucket_size": 1000, "overlap_comm": True}
+    found = {name: state(name, 4, model, TrainingSettings(), "cuda", zero, "bf16") for name in STRATEGIES}
+    assert found["zero1"] == Memory(4 * every, 4 * every, 3 * every, 12000)
+    assert found["zero2"] == Memory(4 * every, every, 3 * every, 12000)
+    assert found["zero3"] == Memory(every, every, 2 * every, 4 * every)
+    assert found["fsdp2"].weights == found["fsdp2"].gradients == every
 
 
 def fit(model: Any, tokenizer: Any, free: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:
@@ -108,7 +120,7 @@ def test_auto_says_when_not_even_one_fits(model: Any, tokenizer: Any, monkeypatc
 
 def test_a_gpu_tries_and_catches_what_it_cannot_hold() -> None:
     """Here on a CPU, with a model that cannot do more than 20 samples."""
-    trial = Trial(Layers(), "no", "cpu", "single")
+    trial = Trial(Layers(), "no", "cpu")
     tried = [trial.fits({"input_ids": torch.ones(size, 100, dtype=torch.long)}, beside=10**5) for size in (1, 20, 21)]
     assert tried == [True, True, False]
 

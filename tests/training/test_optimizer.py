@@ -15,11 +15,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.faults import refusal
 from tests.models.test_classifier import FAMILIES, SIZES
 from tests.splits import of_lengths
-from toolkit.config import TrainingSettings
-from toolkit.errors import UserError
+from toolkit.config import ModelSettings, TrainingSettings
+from toolkit.data.labels import Labels
+from toolkit.models.classifier import load_classifier
+from toolkit.models.layers import freeze_layers
 from toolkit.training.lion import Lion
-from toolkit.training.optimizer import align_strategy, make_optimizer, parameter_groups
+from toolkit.training.muon import HIDDEN
+from toolkit.training.optimizer import DISTANCE, make_optimizer, make_scheduler, parameter_groups, set_schedule
 from toolkit.training.steps import make_schedule
+from toolkit.training.strategy import align_strategy
 
 
 def tiny(model_type: str) -> torch.nn.Module:
@@ -88,9 +92,105 @@ def test_each_layer_learns_slower_than_that_above_it(model_type: str) -> None:
     assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
 
 
-def test_layers_are_needed_for_a_decay_by_layer() -> None:
-    with pytest.raises(UserError, match=r"--layerwise_lr_decay 0\.9: Linear has no list of layers"):
-        parameter_groups(torch.nn.Linear(2, 2), 0.1, 1.0, 0.9)
+@pytest.mark.parametrize(
+    ("asked", "setting"),
+    [({"layer_decay": 0.9}, "--layerwise_lr_decay 0.9"), ({"gradual": True}, "--unfreeze_every"),
+     ({"muon": True}, "--optimizer muon")],
+)  # fmt: skip
+def test_layers_are_needed_for_what_goes_by_layer(asked: dict[str, Any], setting: str) -> None:
+    refusal(
+        parameter_groups, torch.nn.Linear(2, 2), 0.1, 1.0, **asked, says=[f"{setting}: Linear has no list of layers"]
+    )
+
+
+def rates_at(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, float]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(each)]: group["lr"] for group in optimizer.param_groups for each in group["params"]}
+
+
+UNFREEZING: dict[str, Any] = {"learning_rate": 0.5, "unfreeze_every": 3, "warmup_steps": 2}
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+@pytest.mark.parametrize("resumed_at", [0, 3, 5])
+def test_layers_join_from_the_head_down(decay: float | None, resumed_at: int) -> None:
+    """Each at its step, at the rate that it would have had without waiting; also where a run is resumed in between."""
+    model = tiny("bert")
+    settings = TrainingSettings(**UNFREEZING, layerwise_lr_decay=decay)
+    plain = TrainingSettings(**UNFREEZING | {"unfreeze_every": None}, layerwise_lr_decay=decay)
+    optimizers = [make_optimizer(model, each) for each in (settings, plain)]
+    gradual, usual = (make_scheduler(*pair, 14) for pair in zip(optimizers, (settings, plain), strict=True))
+    set_schedule(gradual, resumed_at)
+    set_schedule(usual, resumed_at)
+    for step in range(resumed_at, 14):
+        rates, expected = (rates_at(optimizer, model) for optimizer in optimizers)
+        for name, rate in rates.items():
+            turn = 3 if "embeddings" in name else 2 if "layer.0" in name else 1 if "layer.1" in name else 0
+            assert rate == (expected[name] if step >= 3 * turn else 0), (name, step)
+        assert gradual.get_last_lr()[0] == usual.get_last_lr()[0]  # what a run shows is the head's
+        for scheduler in (gradual, usual):
+            scheduler.scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"optimizer": "lion"}, {"optimizer": "sgd", "optimizer_args": "momentum=0.9"}, {"optimizer": "muon"},
+     {"optimizer": "adafactor"}, {"optimizer": "torch.optim.RMSprop"}],
+)  # fmt: skip
+def test_a_layer_whose_turn_has_not_come_stays_to_the_bit(asked: dict[str, Any]) -> None:
+    """Decay and momentum leave it alone, too; its moments are those of its gradients from the first step on."""
+    model, settings = tiny("bert"), TrainingSettings(**UNFREEZING, weight_decay=0.3, **asked)
+    optimizer = make_optimizer(model, settings)
+    scheduler = make_scheduler(optimizer, settings, 20)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        scheduler.scheduler.step()
+    stayed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert stayed == {name for name in before if "layer.0" in name or "embeddings" in name}
+    assert len(optimizer.state) == len(before)
+
+
+def test_unfreezing_with_what_is_frozen_anyway_and_with_lora(tiny_model: Path) -> None:
+    model = tiny("bert")
+    freeze_layers(model, 1, "tiny")
+    turns = {group[DISTANCE] for group in make_optimizer(model, TrainingSettings(**UNFREEZING)).param_groups}
+    assert turns == {0, 1}
+    settings = ModelSettings(model_name_or_path=str(tiny_model), lora_r=2)
+    adapted = load_classifier(settings, Labels("single_label_classification", ("a", "b"), ("label",)), 1)
+    groups = make_optimizer(adapted, TrainingSettings(**UNFREEZING)).param_groups
+    names = {id(parameter): name for name, parameter in adapted.named_parameters()}
+    for group in groups:
+        for name in (names[id(each)] for each in group["params"]):
+            assert group[DISTANCE] == (2 if "layer.0" in name else 1 if "layer.1" in name else 0), name
+    assert {group[DISTANCE] for group in groups} == {0, 1, 2}
+
+
+def test_muon_trains_the_matrices_of_layers() -> None:
+    """As two optimizers of PyTorch's would; the rest is AdamW's."""
+    model, settings = tiny("bert"), TrainingSettings(learning_rate=0.25, weight_decay=0.1, optimizer="muon")
+    optimizer, names = make_optimizer(model, settings), {id(each): name for name, each in model.named_parameters()}
+    hidden = {id(each) for group in optimizer.param_groups if group[HIDDEN] for each in group["params"]}
+    assert {names[key] for key in hidden} == {
+        name for name, each in model.named_parameters() if ".layer." in name and each.ndim == 2
+    }
+    copies = {key: torch.nn.Parameter(each.detach().clone()) for key, each in ((id(e), e) for e in model.parameters())}
+    others = [{**group, "params": [copies[id(each)] for each in group["params"]]} for group in optimizer.param_groups]
+    oracles = [
+        torch.optim.Muon([group for group in others if group[HIDDEN]], adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([group for group in others if not group[HIDDEN]]),
+    ]
+    for step in range(3):
+        if step == 1:
+            optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+            copies[id(parameter)].grad = parameter.grad.clone()
+        for each in (optimizer, *oracles):
+            each.step()
+    assert all(torch.equal(parameter, copies[id(parameter)]) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -115,11 +215,16 @@ def test_optimizers_by_name(asked: dict[str, Any], kind: type, expected: dict[st
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"optimizer": "adamm"}, r"--optimizer adamm \(did you mean adamw\?\): there are adamw, adafactor, lion, sgd"),
+        (
+            {"optimizer": "adamm"},
+            r"--optimizer adamm \(did you mean adamw\?\): there are adamw, adafactor, lion, muon, sgd",
+        ),
         ({"optimizer": "torch.optim.Nothing"}, "cannot be imported"),
         ({"optimizer": "no.such.Thing"}, "cannot be imported: No module named 'no'"),
         ({"optimizer": "torch.nn.Linear"}, "is no torch.optim.Optimizer"),
         ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
+        ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters.*--optimizer muon"),
+        ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
         ({"optimizer_args": "lr=1e-3"}, "lr is --learning_rate's"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument has a name"),
@@ -150,7 +255,8 @@ def accelerator_with(config: dict[str, Any] | None, processes: int = 2, stage: i
     plugin = None if config is None else SimpleNamespace(deepspeed_config=config, zero_stage=stage)
     state = SimpleNamespace(deepspeed_plugin=plugin)
     return SimpleNamespace(state=state, num_processes=processes, gradient_accumulation_steps=1, is_fsdp2=False,
-                           ddp_handler=None)  # fmt: skip
+                           ddp_handler=None, device=torch.device("cpu"), is_main_process=True, scaler=None,
+                           mixed_precision="no")  # fmt: skip
 
 
 AUTO = {
@@ -163,9 +269,20 @@ AUTO = {
 SETTINGS = TrainingSettings(global_batch_size=32, per_device_batch_size=8, max_grad_norm=0.5)
 
 
-def align(accelerator: Any, settings: TrainingSettings = SETTINGS, optimizer: Any = None) -> None:
+class Small(torch.nn.Module):
+    """A model with a config; matrices, vectors, and nothing else."""
+
+    config = SimpleNamespace(hidden_size=8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)
+
+
+def align(accelerator: Any, settings: TrainingSettings = SETTINGS, model: Any = None, optimizer: Any = None) -> None:
     schedule = make_schedule(settings, of_lengths(np.full(100, 8)), accelerator.num_processes)
-    model: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
+    model = model or Small()
+    optimizer = optimizer or torch.optim.SGD(parameter_groups(model, 0.1), lr=0.1)
     align_strategy(accelerator, model, optimizer, settings, schedule)
 
 
@@ -175,7 +292,7 @@ def test_buffers_are_broadcast_where_they_are_learned(norm: Any, broadcast: bool
     accelerator, model = accelerator_with(None), tiny("bert")
     model.extra = norm(3)
     accelerator.ddp_handler = SimpleNamespace()
-    align_strategy(accelerator, model, None, SETTINGS, make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2))
+    align(accelerator, model=model)
     assert accelerator.ddp_handler.broadcast_buffers == broadcast
 
 
@@ -230,10 +347,16 @@ def test_contradictions_come_all_at_once_and_change_nothing() -> None:
 
 
 def test_an_optimizer_that_needs_whole_parameters_is_refused_where_it_would_get_pieces() -> None:
-    optimizer = torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(2, 2))])
-    align(accelerator_with(None), optimizer=optimizer)
-    with pytest.raises(UserError, match=r"Adafactor computes with whole parameters.*ddp\.yaml"):
-        align(accelerator_with({"zero_optimization": {}}), optimizer=optimizer)
+    """Which are: tests/training/test_optimizer_trial.py."""
+    model = Small()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    align(accelerator_with(None), model=model, optimizer=optimizer)
+    sparse = torch.optim.SparseAdam(model.parameters())
+    refusal(align, accelerator_with(None), model=model, optimizer=sparse, says=["SparseAdam", "dense gradients"])
+    fsdp2 = accelerator_with(None)
+    fsdp2.is_fsdp2 = True
+    for cuts in (fsdp2, accelerator_with(dict(AUTO)), accelerator_with(dict(AUTO), stage=3)):
+        refusal(align, cuts, model=model, optimizer=optimizer, says=["Adafactor", "pieces", "with ddp "])
 
 
 LAYERS = {"bert": "BertLayer", "roberta": "RobertaLayer", "electra": "ElectraLayer", "albert": "AlbertLayerGroup",
@@ -246,6 +369,5 @@ def test_fsdp_gathers_layer_by_layer(model_type: str) -> None:
     """Of any model: transformers' `_no_split_modules` name BERT's embeddings too, and nothing of BigBird's."""
     accelerator = accelerator_with(None)
     accelerator.is_fsdp2, accelerator.state.fsdp_plugin = True, SimpleNamespace()
-    schedule = make_schedule(SETTINGS, of_lengths(np.full(100, 8)), 2)
-    align_strategy(accelerator, tiny(model_type), None, SETTINGS, schedule)
+    align(accelerator, model=tiny(model_type))
     assert accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap == [LAYERS[model_type]]

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from toolkit.config import SchedulerName, TrainingSettings
-from toolkit.training.optimizer import make_scheduler, scaler_state, set_scaler, set_schedule
+from toolkit.training.optimizer import make_scheduler, set_schedule
+from toolkit.training.strategy import scaler_state, set_scaler
 
 TOTAL = 17
 

@@ -127,17 +127,18 @@ class LiveState:
 
     def whole_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Parameters (the fp32 masters, where they are trained) and persistent buffers, whole, in rank 0's host memory;
-        in other processes nothing of use. Collective; one parameter at a time is on `device`."""
+        elsewhere none of them. Collective; one parameter at a time is on `device`."""
         pieces = {part.name: part for part in self.fragments()}
-        weights = {}
+        weights, keeps = {}, self.world == 1 or torch.distributed.get_rank() == 0
         for name, parameter in self.module.named_parameters():
             whole = torch.zeros(whole_shape(parameter), dtype=torch.float32, device=device)
             if part := pieces.get(name):
                 whole.view(-1).narrow(0, part.start, part.values.numel()).copy_(part.values)
             if self.world > 1:  # the largest of a byte and zeros is that byte, however many processes have it
                 torch.distributed.reduce(whole.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
-            weights[name] = whole.cpu()
-        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
+            if keeps:
+                weights[name] = whole.cpu()
+        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if keeps}
 
     def before_loading(self) -> None:
         """Collective: brings parameters into the form in which fragments may be written."""

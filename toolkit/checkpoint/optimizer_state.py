@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from toolkit.files import as_json
+
 # By the names safetensors uses, as in `TensorIndex.dtype`.
 TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -73,16 +75,7 @@ def changed_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: plain(value) for key, value in group.items() if key not in ("params", "initial_lr")}
-
-
-def plain(value: Any) -> Any:
-    """As JSON holds it; anything else as it is."""
-    if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return {key: as_json(value) for key, value in group.items() if key not in ("params", "initial_lr")}
 
 
 def is_plain(value: Any) -> bool:

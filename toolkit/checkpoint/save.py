@@ -19,10 +19,10 @@ from accelerate import Accelerator
 
 from toolkit.checkpoint.checksum import combine, crc32
 from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of, plain
+from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 from toolkit.errors import UserError
-from toolkit.files import create_file
+from toolkit.files import as_json, create_file
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -102,7 +102,7 @@ def optimizer_facts(state: LiveState) -> dict[str, Any]:
     optimizer = state.optimizer
     _refuse_unsavable(state)
     groups = changed_groups(optimizer)
-    loose = {key: plain(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    loose = {key: as_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
     named = [entry for table in (*groups, loose) for entry in table.items()]
     for key, value in named:
         if not isinstance(key, str) or not is_plain(value):

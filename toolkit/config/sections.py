@@ -241,11 +241,13 @@ class TrainingSettings:
     learning_rate: float = Field(default=5e-5, gt=0)
     """The peak learning rate."""
     optimizer: str = "adamw"
-    """adamw, adafactor, lion (at a tenth of the learning rate), sgd, or any torch optimizer: `MODULE.CLASS`."""
+    """adamw, adafactor, lion (at a tenth of the learning rate), muon, sgd, or any torch optimizer: `MODULE.CLASS`."""
     optimizer_args: str | None = None
     """What it takes beside the learning rate and the weight decay: `momentum=0.9`, `betas=(0.9,0.95),eps=1e-6`."""
     layerwise_lr_decay: float | None = Field(default=None, gt=0, le=1)
     """Each layer's learning rate is so much of that above it, 0.95 say; the head has `learning_rate`."""
+    unfreeze_every: int | None = Field(default=None, ge=1)
+    """Gradual unfreezing: train the head alone, and one layer more, from the top, every so many optimizer steps."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled decay of the weights; biases and norms have none."""
     ema_decay: float | None = Field(default=None, gt=0, lt=1)
@@ -263,7 +265,14 @@ class TrainingSettings:
     seed: int = Field(default=42, ge=0)
     """Seeds the split, the order of samples, the new head and dropout."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """auto: what the accelerate config says, or else bf16, fp16 or no, whichever this hardware is fast in."""
+    """auto: what the accelerate config says, or else bf16, fp16 or no, whichever this hardware is fast in; a CPU is
+    tried."""
+    half_precision_weights: bool = False
+    """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, beside fp32 masters: less memory and
+    traffic, gradients several times coarser. Otherwise weights, sums and reductions are fp32, products 16 bits."""
+    sync_each_batch: bool | None = None
+    """Reduce gradients after each micro-batch, not once a step; by default under FSDP2 alone, which would otherwise
+    keep whole gradients in every process."""
     torch_compile: bool = False
     """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. On a CPU it is slower."""
     logging_steps: int | None = Field(default=None, ge=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 
 from toolkit import launch
 from toolkit.cache import digest_of_text, made_once
@@ -51,8 +52,8 @@ class Prepared:
     test: Split | None
     fold: int | None = None
     """Of `--folds` the one that is trained now, from 1."""
-    pos_weight: np.ndarray | None = None
-    """(classes,) float32: what a label that is present weighs in the loss (--pos_weight)."""
+    pos_weight: torch.Tensor | None = None
+    """(classes,) float32, on the device: what a label that is present weighs in the loss (--pos_weight)."""
     advice: str = ""
     """A line where the classes are uneven and nothing is done about it."""
 
@@ -105,17 +106,19 @@ def prepare_data(
     source = ", ".join(table.name for table in tables.values())
     loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
     objective = getattr(settings, "objective", None)  # of labels; a recipe may have settings of its own without them
-    return _balanced(loaded, objective) if objective else loaded
+    device = torch.device("cpu") if accelerator is None else accelerator.device
+    return _balanced(loaded, objective, device) if objective else loaded
 
 
-def _balanced(data: Prepared, asked: ObjectiveSettings) -> Prepared:
+def _balanced(data: Prepared, asked: ObjectiveSettings, device: torch.device) -> Prepared:
     """With what is asked for uneven classes."""
     labels, every = data.labels, {"train": data.train, "validation": data.validation, "test": data.test}
     balance.refuse_unfit(labels, asked)
     splits: Any = balance.balanced({name: split for name, split in every.items() if split}, labels, asked)
-    weight = balance.positive_weights(data.train, labels, asked)
+    weights = balance.positive_weights(data.train, labels, asked)
+    pos_weight = None if weights is None else torch.from_numpy(weights).to(device)
     lines, advice = balance.describe(splits["train"], labels, asked)
-    return replace(data, **splits, pos_weight=weight, notes=(*data.notes, *lines), advice=advice)
+    return replace(data, **splits, pos_weight=pos_weight, notes=(*data.notes, *lines), advice=advice)
 
 
 def split_of_texts(

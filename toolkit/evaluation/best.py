@@ -14,6 +14,7 @@ from toolkit.config import Task, TrainingSettings
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
+from toolkit.files import as_json
 
 USUAL: dict[Task, str] = {
     "single_label_classification": "f1_macro",
@@ -88,8 +89,8 @@ def make_best(
     best = Best(
         settings.metric_for_best_model, problem_type, settings.early_stopping_patience, settings.greater_is_better
     )
-    numbers = compute_metrics(*_tried(split, size)) if accelerator.is_main_process else {}
-    known = ["loss", *(name for name, number in numbers.items() if isinstance(number, float))]
+    numbers = as_json(compute_metrics(*_tried(split, size))) if accelerator.is_main_process else {}
+    known = ["loss", *(name for name, number in numbers.items() if type(number) in (int, float))]
     known = broadcast_object_list([known])[0]
     if best.metric not in known:
         wanted = settings.metric_for_best_model or best.metric

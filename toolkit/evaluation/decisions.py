@@ -25,7 +25,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.files import read_table
+from toolkit.files import as_json, read_table
 
 _SINGLE, _BINS = "single_label_classification", 15
 _TEMPERATURES = (0.05, 20.0)
@@ -263,7 +263,7 @@ def brought(
     """The metrics by these decisions, and under `decisions` those without (`before`), how true the probabilities are
     before and after, and what abstaining brings. (N, C) logits, (N,) or (N, C) labels."""
     labels, chances, adjusted = decisions.labels, decisions.probabilities(logits), decisions.adjusted(logits)
-    metrics, found = compute_metrics(adjusted, truth), decisions.described()
+    metrics, found = as_json(compute_metrics(adjusted, truth)), decisions.described()
     plain = {name: value for name, value in before.items() if name in metrics}
     found["before"] = plain | truthfulness(probabilities_of(logits, labels.problem_type), truth)
     found["after"] = {name: metrics[name] for name in plain} | truthfulness(chances, truth)

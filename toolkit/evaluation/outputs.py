@@ -23,6 +23,7 @@ from toolkit.data.batches import Batch, collator_of, micro_batches
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.files import as_json
 from toolkit.launch.signals import StopRequested, stop_requested
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
@@ -165,7 +166,7 @@ class Outputs:
         if losses is not None:
             weights = 1 if self.split.weights is None else self.split.weights
             loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum())
-            numbers = {"num_samples": len(self.split), "loss": loss, **(metrics or {})}
+            numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
         kept = None if logits is None else (self.split, logits)
         return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, kept)
 

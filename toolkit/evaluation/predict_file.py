@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.cache import digest_of_files, digest_of_text, remove
-from toolkit.config import TextSettings
+from toolkit.config import PretrainedSettings, TextSettings
 from toolkit.data.labels import USUAL
 from toolkit.data.parse import format_of
 from toolkit.data.progress import PartOfProgress, Progress
@@ -33,6 +33,7 @@ from toolkit.errors import UserError, listing
 from toolkit.evaluation.decisions import Decisions
 from toolkit.evaluation.parts import SEPARATORS, Parts
 from toolkit.evaluation.saved_model import SavedModel
+from toolkit.pretrained import layer_of
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
@@ -48,7 +49,9 @@ def predict_file(options: Any) -> None:
     """
     if bool(options.file) == bool(options.text):
         raise UserError("toolkit predict needs a FILE or --text, one of them")
-    accelerator = launch.make_accelerator(options.mixed_precision)
+    accelerator = launch.make_accelerator(
+        options.mixed_precision, layer_of(PretrainedSettings(model_name_or_path=options.model))
+    )
     if options.text:
         _print_answers(options, accelerator)
         return

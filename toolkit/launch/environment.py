@@ -7,6 +7,7 @@ own and no address for the rendezvous.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,6 +30,9 @@ _NAMES = {
 }
 # what our own launcher was asked to start, as JSON (see `relaunch`)
 MARKER = "TOOLKIT_LAUNCH"
+THREADS = "OMP_NUM_THREADS"
+# what `toolkit verify` adds to the seed of all random numbers but the order of samples and the weights
+OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
 # settings of how long is waited, whatever launched the script -> the variable that carries them, and their default
 TIMEOUTS = {
@@ -99,6 +103,33 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
         ):
             return line[place:]
     return None
+
+
+def users_threads(env: Mapping[str, str]) -> int | None:
+    """OMP_NUM_THREADS; None where it is not set, or where it is the 1 of a launcher, which `torchrun` and `accelerate
+    launch` set for several processes however many cores there are."""
+    first = re.match(r"\s*(\d+)", env.get(THREADS, ""))  # 4,2 is for threads within threads
+    number = int(first[1]) if first else 0
+    return None if number == 0 or (number == 1 and _launcher_set_threads(env)) else number
+
+
+def _launcher_set_threads(env: Mapping[str, str]) -> bool:
+    """Whether the first process above this one that was started without the variable is a launcher. (Below a shell,
+    the user has set it; psutil reads the environment that a process began with.)"""
+    with contextlib.suppress(psutil.Error):
+        for parent in psutil.Process().parents():
+            begun_with = parent.environ()
+            if THREADS not in begun_with:
+                ours = MARKER in env and MARKER not in begun_with
+                return ours or _sets_threads(parent.cmdline())
+            env = begun_with
+    return False
+
+
+def _sets_threads(line: Sequence[str]) -> bool:
+    asked = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
+    by_torch = any(word.startswith("torch.distributed.") or Path(word).name == "torchrun" for word in line[:4])
+    return by_torch or (accelerate_arguments(line) is not None and not asked)
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:

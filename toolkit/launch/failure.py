@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from toolkit.errors import UserError, line_of
 from toolkit.launch import failure_detector, interrupted
+from toolkit.launch.bad_end import close_what_is_open, is_open
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
@@ -70,7 +71,11 @@ def _call(main: Callable[[], None]) -> None:
     global _again
     while True:
         _again = False
-        main()
+        try:
+            main()
+        except BaseException:
+            _take_sigterm()  # from here on no step is left that would
+            raise
         if not _again:
             return
         from accelerate.state import AcceleratorState, GradientState
@@ -172,8 +177,8 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
     """
+    _take_sigterm()
     with contextlib.suppress(ValueError):  # not of the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no step is left to finish: the launcher may end it at once
         # launchers pass on what their processes have had already
         signal.signal(signal.SIGINT, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
     detector, place = failure_detector.current, _place()
@@ -196,9 +201,16 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
         sys.stdout.flush()
     if speaks and final:
         tell_of_early_failure(place, short)
+    close_what_is_open()
     if final or (speaks and code == INTERRUPTED):
         give_up(code)
     os._exit(code)
+
+
+def _take_sigterm() -> None:
+    """No step is left to finish: the launcher may end this process at once, or once all is closed."""
+    with contextlib.suppress(ValueError):  # not of the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_open() else signal.SIG_DFL)
 
 
 def _place() -> Place:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from toolkit.errors import listing
+from toolkit.launch.bad_end import close_what_is_open
 from toolkit.launch.channel import Channel, ChannelError, ClosedError, Message
 from toolkit.launch.environment import seconds_of
 from toolkit.launch.interrupted import ENDED_FILE
@@ -138,6 +139,7 @@ class FailureDetector:
             if self.speaks_of(failure):
                 print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
+        close_what_is_open()
         code = 130 if failure.kind == "interrupted" else 1
         if failure.final:
             give_up(code)

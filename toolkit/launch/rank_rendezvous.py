@@ -44,6 +44,7 @@ _EARLY_SECONDS, _LATE_SECONDS = 20.0, 5.0
 _MENTION_SECONDS = 5.0
 # Whoever keeps the store must keep it as long as the process lives.
 _kept: list[Any] = []
+_exchanges = 0
 
 
 def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> None:
@@ -72,6 +73,20 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     failure_detector.start(peers, place.rank, found.channels)
     if len({peer.node for peer in peers}) > 1:
         found.choose_interface()
+
+
+def exchange(place: Place, value: Any) -> list[Any]:
+    """What each rank has to say, as JSON knows it, the same list for all of them; before there is a process group, and
+    as often on each."""
+    if place.world_size == 1 or not _kept:
+        return [value]
+    global _exchanges
+    _exchanges, store = _exchanges + 1, _kept[-1]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    keys = [f"toolkit/exchange/{attempt}/{_exchanges}/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], json.dumps(value))
+    store.wait(keys, timedelta(seconds=seconds_of("ddp_timeout")))
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def tell_of_early_failure(place: Place, message: str) -> None:

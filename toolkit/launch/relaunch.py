@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.init import templates
-from toolkit.launch.environment import MARKER, TIMEOUTS, place_of, whole
+from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, users_threads, whole
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.plain_yaml import read_yaml
@@ -164,8 +164,8 @@ def find_file(name: str, script: str, folder: str) -> Path:
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer launcher put there for its own world."""
     kept = {name: value for name, value in env.items() if not _INHERITED.match(name)}
-    if "TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1":
-        kept.pop("OMP_NUM_THREADS")  # torchrun's default for several processes, not the user's wish
+    if users_threads(env) is None:
+        kept.pop(THREADS, None)
     return kept
 
 
@@ -178,7 +178,7 @@ def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> 
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
     if requested["nodes"]["count"] == 1:
         env.setdefault("TOOLKIT_TOKEN", secrets.token_hex(16))  # known to this run's processes alone
-    env.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its page of warning
+    env.setdefault(THREADS, "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     os.environ.clear()
     os.environ.update(env)

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,24 @@ import psutil
 
 from toolkit.compat import require
 from toolkit.errors import UserError
-from toolkit.launch.environment import Place, accelerate_arguments, requested, seconds_of, settle
+from toolkit.launch.environment import (
+    THREADS,
+    Place,
+    accelerate_arguments,
+    requested,
+    seconds_of,
+    settle,
+    users_threads,
+)
 from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.interrupted import ENDED_FILE
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
-from toolkit.launch.precision import AUTO, auto_precision, refuse_different
-from toolkit.launch.rank_rendezvous import find_ranks
+from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision, refuse_different
+from toolkit.launch.rank_rendezvous import exchange, find_ranks
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.restarts import stop_with_parent
+from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measured, slowest
 from toolkit.versions import differences
 
 if TYPE_CHECKING:
@@ -41,12 +50,14 @@ DEFAULT_DEEPSPEED_CONFIG = "ds_configs/zero2.json"
 _GROUP_GRACE_SECONDS = 60
 
 
-def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Accelerator:
+def make_accelerator(
+    mixed_precision: str | None = None, layer: Callable[[], Widths] | None = None, **options: Any
+) -> Accelerator:
     """An `Accelerator` for the way this process was started, verified before anything is read.
 
     `mixed_precision` is no, bf16, fp16 or auto (see `toolkit.launch.precision`), or None: accelerate's own, which is no
-    where nothing says otherwise. `options` go to `Accelerator`. Raises UserError when the world found is not the world
-    asked for.
+    where nothing says otherwise. On a CPU auto tries a `layer` of the model's widths (`pretrained.layer_of`), or one of
+    BERT-base. `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
     """
     if ENDED_FILE in os.environ:  # our launcher's: without it this process would train on with nobody to end it
         stop_with_parent()
@@ -81,6 +92,11 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
     if asked == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
+    # all take part: a machine without the checkpoint that another one goes on from has a trial of its own
+    trials = exchange(place, measured(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None)
+    trial = slowest(trials) if mixed_precision == AUTO else None
+    if trial:
+        mixed_precision, why = faster(trial), describe(trial)
     # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
     # or each process would think itself alone
     try:
@@ -96,7 +112,12 @@ def make_accelerator(mixed_precision: str | None = None, **options: Any) -> Acce
         raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
+    if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
+        # accelerate would compute in fp32 there, or shard in fp16, and scale no loss
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
     refuse_different(accelerator)
+    choose_matmul_precision(accelerator)
+    accelerator.state.precision_trial = trial
     if asked == AUTO:
         say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
     return accelerator
@@ -234,10 +255,8 @@ def _use_cpu_well(place: Place) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = int(os.environ.get("OMP_NUM_THREADS", "0") or 0)
-    # launchers set OMP_NUM_THREADS=1 for several processes, however many cores there are
-    threads = given if given > 1 else max(1, cores // place.local_world_size)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    threads = users_threads(os.environ) or max(1, cores // place.local_world_size)
+    os.environ[THREADS] = str(threads)
     torch.set_num_threads(threads)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     _keep_memory()

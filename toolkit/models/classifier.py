@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
-from transformers import AutoModelForSequenceClassification, masking_utils
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, masking_utils
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
 from toolkit.compat import require
@@ -129,12 +130,19 @@ def choose_pooling(config: Any, settings: ModelSettings) -> Any:
 
 @functools.cache
 def trust_masks() -> None:
-    """transformers looks whether a mask hides anything, and waits for the GPU to know it, in each forward pass. Ours
-    always does: a batch without padding comes without one."""
-    looks = require(masking_utils, "_ignore_bidirectional_mask_sdpa", "transformers")
-    masking_utils._ignore_bidirectional_mask_sdpa = lambda mask, *sizes: (
-        (mask is None or mask.device.type == "cpu") and looks(mask, *sizes)
+    """transformers looks whether a mask hides anything, and whether ids without one are padded, and waits for the GPU
+    to know it, in each forward pass. Our masks always do: a batch without padding comes without one."""
+    for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
+        looks = require(masking_utils, name, "transformers")
+        setattr(masking_utils, name, partial(_look_on_cpu, looks))
+    warn = require(PreTrainedModel, "warn_if_padding_and_no_attention_mask", "transformers")
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda model, ids, mask: _look_on_cpu(
+        partial(warn, model), ids, mask
     )
+
+
+def _look_on_cpu(look: Callable[..., Any], tensor: torch.Tensor | None, *more: Any, **options: Any) -> Any:
+    return (tensor is None or tensor.device.type == "cpu") and look(tensor, *more, **options)
 
 
 def choose_attention(model: Any, asked: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +14,7 @@ def sample_losses(
     problem_type: ProblemType,
     label_smoothing: float = 0.0,
     focal_gamma: float | None = None,
-    pos_weight: np.ndarray | None = None,
+    pos_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(B, C) logits and labels -> (B,) float32 losses.
 
@@ -24,7 +23,8 @@ def sample_losses(
     over the batch.
 
     With `focal_gamma` each cross entropy is multiplied by (1 - p)^gamma, p the probability of what is true (Lin et al.,
-    2017, "Focal Loss"). `pos_weight` (C,) multiplies the loss of a 1, as in `torch.nn.BCEWithLogitsLoss`.
+    2017, "Focal Loss"). `pos_weight` (C,), on the logits' device, multiplies the loss of a 1, as in
+    `torch.nn.BCEWithLogitsLoss`.
     """
     logits = logits.float()
     if problem_type == "single_label_classification":
@@ -35,7 +35,7 @@ def sample_losses(
         if focal_gamma is not None:
             losses = _focal(losses, focal_gamma)
         if pos_weight is not None:
-            losses = losses * (1 + (logits.new_tensor(pos_weight) - 1) * labels)
+            losses = losses * (1 + (pos_weight - 1) * labels)
         return losses.mean(dim=-1)
     squares = (logits - labels.reshape(logits.shape)).square()
     return squares.mean(dim=-1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from tqdm import tqdm
 
+from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.evaluation import Evaluation
@@ -89,6 +92,7 @@ class RunLog:
         self.write_line()
         self._bar.close()
         # not accelerator.end_training(), which also takes the process group down: see launch.failure
+        launch.close_at_bad_end()
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -154,6 +158,20 @@ def start_trackers(
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
         accelerator.trackers.append(tracker)
+        launch.close_at_bad_end(partial(_end_as_failed, accelerator.trackers))
+
+
+def _end_as_failed(trackers: Sequence[Any]) -> None:
+    for tracker in trackers:
+        with contextlib.suppress(Exception):  # another one may do better
+            if tracker.name == "wandb":
+                tracker.run.finish(exit_code=1)
+            elif tracker.name == "mlflow":
+                importlib.import_module("mlflow").end_run("FAILED")
+            elif tracker.name == "swanlab":
+                tracker.run.finish("crashed", "the run failed")
+            else:
+                tracker.finish()
 
 
 def _mlflow_files(folder: str) -> str | None:

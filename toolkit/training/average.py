@@ -17,40 +17,45 @@ from toolkit.checkpoint.live import LiveState
 _KEY = "ema"
 
 
-@torch.no_grad()
-def update_average(state: LiveState, decay: float, steps: int) -> None:
-    """Takes in the weights after optimizer step `steps`. A short run would keep too much of its beginning: as in
-    TensorFlow's `ExponentialMovingAverage` the decay is at most (1 + steps) / (10 + steps)."""
-    for holder, kept in _kept(state):
-        if _KEY in kept:
-            kept[_KEY].lerp_(holder.detach(), 1 - min(decay, (1 + steps) / (10 + steps)))
-        else:
-            kept[_KEY] = holder.detach().clone()
+class Average:
+    """The average of one run's weights; all processes call every method. `live` gives their state."""
 
+    def __init__(self, live: Callable[[], LiveState], decay: float) -> None:
+        self._live, self._decay = live, decay
+        self._trained: tuple[list[torch.Tensor], Any] | None = None
 
-@contextlib.contextmanager
-def averaged_weights(live: Callable[[], LiveState], steps: int) -> Iterator[None]:
-    """In here the model computes with the average, and is saved as that. All processes enter; `live`: the state."""
-    _exchange(live(), steps)
-    try:
-        yield
-    finally:
-        _exchange(live(), steps)
+    @torch.no_grad()
+    def update(self, updates: int) -> None:
+        """Takes in the weights after so many updates of them. A short run would keep too much of its beginning: as in
+        TensorFlow's `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates)."""
+        if self._trained is None:  # once: maps of all parameters are made for it
+            live = self._live()
+            self._trained = [holder for holder, _ in live.holders()], live.optimizer
+        holders, optimizer = self._trained
+        for holder in holders:
+            if _KEY not in (state := optimizer.state[holder]):
+                state[_KEY] = holder.detach().clone()
+        if holders:
+            averages = [optimizer.state[holder][_KEY] for holder in holders]
+            torch._foreach_lerp_(averages, holders, 1 - min(self._decay, (1 + updates) / (10 + updates)))
 
+    @contextlib.contextmanager
+    def as_weights(self, steps: int) -> Iterator[None]:
+        """In here the model computes with the average, and is saved as that."""
+        self._exchange(steps)
+        try:
+            yield
+        finally:
+            self._exchange(steps)
 
-@torch.no_grad()
-def _exchange(state: LiveState, steps: int) -> None:
-    """The weights and their average change places, to the bit."""
-    state.before_loading()
-    for holder, kept in _kept(state):
-        if _KEY in kept:
-            weights = holder.detach().clone()
-            holder.detach().copy_(kept[_KEY])
-            kept[_KEY].copy_(weights)
-    state.after_loading(steps)
-
-
-def _kept(state: LiveState) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Each tensor that this process trains, with what the optimizer keeps of it."""
-    for holder, _ in state.holders():
-        yield holder, state.optimizer.state[holder]
+    @torch.no_grad()
+    def _exchange(self, steps: int) -> None:
+        """The weights and their average change places, to the bit."""
+        live = self._live()
+        live.before_loading()
+        for holder, _ in live.holders():
+            if _KEY in (state := live.optimizer.state[holder]):
+                weights = holder.detach().clone()
+                holder.detach().copy_(state[_KEY])
+                state[_KEY].copy_(weights)
+        live.after_loading(steps)

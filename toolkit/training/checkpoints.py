@@ -37,8 +37,8 @@ from toolkit.checkpoint.save import (
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.files import finite, flush_path, write_new
-from toolkit.training.optimizer import scaler_state
 from toolkit.training.steps import StepMetrics, Steps
+from toolkit.training.strategy import scaler_state
 
 
 class Checkpoints:
@@ -240,7 +240,7 @@ class Checkpoints:
         frozen = 0 if lora_config(state.module) else frozen
         size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and two numbers more, as AdamW keeps
         if not there and state.strategy_files == "deepspeed":  # which keeps what the model computes in as well
-            size += (4 if self.accelerator.mixed_precision == "no" else 2) * (trained + frozen)
+            size += next(state.module.parameters()).element_size() * (trained + frozen)
         # those that are kept, the best one, and the next before the oldest goes
         most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
         return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(there))

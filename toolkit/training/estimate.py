@@ -89,12 +89,12 @@ class _Living(TorchDispatchMode):
 
 
 class Trial:
-    """Forward and backward of a model that is on the CPU, on `device`. `cast`: weights in `precision`, as under
-    DeepSpeed, instead of a cast on the way (autocast)."""
+    """Forward and backward of a model that is on the CPU, on `device`. `cast`: weights are in `precision`, with no cast
+    on the way (autocast)."""
 
-    def __init__(self, model: torch.nn.Module, precision: str, device: str, strategy: str) -> None:
+    def __init__(self, model: torch.nn.Module, precision: str, device: str, cast: bool = False) -> None:
         self.model, self.device, self.dtype = model, device, _PRECISIONS[precision]
-        self.cast = precision != "no" and strategy.startswith("zero")
+        self.cast = precision != "no" and cast
         self.autocast = precision != "no" and not self.cast
 
     def count(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -150,21 +150,29 @@ def _drop_gradient(weight: torch.Tensor) -> None:
     weight.grad = None
 
 
+def computes_in_cast_weights(strategy: str, settings: TrainingSettings) -> bool:
+    """Whether the weights that a layer reads are bf16 or fp16, and autocast finds nothing to cast."""
+    return settings.half_precision_weights and strategy.startswith(("zero", "fsdp2"))
+
+
 def state(
-    strategy: str, processes: int, model: torch.nn.Module, precision: str, device: str, zero: Mapping[str, Any]
-) -> Memory:
+    strategy: str, processes: int, model: torch.nn.Module, settings: TrainingSettings, device: str,
+    zero: Mapping[str, Any], precision: str,
+) -> Memory:  # fmt: skip
     """What a strategy keeps of a model on each process. `zero`: `zero_optimization` of its DeepSpeed config."""
     every = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if strategy in ("single", "ddp"):
         return Memory(4 * every, 4 * trained, 8 * trained, 0)
-    low, part = _PRECISIONS[precision].itemsize, trained / processes
+    cast = computes_in_cast_weights(strategy, settings)
+    low, part = _PRECISIONS[precision].itemsize if cast else 4, trained / processes
     # weights that are gathered and freed leave holes in a CPU's heap, which keeps them: as much as was measured
     holes = 2.0 * low * every if device == "cpu" else 0.0
     if strategy == "fsdp2":
         layers = [sum(weight.numel() for weight in layer.parameters()) for layer in outer_layers(model)]
         gathered = every - sum(layers) + 2 * max(layers, default=0)  # what is in no layer, a layer and the next one
-        return Memory(4 * every / processes, 4 * part, 8 * part, 2 * low * gathered + holes)
+        whole = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # kept until the last micro-batch
+        return Memory(4 * every / processes, 4 * part + whole, 8 * part, 2 * low * gathered + holes)
     on_host = strategy.endswith("offload") and device != "cpu"
     kept = 0 if on_host else 1
     if strategy.startswith("zero3"):
@@ -172,7 +180,8 @@ def state(
         whole = every if 2 * every <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         if device == "cpu":
             holes += 4 * part  # at the step gradients are copied: a GPU has room where the activations were
-        return Memory(kept * low * every / processes, kept * low * part, kept * 12 * part, low * whole + holes)
+        adam = 12 if cast or strategy.endswith("offload") or device == "cpu" else 8  # fp32 weights are the masters
+        return Memory(kept * low * every / processes, kept * low * part, kept * adam * part, low * whole + holes)
     size = float(zero.get("reduce_bucket_size", 5e8))
     bucket = size * (1 + bool(zero.get("overlap_comm")))
     if device == "cpu":  # a page that nobody writes to takes no memory
@@ -203,13 +212,15 @@ def fit_batch_size(
     """The settings with the largest micro-batch that fits, the same on all ranks, for `--per_device_batch_size auto`.
 
     Before `accelerator.prepare`. The longest texts are tried: on a GPU forward and backward, beside as much memory as
-    weights, gradients and optimizer will take; on a CPU by the estimate. Raises UserError where not even one fits.
+    weights, gradients and optimizer will take; on a CPU, and where a strategy shards weights, by the estimate. Raises
+    UserError where not even one fits.
     """
     if settings.per_device_batch_size != "auto":
         return settings
     device, longest, (strategy, zero) = accelerator.device, int(train.lengths.max()), strategy_of(accelerator)
-    trial = Trial(model, str(accelerator.mixed_precision), device.type, strategy)
-    kept = state(strategy, accelerator.num_processes, model, str(accelerator.mixed_precision), device.type, zero)
+    precision = str(accelerator.mixed_precision)
+    trial = Trial(model, precision, device.type, computes_in_cast_weights(strategy, settings))
+    kept = state(strategy, accelerator.num_processes, model, settings, device.type, zero, precision)
     most = -(-settings.global_batch_size // accelerator.num_processes)
     by_length, collate = train.longest(most), collator_of(train, tokenizer, device)
     free = free_bytes(device, model)
@@ -217,7 +228,7 @@ def fit_batch_size(
     def fits(size: int) -> bool:
         limit = settings.max_tokens_per_batch
         inputs = collate(by_length[: min(size, max(1, limit // longest)) if limit else size]).inputs
-        if device.type == "cuda":
+        if device.type == "cuda" and not strategy.startswith(("zero3", "fsdp2")):  # there no GPU need hold it whole
             return trial.fits(inputs, kept.peak + (1 - _USABLE) * free)
         counted = trial.count({name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name})
         return with_activations(kept, counted, device.type).peak <= _USABLE * free

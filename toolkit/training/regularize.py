@@ -55,8 +55,9 @@ class Regularizer:
         The gradient is that of the word embeddings' output, not of their table: a text is moved by nothing but itself,
         and no parameter need be whole in any process.
         """
-        stage = getattr(self.model, "zero_optimization_stage", lambda: 3)()
-        if stage < 3:  # DeepSpeed takes a gradient of what its engine computed for the step's own: a pass beside it
+        if hasattr(self.model, "zero_optimization_stage"):
+            # DeepSpeed takes any gradient of what its engine computed for the step's own, and ZeRO-3 gathers weights
+            # for one backward pass of each forward pass only: a pass beside it
             losses = self.loss_fn(unwrapped(self.model)(**batch.inputs).logits, batch.labels)
         assert self._embedded is not None
         (slope,) = torch.autograd.grad(losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)

@@ -28,7 +28,8 @@ from toolkit.config import DataSettings, TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import restarts
 from toolkit.training.checkpoints import Checkpoints
-from toolkit.training.optimizer import set_scaler, set_schedule
+from toolkit.training.optimizer import set_schedule
+from toolkit.training.strategy import set_scaler
 
 
 @dataclass(frozen=True)

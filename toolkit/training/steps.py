@@ -13,12 +13,14 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,10 +35,14 @@ from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
+from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
+from toolkit.training.checks import refuse_changes, refuse_others, refuse_shards
 
 # How often a GPU is waited for, where --logging_steps does not say: what a stop signal may wait for, too.
 _GATHER_SECONDS = 1.0
+# Each step that fp16 skips halves the loss scale, which begins at 2**16: after 16 it is 1.
+_MOST_SKIPPED = 15
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class StepMetrics:
     mfu: float | None
     """Of all devices (`toolkit.training.mfu`); None where their peak is not known."""
     peak_memory_bytes: int
-    """The most any process has held: device memory, or resident memory on a CPU."""
+    """The most any process has held since training began or last evaluated: device memory, or resident memory on a
+    CPU."""
 
 
 @dataclass
@@ -118,6 +125,10 @@ class Step:
     """Of this process, padding counted."""
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
+    _refusal: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Of sharded parameters in a loss."""
+    _first_model: torch.nn.Module | None = None
+    """The model, in the first micro-batch of a run: there a loss is looked at."""
 
     @property
     def evaluates(self) -> bool:
@@ -134,16 +145,27 @@ class Step:
         return micro_batches(self.steps.train, self.indices, size, rank, world, most)
 
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
-        """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only."""
+        """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only, or in
+        each where `sync_each_batch` says so. Raises UserError where `requires_grad` of its parameters has changed."""
         accelerator = self.steps.accelerator
+        refuse_changes(model)
         after = [*self.mine[1:], self.following.mine[0] if self.following else None]
         for indices, following in zip(self.mine, after, strict=True):
             accelerator.sync_gradients = indices is self.mine[-1]
             self._batch = self.steps.ahead.batch(indices, following)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
-            with contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(model):
+            with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._refusal:
+                if not self.steps.begun:
+                    self.steps.begun, self._first_model = True, model
+                    self._refusal.enter_context(refuse_shards(model))
                 yield self._batch
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether gradients are reduced after the current micro-batch."""
+        accelerator, each = self.steps.accelerator, self.steps.settings.sync_each_batch
+        return bool(accelerator.sync_gradients or (accelerator.is_fsdp2 if each is None else each))
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """(B,) losses of the current micro-batch -> its part, a scalar, of the mean over the global batch.
@@ -163,6 +185,10 @@ class Step:
                 f"step.mean() wants one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
+        if self._first_model is not None:
+            refuse_others(self._first_model, losses)
+            self._refusal.close()
+            self._first_model = None
         weighted = losses * batch.weights  # (B,); 1, or its class's; 0: it only keeps the processes in step
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
@@ -170,10 +196,12 @@ class Step:
         return weighted.sum() * (averaged_over / self.loss_denominator)
 
     def refuse_non_finite(self) -> None:
-        """Raises UserError, in every process, when the gathered loss or gradient is not finite."""
-        metrics = self.metrics
-        scaled = self.steps.accelerator.mixed_precision == "fp16"  # there an infinite gradient only skips a step
-        if math.isfinite(metrics.loss) and (scaled or math.isfinite(metrics.grad_norm)):
+        """Raises UserError, in every process, when the gathered loss or gradient is not finite; of gradients in fp16,
+        where such a step is skipped, when too many in a row are not."""
+        metrics, steps = self.metrics, self.steps
+        steps.skipped = 0 if math.isfinite(metrics.grad_norm) else steps.skipped + 1
+        most = _MOST_SKIPPED if steps.accelerator.mixed_precision == "fp16" else 0
+        if math.isfinite(metrics.loss) and steps.skipped <= most:
             return
         losses, ids = torch.cat(self._losses), torch.cat(self._ids)
         bad = ids[~torch.isfinite(losses)].tolist()
@@ -199,6 +227,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """What was held before counts no more: on CUDA, and on a CPU where Linux lets a process say so (proc(5))."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # some sandboxes have no such file
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
 class Steps:
     """`for step in steps`: every optimizer step of a run, with the same samples in the same order everywhere."""
 
@@ -208,30 +245,38 @@ class Steps:
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         self.ahead = Ahead(collator_of(train, tokenizer, accelerator.device))
         self.done = 0
-        """Optimizer steps taken."""
+        """Global batches computed; fp16 may have skipped the update of some."""
+        self.skipped = 0
+        """How many of the last had a gradient that was not finite."""
         self.stop_signal = 0
         """The number of a stop signal that any process got (SIGTERM, SIGUSR1, Ctrl-C)."""
         self.utilization: Callable[[np.ndarray, float], float] | None = None
         """(lengths of texts, seconds) -> the MFU of a training on them."""
         self.signals = StopSignals(accelerator.is_main_process)
+        self.begun = False
+        """Whether there was a micro-batch."""
         self.set_randomness: Callable[[], None] = self._fresh_randomness
         self._pending: list[Step] = []
         self._at_once, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
     def _fresh_randomness(self) -> None:
         """The weights are made; from here on each process has its own dropout."""
-        set_seed(self.settings.seed, device_specific=True)
+        set_seed(self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0), device_specific=True)
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after those that are `done`, in the global order of samples, which depends on the seed
         and the epoch only. While it runs, a stop signal is kept until the step is done."""
         self.set_randomness()
+        device = self.accelerator.device
+        reset_peak_memory(device)  # of the data, a teacher, or the search for a batch that fits
         with self.signals:
             left = self._left()
             step = next(left, None)
             while step is not None:
                 step.following, step.started = next(left, None), time.perf_counter()
                 yield step
+                if step.evaluates:
+                    reset_peak_memory(device)
                 step = step.following
 
     def _left(self) -> Iterator[Step]:

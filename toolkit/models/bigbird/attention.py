@@ -1,32 +1,38 @@
 """Two ways to compute the sparse attention of one layer; both give transformers' numbers.
 
 `gathered` uses operators that every device has. `flex` is one fused kernel each way on CUDA, compiled for each shape:
-so batches are cut and padded to few shapes, and one shape too many is an error, where torch by itself would go on with
-dense scores. On a CPU torch 2.13 compiles its forward pass only, and uncompiled it is exact and dense, which serves
-the tests. No line of it has run on a GPU yet: tests marked `gpu` are there for who has one.
+so batches are cut and padded to few shapes. Where there are more, or one cannot be compiled, `gathered` computes it. On
+a CPU torch 2.13 compiles its forward pass only, and uncompiled it is exact and dense, which serves the tests. No line
+of it has run on a GPU yet: tests marked `gpu` are there for who has one.
 
 Both take queries, keys and values (B, nh, S, hs) and give (B, nh, S, hs). `bias` (B, S) is added to every score of a
 key; S is `pattern.length`.
 
-B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks, R query blocks, W key blocks of each
+B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks, R query blocks, W key blocks of each,
+N >= n blocks of the kernel
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from toolkit.models.bigbird.plan import Pattern, may_repeat, planned
+from toolkit.errors import first_line
+from toolkit.models.bigbird.plan import Pattern, counts, may_repeat, planned, tables
 
-_MOST_SAMPLES = 8
-_MOST_SHAPES = 128
-"""6 widths up to 4096 tokens, 4 numbers of samples, with and without padding, in training and evaluation: 96."""
+_MOST_SAMPLES = 4
+_MOST_SHAPES = 60
+"""3 widths up to 4096 tokens, 2 numbers of samples; in training with a bias and without, in evaluation with one: 18."""
+_MOST_MASK_BYTES = 640 * 2**20
+"""All lengths up to 4096 tokens in 12 layers with 12 heads take 216 MB, in 24 layers with 16 heads 546 MB."""
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
 _TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
@@ -40,11 +46,17 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pat
     q, k, v = (x.unflatten(2, (-1, pattern.block)) for x in (query, key, value))  # (B, nh, n, b, hs)
     bias = None if bias is None else bias.to(query.dtype).unflatten(1, (-1, pattern.block))  # (B, n, b)
     ends = _ends(q, k, v, bias)  # (B, nh, 2, b, hs)
-    second, middle = (planned(query, list(pattern), what) for what in ("second", "middle"))
+    second, middle = (_table(query, pattern, what) for what in ("second", "middle"))
     seconds = _rows(q[:, :, 1 :: q.shape[2] - 3], k, v, bias, second)  # (B, nh, 2, b, hs)
     rows = _rows(q[:, :, 2:-2], k, v, bias, middle)
     parts = [ends[:, :, :1], seconds[:, :, :1], rows, seconds[:, :, 1:], ends[:, :, 1:]]
     return torch.cat(parts, dim=2).flatten(2, 3)
+
+
+def _table(like: Tensor, pattern: Pattern, what: str) -> Tensor:
+    if torch.compiler.is_compiling():
+        return planned(like, [*pattern[:-1], int(pattern.training)], what)
+    return tables(pattern, like.device)[what]
 
 
 def _ends(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,66 +85,166 @@ def _rows(queries: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Ten
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """flex_attention with a block mask, over at most 8 samples at a time."""
-    counted = planned(query, list(pattern), "counts")  # (nh, N, N) for N blocks, the last ones padding
-    logs = counted.to(torch.promote_types(query.dtype, torch.float32)).log() if may_repeat(pattern) else None
-    mask, missing = block_mask(counted, pattern.block), counted.shape[-1] * pattern.block - pattern.length
-    query, key, value = (F.pad(x, (0, 0, 0, missing)) for x in (query, key, value))
+    """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel is to be had."""
+    if torch.compiler.is_compiling():  # a mask would have to be built within the graph, in every layer
+        return gathered(query, key, value, bias, pattern)
+    mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
+    missing = mask.seq_lengths[0] - pattern.length
+    padded = [F.pad(x, (0, 0, 0, missing)) if missing else x for x in (query, key, value)]
+    if bias is None and may_repeat(pattern):  # one kind of kernel for all that changes scores
+        bias = query.new_zeros(len(query), pattern.length)
     bias = None if bias is None else F.pad(bias, (0, missing))
-    options = _TILES if query.is_cuda else None
-    parts, start = [], 0
-    for size in _sizes(len(query)):
-        part = slice(start, start := start + size)
-        score = _score(logs, None if bias is None else bias[part].contiguous(), pattern.block)
-        given = (x[part].contiguous() for x in (query, key, value))
-        parts.append(_kernel(query.device.type)(*given, score_mod=score, block_mask=mask, kernel_options=options))
-    return torch.cat(parts)[:, :, : pattern.length]
+    parts = []
+    for part in _parts(len(query)):
+        score = None if bias is None else _score(repeats, bias[part].contiguous(), pattern.block)
+        context = _run([x[part].contiguous() for x in padded], score, mask)
+        if context is None:
+            return gathered(query, key, value, None if bias is None else bias[:, : pattern.length], pattern)
+        parts.append(context)
+    return (torch.cat(parts) if len(parts) > 1 else parts[0])[:, :, : pattern.length]
 
 
-def _sizes(samples: int) -> list[int]:
-    """A batch in powers of two: 13 -> [8, 4, 1]."""
-    if torch.compiler.is_compiling():
-        return [samples]
-    return [_MOST_SAMPLES] * (samples // _MOST_SAMPLES) + [size for size in (4, 2, 1) if samples & size]
+def few_widths(blocks: int) -> int:
+    """The next power of two: a kernel that is compiled for each width then is for few. A block of padding reads one
+    block, where others read eight."""
+    return 1 << (blocks - 1).bit_length()
 
 
-def block_mask(counted: Tensor, block: int) -> BlockMask:
-    """Every block that is read at all is read whole: (nh, n, n) counts -> a mask of full blocks only."""
-    read = counted > 0
-    order = read.int().argsort(dim=-1, descending=True, stable=True).int().unsqueeze(0)  # the read ones first
-    number = read.sum(-1, dtype=torch.int32).unsqueeze(0)
-    none = torch.zeros_like(number), torch.zeros_like(order)
+def _parts(samples: int) -> list[slice]:
+    """6 samples -> 4, 1, 1."""
+    whole = samples - samples % _MOST_SAMPLES
+    starts = [(start, _MOST_SAMPLES) for start in range(0, whole, _MOST_SAMPLES)]
+    return [slice(start, start + size) for start, size in starts + [(start, 1) for start in range(whole, samples)]]
+
+
+class Mask(NamedTuple):
+    """What one pattern needs, whatever the batch."""
+
+    blocks: BlockMask
+    repeats: Tensor
+    """(nh, N, N): the logarithm of how often a query block reads a key block."""
+
+
+_masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]] = OrderedDict()
+
+
+def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
+    """Made once per pattern, and kept for all layers, micro-batches and steps, as far as `_MOST_MASK_BYTES` go.
+    `dtype` is that of scores."""
+    key = (pattern, device, dtype)
+    if key not in _masks:
+        with torch.inference_mode(False):  # later callers may train
+            _masks[key] = _make_mask(*key)
+        while len(_masks) > 1 and sum(size for _, size in _masks.values()) > _MOST_MASK_BYTES:
+            _masks.popitem(last=False)
+    _masks.move_to_end(key)
+    return _masks[key][0]
+
+
+def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tuple[Mask, int]:
+    """A mask and its bytes. Every block that is read at all is read whole: it holds full blocks only."""
+    width, block = few_widths(pattern.length // pattern.block), pattern.block
+    count = counts(pattern, width, device)
+    read = count > 0
+    keys, queries = _ordered(read), _ordered(read.transpose(1, 2))  # of each query, of each key
+    partial_keys, partial_queries, no_repeats = _nothing(pattern.heads, width, device, dtype)
 
     def reads(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return read[head, query // block, key // block]
 
-    return BlockMask.from_kv_blocks(*none, number, order, BLOCK_SIZE=block, mask_mod=reads)
+    made: Any = BlockMask
+    size = (width * block, width * block)
+    blocks = made(size, *partial_keys, *keys, *partial_queries, *queries, BLOCK_SIZE=(block, block), mask_mod=reads)
+    repeats = count.to(dtype).clamp(min=1).log() if may_repeat(pattern) else no_repeats
+    taken = [read, *queries, *keys, *([repeats] if may_repeat(pattern) else [])]
+    return Mask(blocks, repeats), sum(tensor.nbytes for tensor in taken)
 
 
-def _score(logs: Tensor | None, bias: Tensor | None, block: int) -> Callable[..., Any] | None:
-    """Adds log(count) of the blocks (nh, n, n) and the bias of padding (B, S) to a score."""
-    if logs is None and bias is None:
-        return None
+def _ordered(read: Tensor) -> tuple[Tensor, Tensor]:
+    """(nh, N, N) -> (1, nh, N), how many blocks each block reads, and (1, nh, N, N) with these first."""
+    order = read.int().argsort(dim=-1, descending=True, stable=True).int()
+    return read.sum(-1, dtype=torch.int32).unsqueeze(0), order.unsqueeze(0)
+
+
+@functools.cache
+def _nothing(
+    heads: int, width: int, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """What all masks of a width have in common: no block is read in part, from either side, and none repeatedly."""
+    partial = [torch.zeros(1, heads, width, dtype=torch.int32, device=device),
+               torch.zeros(1, heads, width, width, dtype=torch.int32, device=device)]  # fmt: skip
+    return partial, [tensor.clone() for tensor in partial], partial[1][0].to(dtype)
+
+
+def _score(repeats: Tensor, bias: Tensor, block: int) -> Callable[..., Any]:
+    """Adds the repeats of blocks (nh, N, N) and the bias of padding (B, N * b) to a score."""
 
     def score(value: Any, sample: Any, head: Any, query: Any, key: Any) -> Any:
-        if logs is not None:
-            value = value + logs[head, query // block, key // block]
-        return value if bias is None else value + bias[sample, key]
+        return value + repeats[head, query // block, key // block] + bias[sample, key]
 
     return score
 
 
-def _kernel(device: str) -> Callable[..., Any]:
-    """Compiled where it can be trained; inside a compiled model, and on a CPU, as it is."""
-    plain: Any = flex_attention
-    return plain if device == "cpu" or torch.compiler.is_compiling() else _compiled()
+_compiles: dict[tuple[Any, ...], bool] = {}
+"""A shape, and all else that a kernel is compiled for -> whether there is one for it."""
+
+
+def _run(inputs: list[Tensor], score: Callable[..., Any] | None, mask: BlockMask) -> Tensor | None:
+    """(B, nh, N * b, hs), or None where there is no kernel for such inputs: as long as the process lives, so that
+    activations are recomputed as they were computed."""
+    query = inputs[0]
+    if not _compiled_on(query.device.type):
+        plain: Any = flex_attention
+        return plain(*inputs, score_mod=score, block_mask=mask)
+    trained = tuple(each.requires_grad and torch.is_grad_enabled() for each in inputs)
+    shape = (query.shape, query.dtype, query.device, mask.BLOCK_SIZE, score is None, trained)
+    try:
+        if shape in _compiles:
+            return _compiled()(*inputs, score, mask) if _compiles[shape] else None
+        if sum(_compiles.values()) < _MOST_SHAPES:
+            context: Tensor = _compile(*inputs, score, mask)
+            _compiles[shape] = True
+            return context
+        why = f"{_MOST_SHAPES} have been compiled"
+    except _compiler_errors() as error:
+        why = f"{type(error).__name__}: {first_line(getattr(error, 'inner_exception', error))}"
+    _compiles[shape] = False
+    warnings.warn(
+        f"flex_attention has no kernel for one more shape of batches [{why}]: gathered attention computes them, with "
+        "the same numbers, in more time",
+        stacklevel=2,
+    )
+    return None
+
+
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    from torch._dynamo import exc  # takes a second to import; whoever raises one has it
+
+    return exc.FailOnRecompileLimitHit, exc.TorchDynamoException
+
+
+def _compiled_on(device: str) -> bool:
+    """Where it can be trained; on a CPU it runs as it is."""
+    return device != "cpu"
+
+
+def _compile(*given: Any) -> Any:
+    """Runs a shape for the first time. Its backward kernel is compiled at once, too: what fails in the backward pass
+    can no longer be computed otherwise."""
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        return _compiled()(*given)
 
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """Where a shape is too many, `fullgraph` makes torch raise FailOnRecompileLimitHit."""
+    """Never dense scores: `fullgraph` makes torch raise FailOnRecompileLimitHit where a shape is too many for it."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, score: Callable[..., Any] | None, mask: BlockMask) -> Any:
+        options: Any = _TILES if query.is_cuda else None
+        return flex_attention(query, key, value, score_mod=score, block_mask=mask, kernel_options=options)
+
     compile_it: Any = torch.compile  # its stub does not know recompile_limit
-    compiled: Callable[..., Any] = compile_it(
-        flex_attention, dynamic=False, fullgraph=True, recompile_limit=_MOST_SHAPES
-    )
+    compiled: Callable[..., Any] = compile_it(attend, dynamic=False, fullgraph=True, recompile_limit=4 * _MOST_SHAPES)
     return compiled

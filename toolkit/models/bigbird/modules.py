@@ -47,7 +47,8 @@ class SparseAttention(theirs.BigBirdAttention):
 
     def _sparse(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
         inner, length = self.self, query.shape[2]
-        pattern = Pattern(inner.seed, inner.num_attention_heads, inner.block_size, inner.num_random_blocks,
+        seed = inner.seed if self.training else 0  # in evaluation all layers read the same blocks
+        pattern = Pattern(seed, inner.num_attention_heads, inner.block_size, inner.num_random_blocks,
                           inner.max_seqlen, length, self.training)  # fmt: skip
         name = self.fast_attention
         if name == "auto":

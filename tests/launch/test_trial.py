@@ -1,0 +1,106 @@
+"""toolkit/launch/trial.py: what `--mixed_precision auto` measures on a CPU, keeps, and makes of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS
+from toolkit.config import PretrainedSettings
+from toolkit.launch import trial
+from toolkit.launch.trial import BERT_BASE, faster, measured, slowest
+from toolkit.pretrained import layer_of
+
+SMALL = (32, 64)
+
+
+def test_a_trial_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    first = measured(SMALL)
+    assert set(first) == {"no", "bf16"}
+    assert min(first.values()) > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)  # the losses of a run do not depend on it
+    monkeypatch.setattr(trial, "measure", lambda widths: {"no": 1.0, "bf16": float(widths[0])})
+    assert measured(SMALL) == first
+    assert measured((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # another CPU
+    assert measured(SMALL) == {"no": 1.0, "bf16": 32.0}
+    for file in (tmp_path / "precision").glob("*.json"):
+        file.write_text("")  # a power cut
+    assert measured((48, 64)) == {"no": 1.0, "bf16": 48.0}
+
+
+def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    assert measured(SMALL)["no"] > 0
+
+
+@pytest.mark.parametrize(
+    ("trials", "precision"),
+    [
+        ([{"no": 12.0, "bf16": 2.5}], "bf16"),  # an AMD EPYC with avx512_bf16 and no AMX
+        ([{"no": 2.0, "bf16": 3.0}], "no"),  # a Xeon with the same
+        ([{"no": 1.05, "bf16": 1.0}], "no"),
+        ([{"no": 2.0, "bf16": 1.0}, None, {"no": 2.0, "bf16": 1.9}], "no"),
+        ([{"no": 2.0, "bf16": 1.0}, {"no": 3.0, "bf16": 1.9}], "bf16"),
+    ],
+)
+def test_what_is_made_of_it(trials: list[Any], precision: str) -> None:
+    assert faster(slowest(trials)) == precision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["AVX2", "AVX512_CORE"])
+def test_emulated_bf16_is_never_chosen_nor_waited_for(limit: str) -> None:
+    code = "from toolkit.launch.trial import *; print(faster(measure(BERT_BASE)))"
+    environment = {"ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
+    command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout == "no\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "widths"),
+    [
+        ({"model_type": "bert", "hidden_size": 384, "intermediate_size": 1536}, (384, 1536)),
+        ({"model_type": "distilbert", "dim": 128, "hidden_dim": 256}, (128, 256)),
+        (None, BERT_BASE),
+    ],
+)
+def test_the_widths_of_a_layer(config: dict[str, Any] | None, widths: tuple[int, int], tmp_path: Path) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    assert layer_of(PretrainedSettings(model_name_or_path=str(tmp_path)))() == widths
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_measured_differently_agree(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """By the slowest times, whichever rank has them; a rank whose precision is given takes part."""
+    (tmp_path / "unlike.py").write_text(UNLIKE)
+    settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 1, "--report_to", "none"]
+    said = run_jobs(tmp_path, WAYS["ddp x2"], [["unlike", *settings, "--output_dir", tmp_path / "run"]]).err
+    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    assert world["mixed_precision"] == "no"
+    assert world["precision_trial_ms"] == {"no": 10.0, "bf16": 9.5}
+    assert "mixed precision no: a layer of this width took 10 ms in fp32 and 9.5 ms in bf16" in said
+
+
+UNLIKE = """
+import os
+from unittest import mock
+from recipes import cls
+
+def main():
+    trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
+    with mock.patch("toolkit.launch.world.measured", lambda widths: trials[int(os.environ["RANK"])]):
+        cls.main()
+"""

@@ -1,0 +1,202 @@
+"""Runs recipes on torch's `meta` device, which stands in for a GPU: steps, a log line, an evaluation's first batch.
+
+    python tests/meta_worker.py JOBS.json NOTES.json
+
+JOBS.json: name -> [module, words...]. NOTES.json: name -> {"error": traceback, "computing": [...], "evaluating":
+[...]}, what in each part read a CPU tensor beside one of the device, or copied numbers to it. What a GPU would have to
+be waited for (`.item()`, `.cpu()`, `bool()`, `nonzero`) raises on `meta` by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit import launch
+from toolkit.evaluation.titles import Writer
+from toolkit.run import Run
+from toolkit.training.steps import Steps
+
+DEVICE = torch.device("meta")
+MODE: Any = contextlib.nullcontext()
+"""What the device's operators run in."""
+make_accelerator, begin, log = launch.make_accelerator, Steps.__iter__, Run.log
+
+
+class Traced(BaseException):
+    """The evaluation's first batch is computed."""
+
+
+class Crossings(TorchDispatchMode):
+    """Notes operators that read a CPU tensor of more than one number beside the device's, or copy one to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: dict[str, list[str]] = {"computing": [], "evaluating": []}
+        self.part = "computing"
+        self.copies = Copies(self)
+
+    def __enter__(self) -> Crossings:
+        self.copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.copies.__exit__(*error)
+
+    def note(self, name: str) -> None:
+        where = _caller()
+        # a log line may copy, and texts do; BigBird's tables are made and copied once for each pattern
+        if self.part in self.notes and not where.startswith(("batches.py:", "plan.py:")):
+            self.notes[self.part].append(f"{name} in {where}")
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        read = [each for each in tree_leaves((arguments, options)) if isinstance(each, torch.Tensor)]
+        tensors = [*read, *(each for each in tree_leaves(result) if isinstance(each, torch.Tensor))]
+        if any(each.device == DEVICE for each in tensors) and any(_on_cpu(each, function) for each in read):
+            self.note(function.name())
+        return result
+
+
+class Copies(TorchFunctionMode):
+    """Notes tensors made of numbers: a copy on a GPU, and no operator on `meta`."""
+
+    def __init__(self, crossings: Crossings) -> None:
+        super().__init__()
+        self.crossings = crossings
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        result = function(*arguments, **(options or {}))
+        if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor) and result.device == DEVICE:
+            self.crossings.note(function.__name__)
+        return result
+
+
+def _on_cpu(tensor: torch.Tensor, function: Any) -> bool:
+    """A single number on the CPU is an argument of a kernel, unless it is copied."""
+    return tensor.device.type == "cpu" and (tensor.dim() > 0 or "copy" in function.name())
+
+
+def _caller() -> str:
+    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    frame = next(frame for frame in reversed(frames) if "/site-packages/torch/" not in frame.filename)
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def accelerator_on_device(*arguments: Any) -> Accelerator:
+    accelerator = make_accelerator(*arguments, device_placement=False)  # the model is there already
+    move_to(DEVICE, accelerator)
+    return accelerator
+
+
+def move_to(device: torch.device, accelerator: Accelerator) -> None:
+    # each new AcceleratorState takes over what PartialState holds
+    accelerator.state.device = PartialState().device = device
+
+
+def on_cpu(compute: Any) -> Any:
+    """What comes before training and needs numbers: a teacher's answers."""
+
+    def compute_on_cpu(accelerator: Accelerator, *arguments: Any) -> Any:
+        move_to(torch.device("cpu"), accelerator)
+        result = compute(accelerator, *arguments)
+        move_to(DEVICE, accelerator)
+        return result
+
+    return compute_on_cpu
+
+
+def gather_numbers(_: Accelerator, sent: torch.Tensor) -> Any:
+    """What a log line reads on the host: 1, and no stop signal."""
+    assert sent.device == DEVICE
+    return SimpleNamespace(tolist=lambda: [[1.0, 0.0, *[1.0] * (sent.shape[1] - 2)]])
+
+
+def to_device(model: torch.nn.Module) -> torch.nn.Module:
+    return model.to(DEVICE)
+
+
+def on_device(load: Any) -> Any:
+    return lambda *words: to_device(load(*words))
+
+
+def trace(module: str, words: list[str]) -> dict[str, Any]:
+    recipe, crossings, sys.argv = importlib.import_module(module), Crossings(), [f"{module}.py", *words]
+
+    def steps_noted(steps: Steps) -> Iterator[Any]:
+        with MODE, crossings:
+            for step in begin(steps):
+                crossings.part = "computing"
+                yield step
+
+    def log_noted(run: Run, step: Any, grad_norm: Any) -> None:
+        crossings.part = "logging"
+        assert grad_norm.device == DEVICE
+        log(run, step, grad_norm)
+        crossings.part = "evaluating"
+
+    def gather_or_end(accelerator: Accelerator, outputs: tuple[torch.Tensor, ...]) -> Any:
+        if accelerator.device.type == "cpu":
+            return outputs
+        assert {each.device for each in outputs} == {DEVICE}
+        raise Traced
+
+    Steps.__iter__, Run.log = steps_noted, log_noted  # type: ignore[method-assign]
+    Accelerator.gather, Accelerator.gather_for_metrics = gather_numbers, gather_or_end
+    error = "no evaluation"
+    try:
+        recipe.main()
+    except Traced:
+        error = ""
+    except Exception:
+        error = traceback.format_exc()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return {"error": error, **crossings.notes}
+
+
+def allow_flex_attention() -> None:
+    """It refuses a device that it has no kernel for, and asks every mode what it makes of it; its formula runs here."""
+    torch.compiler.set_stance("force_eager")
+    flex._validate_device = lambda *tensors: None
+    for operator in (flex_attention, flex_attention_backward):
+        operator.py_impl(Crossings)(lambda mode, *words, run=operator: run(*words))
+
+
+def main() -> None:
+    launch.make_accelerator = accelerator_on_device
+    allow_flex_attention()
+    # a search for titles asks after each token whether all have ended
+    Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.most)  # type: ignore[method-assign]
+    for name in ("cls", "bigbird", "title"):
+        recipe: Any = importlib.import_module(f"recipes.{name}")
+        loader = "load_title_model" if name == "title" else "load_classifier"
+        setattr(recipe, loader, on_device(getattr(recipe, loader)))
+        if name != "title":
+            recipe.with_teacher = on_cpu(recipe.with_teacher)
+    jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    path = Path(sys.argv[2])
+    path.write_text(json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

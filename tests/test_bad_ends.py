@@ -1,0 +1,58 @@
+"""However a run ends, its trackers have every step that was logged."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.ends_worker import STEPS
+from tests.runs import WAYS, recipe
+from toolkit.launch import bad_end
+
+SETTINGS = ["--max_steps", "8", "--global_batch_size", "8"]
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "way", "code"),
+    [
+        ("fails", "0", "single", 1),
+        ("is interrupted twice", "0", "single", 130),
+        ("hangs when it is stopped", "0", "single", 143),
+        pytest.param("fails", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
+        pytest.param("is killed", "1", "ddp x2", 1, marks=pytest.mark.multiprocess),
+    ],
+)
+def test_the_steps_before_reach_the_trackers(
+    how: str, rank: str, way: str, code: int, tiny_job: list[str], tmp_path: Path
+) -> None:
+    words = [
+        how,
+        rank,
+        *tiny_job,
+        *SETTINGS,
+        "--report_to",
+        "tensorboard,trackio",
+        "--project",
+        str(tmp_path / "late"),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    done = recipe(*words, *WAYS[way], script="tests/ends_worker.py", env={"TOOLKIT_STOP_TIMEOUT": "1"})
+    assert done.code == code, done.err
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
+    assert (tmp_path / "late").read_text().split() == [str(step) for step in range(1, STEPS + 1)]
+
+
+def test_an_end_waits_for_what_hangs_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bad_end, "_CLOSE_SECONDS", 0.2)
+    calls: list[float] = []
+    bad_end.close_at_bad_end(lambda: (calls.append(0.0), time.sleep(60)))
+    started = time.monotonic()
+    bad_end.close_what_is_open()
+    bad_end.close_what_is_open()  # only once
+    assert time.monotonic() - started < 10
+    assert len(calls) == 1

@@ -1,0 +1,108 @@
+"""fp16: a step whose gradient overflows is skipped by all that counts steps, under every strategy and over a resume."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import get_scheduler
+
+from tests.faults import refusal
+from tests.fp16_jobs import IN_A_SHARD, IN_THE_LOSS, SCALE
+from tests.jobs_worker import run_jobs
+from tests.runs import WAYS, lines_of, losses_of
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.training.steps import Step
+
+STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3
+SKIPPED = (IN_THE_LOSS, IN_A_SHARD)
+
+
+def jobs(folder: Path, model: Path, reviews: Path) -> list[list[Any]]:
+    """A run, and one that goes on from its checkpoint after the first skipped step."""
+    settings = ["tests.fp16_jobs", "--model_name_or_path", model, "--train_file", reviews, "--mixed_precision", "fp16",
+                "--max_steps", STEPS, "--eval_every", STEPS, "--checkpoint_every", SAVED_AT, "--keep_checkpoints", 9,
+                "--global_batch_size", 12, "--per_device_batch_size", 3, "--learning_rate", RATE, "--warmup_steps",
+                WARMUP, "--dropout", 0, "--ema_decay", 0.9, "--report_to", "none"]  # fmt: skip
+    saved = folders.step_folder(folder / "whole" / "checkpoints", SAVED_AT)
+    return [[*settings, "--output_dir", folder / "whole"],
+            [*settings, "--output_dir", folder / "resumed", "--resume", saved]]  # fmt: skip
+
+
+def run(way: str, folder: Path, model: Path, reviews: Path) -> Path:
+    run_jobs(folder, WAYS[way], jobs(folder, model, reviews))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
+    return run("single", tmp_path_factory.mktemp("fp16"), tiny_model, reviews)
+
+
+def learning_rates() -> list[float]:
+    """By `transformers`, of a schedule that stands still where an update is skipped."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=WARMUP, num_training_steps=STEPS)
+    rates = []
+    for step in range(1, STEPS + 1):
+        rates.append(scheduler.get_last_lr()[0])
+        if step not in SKIPPED:
+            optimizer.step()
+            scheduler.step()
+    return rates
+
+
+def last(run: Path) -> CheckpointReader:
+    return open_checkpoint(folders.step_folder(run / "checkpoints", STEPS))
+
+
+def tensors(reader: CheckpointReader, key: str) -> dict[str, torch.Tensor]:
+    kept = reader.weights if key == "weight" else {name: each[key] for name, each in reader.optimizer_state.items()}
+    return {name: torch.frombuffer(stored.read(0, stored.count), dtype=torch.float32) for name, stored in kept.items()}
+
+
+def assert_skipped(folder: Path, single: Path) -> None:
+    """Of both runs: by the schedule, the optimizer, the averages and the scale, as in one process."""
+    for name, first in (("whole", 0), ("resumed", SAVED_AT)):
+        lines = lines_of(folder / name / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(first + 1, STEPS + 1))
+        assert [line["step"] for line in lines if line["grad_norm"] is None] == [s for s in SKIPPED if s > first]
+        assert [line["learning_rate"] for line in lines] == pytest.approx(learning_rates()[first:])
+        assert losses_of(folder / name) == pytest.approx(losses_of(single / "whole")[first:], rel=5e-3)
+        reader = last(folder / name)
+        manifest = folders.read_manifest(reader.path)
+        updates = STEPS - len(SKIPPED)
+        assert (manifest["step"], manifest["scheduler_steps"]) == (STEPS, updates)
+        assert manifest["loss_scale"]["cur_scale"] == SCALE / 2 ** len(SKIPPED)
+        assert {scalars["step"].value for scalars in reader.optimizer_scalars.values()} == {updates}
+        for key in ("weight", "ema"):
+            expected = tensors(last(single / "whole"), key)
+            for parameter, values in tensors(reader, key).items():
+                torch.testing.assert_close(values, expected[parameter], rtol=0, atol=updates * RATE / 4)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "single" else pytest.mark.multiprocess)
+                                 for way in WAYS if way != "ddp x3"])  # fmt: skip
+def test_what_counts_steps_does_not_count_skipped_ones(
+    way: str, single: Path, tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    folder = single if way == "single" else run(way, tmp_path, tiny_model, reviews)
+    assert_skipped(folder, single)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp16", 15), ("bf16", 0)])
+def test_a_gradient_that_stays_infinite_ends_the_run(precision: str, most: int) -> None:
+    """After 16 steps a scale of 2**16 is 1: it is not the scale that makes it infinite."""
+    steps: Any = SimpleNamespace(skipped=0, accelerator=SimpleNamespace(mixed_precision=precision))
+    step = Step(steps, 1, np.arange(2), 2, 2.0, _losses=[torch.ones(2)], _ids=[torch.arange(2)])
+    step.metrics = SimpleNamespace(step=1, loss=0.7, grad_norm=math.inf, learning_rate=1e-3)  # type: ignore[assignment]
+    for _ in range(most):
+        step.refuse_non_finite()
+    refusal(step.refuse_non_finite, match="step 1: the gradient is not finite.*mixed_precision")

@@ -1,0 +1,157 @@
+"""No tensor is left behind on the CPU, and no step waits for a GPU: on torch's `meta` device, which needs none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from tests.architectures import ARCHITECTURES, make_architecture
+from tests.meta_worker import DEVICE, Crossings
+from tests.runs import recipe
+
+COMMON = ["--text_column", "text", "--report_to", "none", "--max_steps", 3, "--eval_every", 3, "--logging_steps", 3,
+          "--global_batch_size", 8, "--per_device_batch_size", 3]  # fmt: skip
+META = ["--mixed_precision", "no", "--optimizer_args", "fused=False"]  # which has neither
+CLASSES = ["--label_column", "label"]
+TAGS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]
+NUMBERS = ["--label_column", "length", "--problem_type", "regression"]
+BOTH = ["--r_drop_alpha", 1, "--fgm_epsilon", 0.5]
+CLS: dict[str, list[Any]] = {
+    "plain": CLASSES,
+    "regularized": [*CLASSES, *BOTH, "--ema_decay", 0.9],
+    "lora": [*CLASSES, *BOTH, "--lora_r", 2, "--gradient_checkpointing"],
+    "class weights": [*CLASSES, "--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
+    "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
+    "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
+    "teacher": [*CLASSES, "--teacher", "TEACHER", "--pooling", "mean"],
+    "layers": [*CLASSES, "--freeze_layers", 1, "--layerwise_lr_decay", 0.9, "--max_grad_norm", 0],
+    "lion": [*CLASSES, "--optimizer", "lion", "--optimizer_args", "betas=(0.9,0.95)"],
+}
+LONG = [*CLASSES, "--max_length", 1536]
+BIGBIRD: dict[str, list[Any]] = {
+    "gathered": [*LONG, "--attn_implementation", "gathered"],
+    "flex": [*LONG, "--attn_implementation", "flex"],
+    "full": [*LONG, "--attn_implementation", "full"],
+    "regularized": [*LONG, *BOTH, "--ema_decay", 0.9, "--gradient_checkpointing"],
+    "lora": [*LONG, "--lora_r", 2],
+}
+TITLE: dict[str, list[Any]] = {"plain": [], "averaged": ["--ema_decay", 0.9, "--gradient_checkpointing"]}
+JOBS = {f"{name} {job}": (name, words) for name, jobs in (("cls", CLS), ("bigbird", BIGBIRD), ("title", TITLE))
+        for job, words in jobs.items()}  # fmt: skip
+# transformers' own forward pass, once in each: the tensor of one number, whether anything is attended globally, whether
+# texts are packed
+WAITS = {"DeBERTa-v2": "modeling_deberta_v2.py", "DeBERTa-v3": "modeling_deberta_v2.py",
+         "Longformer": "is_index_global_attn.flatten().any().item()", "Qwen3": "find_packed_sequence_indices",
+         "Qwen3, LoRA": "find_packed_sequence_indices"}  # fmt: skip
+CLEAN = {"error": "", "computing": [], "evaluating": []}
+
+
+@pytest.fixture(scope="module")
+def files(
+    tmp_path_factory: pytest.TempPathFactory, reviews: Path, long_reviews: Path, articles: Path
+) -> dict[str, Path]:
+    """The data of each recipe."""
+    table, path = pd.read_csv(reviews), tmp_path_factory.mktemp("rows") / "rows.csv"
+    table["tags"] = table["label"] + table["text"].str.contains("film").map({True: "|film", False: ""})
+    table["length"] = table["text"].str.len() / 100
+    table.to_csv(path, index=False)
+    return {"cls": path, "bigbird": long_reviews, "title": articles}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(tiny_model, folder)
+    ids = {"neg": 0, "pos": 1}
+    config = BertConfig.from_pretrained(tiny_model, label2id=ids, id2label={place: name for name, place in ids.items()})
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def trace(
+    folder: Path,
+    files: Mapping[str, Path],
+    jobs: Mapping[str, tuple[str, Path, list[Any]]],
+    worker: str = "tests/meta_worker.py",
+    seconds: float = 500,
+) -> dict[str, Any]:
+    """Name -> (recipe, model, words); what each of them met on the device."""
+    commands = {
+        job: [f"recipes.{name}", "--model_name_or_path", model, "--train_file", files[name], *COMMON, *words,
+              "--output_dir", folder / job]
+        for job, (name, model, words) in jobs.items()
+    }  # fmt: skip
+    listed = {job: [str(word) for word in words] for job, words in commands.items()}
+    (folder / "jobs.json").write_text(json.dumps(listed), encoding="utf-8")
+    recipe(folder / "jobs.json", folder / "notes.json", script=worker, seconds=seconds).succeeded()
+    notes: dict[str, Any] = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+    return notes
+
+
+@pytest.fixture(scope="module")
+def notes(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, files: dict[str, Path], teacher: Path
+) -> dict[str, Any]:
+    jobs = {
+        job: (name, tiny_model, META + [teacher if word == "TEACHER" else word for word in words])
+        for job, (name, words) in JOBS.items()
+    }
+    return trace(tmp_path_factory.mktemp("meta"), files, jobs)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_step_and_an_evaluation_stay_on_the_device(job: str, notes: dict[str, Any]) -> None:
+    assert notes[job] == CLEAN, notes[job]["error"]
+
+
+@pytest.mark.slow
+def test_every_architecture_stays_on_the_device(tmp_path: Path, files: dict[str, Path]) -> None:
+    texts = list(pd.read_csv(files["cls"])["text"].str[:60])
+    jobs = {
+        name: ("cls", make_architecture(name, tmp_path / f"{name} model", texts), [*META, *CLASSES, "--max_length", 60,
+               *architecture.settings])
+        for name, architecture in ARCHITECTURES.items()
+    }  # fmt: skip
+    waits = {name: str(notes) for name, notes in trace(tmp_path, files, jobs).items() if notes != CLEAN}
+    assert waits.keys() == WAITS.keys(), waits
+    assert [name for name, where in WAITS.items() if where not in waits[name]] == []
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.new_tensor([1.0, 2.0]),
+        lambda x: torch.tensor([1.0, 2.0], device=DEVICE),
+        lambda x: torch.tensor([1.0, 2.0]).to(DEVICE),
+        lambda x: x[torch.tensor([0])],
+        lambda x: torch.zeros_like(x).copy_(torch.tensor([1.0, 2.0])),
+    ],
+)
+def test_what_comes_from_the_cpu_is_noted(compute: Callable[[torch.Tensor], Any]) -> None:
+    with Crossings() as crossings:
+        compute(torch.ones(2, device=DEVICE))
+    assert crossings.notes["computing"]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        torch.Tensor.item,
+        torch.Tensor.cpu,
+        bool,
+        torch.nonzero,
+        torch.Tensor.tolist,
+        lambda x: x + torch.ones(2),
+    ],
+)
+def test_what_waits_for_the_device_raises(compute: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        compute(torch.ones(2, device=DEVICE) if compute is not bool else torch.ones((), device=DEVICE))

@@ -1,0 +1,94 @@
+"""`toolkit verify`: the shipped recipe is the same training everywhere, and of wrong ones it names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import ROOT, Finished, start
+from tests.test_your_own_recipe import PAGES, edited, edits_of
+
+CLS = "recipes/cls.py"
+BACKWARD = "accelerator.backward(step.mean(losses))  #"
+LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            losses = distilled("
+PREPARE = "    model, optimizer = accelerator.prepare("
+OUTSIDE = (
+    f"    bias = torch.nn.Parameter(torch.zeros(2))\n    optimizer.add_param_group({{'params': [bias]}})\n{PREPARE}"
+)
+DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n")
+# name -> (what the recipe says and what it says instead, a part of the reason, the run that shows it)
+WRONG: dict[str, tuple[dict[str, str], str, str]] = {
+    "mean": ({BACKWARD: "step.mean(losses), accelerator.backward(losses.mean())  #"},
+             "backward of a mean over the micro-batch", "other-micro-batches"),
+    "divided": ({BACKWARD: "accelerator.backward(step.mean(losses / len(losses)))  #"},
+                "divided by the micro-batch's size", "other-micro-batches"),
+    "randomness": ({LOGITS: DROPOUT}, "random numbers of its own", "other-randomness"),
+    "outside": ({PREPARE: OUTSIDE, LOGITS: LOGITS.replace(".logits", ".logits + bias")},
+                "a parameter outside the prepared model", "ddp"),
+}  # fmt: skip
+
+
+def verify(recipe: Path | str, folder: Path, *words: Any) -> tuple[Finished, dict[str, Any]]:
+    command = ["toolkit", "verify", str(recipe), "--max_steps", "3", "--output_dir", str(folder), *map(str, words)]
+    done = start(command, 500)
+    return done, json.loads((folder / "verify.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def job(tiny_model: Path, reviews: Path) -> list[Any]:
+    return ["--model_name_or_path", tiny_model, "--train_file", reviews, "--optimizer", "sgd", "--learning_rate", 0.1]
+
+
+@pytest.mark.multiprocess
+def test_the_shipped_recipe_agrees(job: list[Any], tmp_path: Path) -> None:
+    words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "bf16", *job]
+    done, facts = verify(CLS, tmp_path / "verify", *words)
+    assert (done.code, facts["agrees"]) == (0, True), done.out + done.err
+    runs = {run["name"]: run for run in facts["runs"]}
+    assert [run["precision"] for run in facts["runs"]] == ["no"] * 4 + ["bf16"] * 2
+    assert runs["ddp"]["difference"] <= 1e-5
+    assert len(runs["ddp"]["losses"]) == len(set(runs["ddp"]["grad_norms"])) == 3
+    assert "the same training everywhere" in done.out
+    settings = json.loads((tmp_path / "verify" / "ddp" / "config.json").read_text())
+    assert settings["data"]["accumulation"] == 6  # of 31 samples in two processes, at most 3 at a time
+    assert settings["launch"]["config_file"] == "accelerate_configs/ddp.yaml"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [*WRONG, "pairs"])
+def test_a_wrong_recipe_is_named(name: str, job: list[Any], tmp_path: Path) -> None:
+    text = edited(edits_of(PAGES[0])["contrastive"])
+    reason, shown = "depends on the others of its micro-batch", "other-micro-batches"
+    if name in WRONG:
+        edits, reason, shown = WRONG[name]
+        text = (ROOT / CLS).read_text(encoding="utf-8")
+        for before, after in edits.items():
+            assert text.count(before) == 1
+            text = text.replace(before, after)
+    (tmp_path / "recipe.py").write_text(text, encoding="utf-8")
+    shutil.copy(ROOT / "recipes" / "cls_demo.yaml", tmp_path)
+    words = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", *job]
+    done, facts = verify(tmp_path / "recipe.py", tmp_path / "verify", *words)
+    assert done.code == 1, done.out + done.err
+    wrong = [run for run in facts["runs"] if not run["agrees"]]
+    assert wrong[0]["name"].startswith(shown), done.out
+    assert all(reason in run["reason"] for run in wrong), done.out
+    assert f"    -> {wrong[0]['reason']}\n" in done.out
+
+
+def test_a_run_that_fails_is_a_row(job: list[Any], tmp_path: Path) -> None:
+    done, facts = verify(CLS, tmp_path, *job, "--max_length", 9999)
+    assert done.code == 1
+    (run,) = facts["runs"]
+    assert "--max_length 9999" in run["error"]
+    assert f"ended with an error: {run['error']}\n" in done.out
+
+
+def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
+    start(["toolkit", "verify", "recipes/none.py"]).says_in_one_line("recipes/none.py")
+    words = ["--config_file", "none.yaml", "--output_dir", str(tmp_path)]
+    start(["toolkit", "verify", CLS, *words]).says_in_one_line("none.yaml")

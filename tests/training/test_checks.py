@@ -1,0 +1,127 @@
+"""toolkit/training/checks.py: parameters of an edited recipe. Optimizers: tests/training/test_optimizer_trial.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults import refusal
+from tests.training.test_optimizer import tiny
+from toolkit.config import TrainingSettings
+from toolkit.training.checks import check_parameters, refuse_changes, refuse_others, refuse_shards
+from toolkit.training.optimizer import parameter_groups
+
+SETTINGS = TrainingSettings()
+
+
+def accelerator_of(is_fsdp2: bool = False) -> Any:
+    return SimpleNamespace(is_fsdp2=is_fsdp2, is_main_process=True)
+
+
+def check(model: torch.nn.Module, parameters: Any, settings: TrainingSettings = SETTINGS, **kind: Any) -> None:
+    check_parameters(accelerator_of(**kind), model, torch.optim.SGD(parameters, lr=0.1), settings, 10)
+
+
+def test_a_parameter_of_the_loss_belongs_into_the_model() -> None:
+    """One process would train it and not save it, and several would each train their own."""
+    model, temperature = tiny("bert"), torch.nn.Parameter(torch.ones(7))
+    says = ["the model's", "of shape (7,)", "docs/your-own-recipe.md"]
+    refusal(check, model, [*model.parameters(), temperature], says=says)
+    model.temperature = temperature
+    check(model, model.parameters())
+
+
+def test_a_loss_depends_on_no_parameters_but_the_models() -> None:
+    """As those of a second optimizer would be."""
+    model, centres = tiny("bert"), torch.nn.Parameter(torch.ones(3))
+    delta = torch.zeros(1, requires_grad=True)  # of an adversarial text, say: nothing that is trained
+    losses = model(input_ids=torch.ones(2, 5, dtype=torch.long)).logits.mean(-1) + delta
+    refuse_others(model, losses)
+    refuse_others(model, losses.detach())
+    refusal(refuse_others, model, losses + centres.exp().sum(), says=["of shape (3,)", "docs/your-own-recipe.md"])
+    model.centres = centres
+    refuse_others(model, losses + centres.exp().sum())
+
+
+def test_the_optimizer_has_the_trained_parameters_and_no_others() -> None:
+    model = tiny("bert")
+    head = [*model.classifier.parameters()]  # type: ignore[union-attr]
+    says = ["lacks", "bert.embeddings.word_embeddings.weight", "more", "--freeze_layers", "--unfreeze_every"]
+    refusal(check, model, head, says=says)
+    every = [*model.parameters()]
+    model.base_model.requires_grad_(False)  # type: ignore[operator, union-attr]
+    refusal(check, model, every, says=["are frozen", "bert.embeddings.word_embeddings.weight", "--freeze_layers"])
+    check(model, head)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_trained_does_not_change_while_training(trains: bool) -> None:
+    model = tiny("bert")
+    model.base_model.embeddings.requires_grad_(not trains)  # type: ignore[operator, union-attr]
+    check(model, [each for each in model.parameters() if each.requires_grad])
+    refuse_changes(model)
+    model.base_model.embeddings.requires_grad_(trains)  # type: ignore[operator, union-attr]
+    refusal(refuse_changes, model, says=["bert.embeddings.word_embeddings.weight", "more", "--unfreeze_every"])
+    model.base_model.embeddings.requires_grad_(not trains)  # type: ignore[operator, union-attr]
+    refuse_changes(model)
+
+
+def test_a_change_right_after_prepare_counts() -> None:
+    """Also where the strategy has made other parameters, as FSDP2 does."""
+    model = tiny("bert")
+    check(model, model.parameters())
+    for part in model.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(parameter.detach()))
+    model.classifier.requires_grad_(False)  # type: ignore[operator, union-attr]
+    refusal(refuse_changes, model, says=["classifier.weight, classifier.bias"])
+
+
+def test_a_parameter_without_dimensions_cannot_be_cut() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    check(model, model.parameters())
+    refusal(check, model, model.parameters(), is_fsdp2=True, says=["scale", "shape (1,)"])
+
+
+def test_unfreezing_needs_groups_by_layer_and_enough_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    model, settings = tiny("bert"), TrainingSettings(unfreeze_every=4)
+    refusal(check, model, model.parameters(), settings, says=["--unfreeze_every 4", "gradual=True"])
+    check(model, parameter_groups(model, 0.1, gradual=True), settings)
+    assert "1 of 4 turns never come in 10 steps" in capsys.readouterr().err  # the embeddings, at step 12
+    check(model, parameter_groups(model, 0.1, gradual=True), TrainingSettings(unfreeze_every=3))
+    assert not capsys.readouterr().err
+
+
+class Sharded(torch.nn.Module):
+    """As ZeRO-3 leaves parameters outside of a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.whole = (torch.nn.Parameter(torch.zeros(count)) for count in (0, 3))
+        for parameter, status in ((self.scale, "NOT_AVAILABLE"), (self.whole, "AVAILABLE")):
+            parameter.ds_status = SimpleNamespace(name=status)  # type: ignore[attr-defined]
+
+    def forward(self) -> torch.Tensor:
+        return self.scale.sum()  # gathered by a hook, really
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda scale: scale.sum(), lambda scale: torch.ones(2) * scale, lambda scale: torch.stack([scale, scale]),
+     lambda scale: torch.nn.functional.linear(torch.ones(2), scale), lambda scale: scale[0]],
+)  # fmt: skip
+def test_a_sharded_parameter_is_not_computed_with(use: Any) -> None:
+    model = Sharded()
+    with refuse_shards(model):
+        refusal(use, model.scale, says=["scale: sharded", "docs/your-own-recipe.md"])
+        assert model() == model.whole.sum() == 0
+        assert model.scale.requires_grad
+        assert model.scale.device.type == "cpu"
+        refusal(use, model.scale, says=["scale"])  # after a forward as before it
+    assert model.scale.sum() == 0
+    with refuse_shards(torch.nn.Linear(1, 1)) as nothing:
+        assert nothing is None

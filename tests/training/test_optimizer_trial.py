@@ -1,0 +1,254 @@
+"""toolkit/training/optimizer_trial.py: which optimizers pieces of parameters would turn into others. The verdicts on 50
+classes of `pytorch_optimizer` 4.1 were compared with real runs under one process, ZeRO-2, ZeRO-3 and FSDP2 by hand."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.faults import refusal
+from toolkit.training.checks import optimizer_faults
+from toolkit.training.lion import Lion
+from toolkit.training.muon import HIDDEN, Muon
+from toolkit.training.optimizer_trial import pieces_fault, use_fault
+
+CPU = torch.device("cpu")
+STAGES = {"zero2": 2, "zero3": 3, "fsdp2": 0}
+CUT, ZERO, ZERO3 = ("zero2", "zero3", "fsdp2"), ("zero2", "zero3"), ("zero3",)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, wide: int = 200) -> None:
+        super().__init__()
+        self.embedding, self.one, self.two = (torch.nn.Linear(wide, wide + place) for place in range(3))
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    matrices, vectors = ([each for each in model.parameters() if (each.ndim > 1) is kind] for kind in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def verdicts(optimizer: torch.optim.Optimizer) -> set[str]:
+    """The strategies that it cannot be used with."""
+    return {name for name, stage in STAGES.items() if pieces_fault(optimizer, CPU, stage)}
+
+
+class Rule(torch.optim.Optimizer):
+    """SGD whose update a rule makes: (parameter, gradient, state, group) -> update."""
+
+    def __init__(self, params: Any, rule: Callable[..., torch.Tensor], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+        self.rule, self.calls = rule, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["calls"], group["count"] = self.calls, group.get("count", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(self.rule(parameter, parameter.grad, state, group), alpha=group["lr"])
+
+
+def projected(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+    """AdamP (Heo et al., 2021): only where a gradient is at right angles to a whole parameter that a norm follows."""
+    along = (weight * gradient).sum() / weight.norm()
+    return gradient - along * weight / weight.norm() if along.abs() < 0.01 * gradient.norm() else gradient
+
+
+def factored(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+    """Adafactor as optax has it: rows and columns, of parameters with 128 of each."""
+    if weight.ndim < 2 or min(weight.shape) < 128:
+        return gradient.sign()
+    return gradient / gradient.square().mean(1, keepdim=True).sqrt()
+
+
+def growing(weight: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any) -> torch.Tensor:
+    """A step size that is found from all parameters, and too small to be seen at first (Prodigy, Mishchenko, 2023)."""
+    group["d"] = group.get("d", 1e-9) + 1e-12 * float(gradient.norm())
+    return gradient * group["d"]
+
+
+RULES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
+    "weight by weight": (lambda w, g, s, group: g.sign() * w.abs().clamp(max=1), ()),
+    "a parameter's norm (NovoGrad, LAMB)": (lambda w, g, s, group: g / g.norm(), CUT),
+    "a parameter's shape": (lambda w, g, s, group: g if w.ndim > 1 else g / 2, ZERO),
+    "rows": (lambda w, g, s, group: g - g.mean(-1, keepdim=True) if w.ndim > 1 else g, ZERO),
+    "columns": (lambda w, g, s, group: g - g.mean(0, keepdim=True), CUT),
+    "right angles": (projected, CUT),
+    "only of many rows": (factored, CUT),
+    "only late": (lambda w, g, s, group: g / g.norm() if s["step"] == 11 else g, CUT),
+    "only of large gradients": (lambda w, g, s, group: g / max(1.0, float(g.norm()) / 100), CUT),
+    "a step size of its own": (growing, CUT),
+    "the calls, counted in each group": (lambda w, g, s, group: g / group["count"], ZERO3),
+    "the calls, counted by the optimizer": (lambda w, g, s, group: g / group["calls"], ZERO),
+    "chance": (lambda w, g, s, group: g * torch.rand_like(g), CUT),
+    "matrices alone": (lambda w, g, s, group: g @ g.T @ g if w.ndim > 1 else g, CUT),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_what_an_optimizer_looks_at_decides(name: str) -> None:
+    rule, refused = RULES[name]
+    assert verdicts(Rule(groups_of(Model()), rule)) == set(refused)
+
+
+class Clipping(Rule):
+    """By the norm of all its gradients together."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
+        super().step()
+
+
+class Early(Rule):
+    """Keeps what it needs of each parameter from its construction on, as those do that never make it later."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lambda w, g, s, group: g + 0 * s["sum"])
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("kind", [Clipping, Early])
+def test_statistics_of_all_parameters_and_states_of_other_parameters(kind: type) -> None:
+    groups = groups_of(Model())
+    optimizer = Early(groups) if kind is Early else Clipping(groups, lambda w, g, s, group: g)
+    assert verdicts(optimizer) == set(CUT)
+    assert use_fault(optimizer, CPU) == ""
+
+
+# of torch.optim: those that work on pieces, and those that are refused there
+ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+WHOLE = ("Adafactor", "Adagrad", "Muon")
+OTHERS = ("LBFGS", "SparseAdam")  # tried in a loop below
+
+
+def test_each_of_pytorchs_optimizers_is_tried() -> None:
+    kinds = {name for name, kind in vars(torch.optim).items() if inspect.isclass(kind) and name != "Optimizer"}
+    assert kinds == {*ELEMENTWISE, *WHOLE, *OTHERS}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_pytorchs_optimizers_on_pieces(name: str) -> None:
+    optimizer = getattr(torch.optim, name)(groups_of(Model()), lr=5e-5)
+    assert verdicts(optimizer) == set()
+    assert use_fault(optimizer, CPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "refused"),
+    [
+        (lambda groups: torch.optim.AdamW(groups, lr=5e-5, fused=True), ()),
+        (lambda groups: torch.optim.AdamW(groups, lr=5e-5, foreach=False, amsgrad=True), ()),
+        (lambda groups: torch.optim.SGD(groups, lr=5e-5, momentum=0.9, nesterov=True), ()),
+        (Lion, ()),
+        (torch.optim.Adafactor, CUT),
+        (lambda groups: transformers.Adafactor(groups, lr=1e-4, relative_step=False), CUT),
+        (lambda groups: Muon([groups[0] | {HIDDEN: True}, groups[1]]), CUT),
+        (lambda groups: torch.optim.Muon(groups[:1]), CUT),
+    ],
+)
+def test_other_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
+    optimizer = make(groups_of(Model()))
+    assert use_fault(optimizer, CPU) == ""
+    assert verdicts(optimizer) == set(refused)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A group of one on gloo, in which FSDP2's DTensors are made."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_pytorchs_optimizers_on_dtensors(name: str, one_process: None) -> None:
+    """Rprop assigns to elements by a mask, which DTensors do not."""
+    optimizer = getattr(torch.optim, name)(groups_of(Model()), lr=5e-5)
+    assert bool(pieces_fault(optimizer, CPU, 0)) is (name == "Rprop")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_cannot_step_in_the_loop_is_refused_everywhere(name: str) -> None:
+    optimizer = getattr(torch.optim, name)(Model().parameters())
+    refusal(optimizer_faults(accelerator_of(), optimizer).raise_if_any, says=[name, "--optimizer adamw"])
+
+
+def test_a_trial_leaves_everything_as_it_was() -> None:
+    """Weights, state, groups, random numbers; and it takes no memory of the model's size."""
+    model = Model()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=5e-5, fused=True)
+    before, random = [each.clone() for each in model.parameters()], torch.get_rng_state()
+    assert verdicts(optimizer) == set()
+    assert use_fault(optimizer, CPU) == ""
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert [each.grad for each in model.parameters()] == [None] * 6
+    assert optimizer.param_groups[0]["params"][0] is model.embedding.weight
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-5, 5e-5]
+
+
+def test_a_wrapped_optimizer_is_tried_with_what_it_wraps() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        """As a Lookahead: another optimizer's groups are its own."""
+
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.defaults = inner, inner.defaults
+            self.param_groups, self.state = inner.param_groups, inner.state
+
+        def step(self, closure: Any = None) -> None:
+            self.inner.step()
+
+    # ZeRO-1 and 2 give the wrapper one group at a time, and AdamW steps all of its own for each
+    assert verdicts(Wrapper(torch.optim.AdamW(groups_of(Model())))) == {"zero2"}
+    assert verdicts(Wrapper(torch.optim.Adafactor(groups_of(Model())))) == set(CUT)
+
+
+def test_what_cannot_be_tried_is_refused_where_parameters_are_cut_and_nowhere_else() -> None:
+    class Holds(torch.optim.SGD):
+        ended = 0
+
+        def __del__(self) -> None:
+            Holds.ended += 1
+
+    optimizer = Holds(groups_of(Model()), lr=0.1)
+    assert verdicts(optimizer) == set(CUT)
+    assert use_fault(optimizer, CPU) == ""
+    Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
+    assert optimizer_faults(accelerator_of(2), optimizer).found == []
+    assert Holds.ended == 0
+
+
+def accelerator_of(stage: int = 0, is_fsdp2: bool = False) -> Any:
+    plugin = SimpleNamespace(zero_stage=stage) if stage else None
+    return SimpleNamespace(device=CPU, is_fsdp2=is_fsdp2, state=SimpleNamespace(deepspeed_plugin=plugin))
+
+
+@pytest.mark.parametrize(
+    ("make", "ways"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adafactor, {2: "with ddp ", 3: "with ddp ", "fsdp2": "with ddp "}),
+        (torch.optim.Adagrad, {2: "with ddp or fsdp2 ", 3: "with ddp or fsdp2 "}),  # DeepSpeed's own case
+        (lambda groups: Rule(groups, RULES["rows"][0]), {2: "with ddp or fsdp2 ", 3: "with ddp or fsdp2 "}),
+    ],
+)
+def test_the_line_names_the_strategies_that_an_optimizer_can_be_used_with(make: Any, ways: dict[Any, str]) -> None:
+    for strategy in (0, 2, 3, "fsdp2"):
+        accelerator = accelerator_of(is_fsdp2=True) if strategy == "fsdp2" else accelerator_of(strategy)
+        faults = optimizer_faults(accelerator, make(groups_of(Model())))
+        if strategy in ways:
+            refusal(faults.raise_if_any, says=[ways[strategy], "--optimizer adamw"])
+        else:
+            assert faults.found == []

@@ -1,0 +1,111 @@
+"""bf16 and fp16 under ZeRO and FSDP2: the gradient of a step is as near to fp32's as it is in one process.
+
+DeepSpeed by itself rounds the weights to 16 bits, makes its fp32 masters from the rounded ones, and computes the
+residual stream, adds micro-batches up and reduces in 16 bits; so does accelerate with FSDP2, but for the masters. Here
+both are given a model in fp32 whose forward pass runs under torch's autocast, as `Accelerator.prepare` has it for DDP.
+`half_precision_weights` gives their own way, for less memory and traffic, with masters that begin from the weights as
+they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32
+
+from toolkit.checkpoint.live import live_state
+from toolkit.compat import require
+from toolkit.config import TrainingSettings
+from toolkit.errors import UserError
+from toolkit.launch import say
+from toolkit.launch.precision import enabled_in_deepspeed_config
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
+    """Lets the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError for
+    weights in fp16 where DeepSpeed has none."""
+    half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
+    if half and not (zero or accelerator.is_fsdp2):
+        say(accelerator, "half_precision_weights: without ZeRO or FSDP2 weights and reductions stay in fp32")
+    if accelerator.mixed_precision == "no":
+        return
+    if zero:
+        half = half or enabled_in_deepspeed_config() is not None
+        if half and accelerator.mixed_precision == "fp16":
+            _refuse_unsupported_fp16()
+        _prepare_once(accelerator, model, _with_masters if half else _with_autocast)
+    elif accelerator.is_fsdp2 and not half:
+        _autocast(accelerator, model)
+        # weights gathered in 16 bits would leave autocast nothing to keep in fp32: twice the error of one process
+        accelerator.state.fsdp_plugin.mixed_precision_policy = None
+
+
+def _refuse_unsupported_fp16() -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not get_accelerator().is_fp16_supported():
+        raise UserError(
+            "DeepSpeed has no weights in fp16 on this device: leave --half_precision_weights out, or pass "
+            '--mixed_precision bf16; in the DeepSpeed config write "enabled": "auto"'
+        )
+
+
+def _prepare_once(accelerator: Accelerator, model: torch.nn.Module, wrapped: Callable[..., Any]) -> None:
+    prepare = accelerator.prepare
+
+    def prepare_wrapped(*objects: Any, **options: Any) -> Any:
+        accelerator.prepare = prepare
+        with wrapped(accelerator, model):
+            return prepare(*objects, **options)
+
+    accelerator.prepare = prepare_wrapped
+
+
+@contextlib.contextmanager
+def _with_autocast(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
+    """The engine is made in fp32; for accelerate the precision stays what it is. fp16's loss scale is DeepSpeed's own,
+    which skips the same steps in every process: that of its `torch_autocast` section (0.19.8) is never lowered."""
+    precision = accelerator.mixed_precision
+    section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
+    _autocast(accelerator, model)
+    section["enabled"] = False
+    try:
+        yield
+    finally:
+        section["enabled"] = True
+    if precision == "fp16":
+        from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+        engine = accelerator.deepspeed_engine_wrapped.engine
+        for name in ("loss_scaler", "dynamic_loss_scale"):
+            require(engine.optimizer, name, "deepspeed")
+        engine.optimizer.loss_scaler = scaler = CreateLossScaler(
+            torch.float16, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+        )
+        engine.optimizer.dynamic_loss_scale = scaler.dynamic
+        scaler.raise_error_at_min_scale = False  # too many skipped steps are ours to report (`Step.refuse_non_finite`)
+
+
+def _autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
+    """As `Accelerator.prepare_model` does it; a bound method stays one, so that a copy of the model calls itself."""
+    function: Callable[..., Any] | None = getattr(model.forward, "__func__", None)
+    autocast = torch.autocast(accelerator.device.type, _DTYPES[accelerator.mixed_precision])
+    forward = convert_outputs_to_fp32(autocast(function or model.forward))
+    model.forward = MethodType(forward, model) if function else forward
+
+
+@contextlib.contextmanager
+def _with_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
+    """DeepSpeed makes its masters from weights that it has rounded: the real ones are put back."""
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    yield
+    for part in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():
+        if (whole := weights.get(part.name)) is not None:
+            part.values.copy_(whole.view(-1)[part.start : part.start + part.values.numel()])

@@ -1,0 +1,50 @@
+"""Muon (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks") for the layers' matrices, and
+AdamW for all else: both PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Optimizer
+from torch.optim import Muon as TorchMuon
+
+HIDDEN = "hidden_matrices"
+"""The key of a parameter group that says whether Muon trains it."""
+
+
+class Muon(Optimizer):
+    """A matrix's step is its momentum made orthogonal, about as long as AdamW's (Liu et al., 2025, "Muon is Scalable
+    for LLM Training"): so AdamW's learning rate and weight decay fit, and one schedule serves both."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """`params`: groups, those of matrices of the hidden layers with `HIDDEN` true."""
+        groups = list(params)
+        hidden, others = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
+        self._muon = TorchMuon(
+            hidden or [{"params": []}], lr, weight_decay, momentum, nesterov, ns_steps=ns_steps,
+            adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        self._adamw = AdamW(others or [{"params": []}], lr, betas, eps, weight_decay)
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})  # the parts have filled in what is theirs
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of each: they share this optimizer's groups and state, which a checkpoint replaces."""
+        for part in (self._muon, self._adamw):
+            hidden = part is self._muon
+            part.param_groups = [group for group in self.param_groups if group.get(HIDDEN, False) is hidden]
+            part.state = self.state
+            part.step()
+        return closure and closure()
