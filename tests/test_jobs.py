@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 from pathlib import Path
@@ -147,7 +146,9 @@ def test_predict_keeps_rows_order_and_columns(trained: Path, tmp_path: Path) -> 
     assert outputs["single"].read_bytes() == before
 
 
-def test_predict_answers_for_texts_and_for_the_lines_of_a_file(trained: Path, labelled: Path, tmp_path: Path) -> None:
+def test_predict_answers_for_texts_and_for_the_lines_of_a_file(
+    trained: Path, labelled: Path, tmp_path: Path, toolkit_cache: Path
+) -> None:
     texts = ["good film", "", "very dull room"]
     (tmp_path / "new.txt").write_text("\n".join(texts) + "\n")
     finished = start(["toolkit", "predict", trained, tmp_path / "new.txt"]).succeeded()
@@ -155,12 +156,12 @@ def test_predict_answers_for_texts_and_for_the_lines_of_a_file(trained: Path, la
     table = pd.read_csv(tmp_path / "new.predictions.csv", keep_default_na=False)
     assert table["text"].to_list() == texts
     typed = [word for text in (texts[0], texts[2]) for word in ("--text", text)]
-    kept = sorted(Path(os.environ["TOOLKIT_CACHE"]).glob("tokens/*"))
+    kept = sorted(toolkit_cache.glob("tokens/*"))
     answers = start(["toolkit", "predict", trained, *typed]).out.splitlines()
     chances = table.filter(like="probability_").max(axis=1)
     for answer, row in zip(answers, (0, 2), strict=True):
         assert answer == f"{table['prediction'][row]} {chances[row]:.4f}  {texts[row]}"
-    assert sorted(Path(os.environ["TOOLKIT_CACHE"]).glob("tokens/*")) == kept  # what was typed is not kept
+    assert sorted(toolkit_cache.glob("tokens/*")) == kept  # what was typed is not kept
     model = labelled / "several numbers" / "run" / "model"
     (answer,) = start(["toolkit", "predict", model, "--text", texts[0]]).out.splitlines()
     assert re.fullmatch(r"label_0 -?[\d.e-]+ label_1 -?[\d.e-]+  good film", answer)
@@ -177,14 +178,14 @@ def test_predict_refuses_a_model_without_a_trained_head(tiny_model: Path, tmp_pa
     assert "no trained classification head" in finished.error_lines[0]
 
 
-def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path) -> None:
+def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, toolkit_cache: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", "six classes", 62)
     arguments = ["--train_file", rows, "--model_name_or_path", tiny_model]
     prepared = start(["toolkit", "prepare", *arguments]).succeeded()
     assert "train: 56 samples" in prepared.out
     folder = Path(prepared.out.splitlines()[-1].removeprefix("kept in "))
     before = {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")}
-    assert folder in before
+    assert folder in before and toolkit_cache in folder.parents
     train(*arguments, *FEW, "--output_dir", tmp_path / "run")
     assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")} == before
 

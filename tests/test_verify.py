@@ -15,10 +15,6 @@ from tests.test_your_own_recipe import PAGES, edited, edits_of
 CLS = "recipes/cls.py"
 BACKWARD = "accelerator.backward(step.mean(losses))  #"
 LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            losses = distilled("
-PREPARE = "    model, optimizer = accelerator.prepare("
-OUTSIDE = (
-    f"    bias = torch.nn.Parameter(torch.zeros(2))\n    optimizer.add_param_group({{'params': [bias]}})\n{PREPARE}"
-)
 DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n")
 # name -> (what the recipe says and what it says instead, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
@@ -27,8 +23,8 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "divided": ({BACKWARD: "accelerator.backward(step.mean(losses / len(losses)))  #"},
                 "divided by the micro-batch's size", "other-micro-batches"),
     "randomness": ({LOGITS: DROPOUT}, "random numbers of its own", "other-randomness"),
-    "outside": ({PREPARE: OUTSIDE, LOGITS: LOGITS.replace(".logits", ".logits + bias")},
-                "a parameter outside the prepared model", "ddp"),
+    "unwrapped": ({LOGITS: LOGITS.replace("model(", "accelerator.unwrap_model(model)(")},
+                  "a forward pass around it", "ddp"),
 }  # fmt: skip
 
 
