@@ -21,11 +21,12 @@ sys.path.insert(0, str(ROOT))
 LIMITS = {"": "all that it has", "AVX512_CORE_BF16": "avx512_bf16, no AMX", "AVX512_CORE": "AVX-512, no bf16",
           "AVX2": "AVX2"}  # fmt: skip
 TEXTS, STEPS = 16, 4
+PAGE = ROOT / "benchmarks" / "results" / "precision_trial.md"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/precision_trial.md")
+    parser.add_argument("--write", action="store_true", help="replace this CPU's table of the page")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
@@ -34,20 +35,25 @@ def main() -> None:
     rows = [row(limit, name) for limit, name in LIMITS.items()]
     head = ["| instructions | layer, fp32 ms | layer, bf16 ms | the trial chooses | training, fp32 samples/s | bf16 "
             "samples/s | bf16 / fp32 |", "|---|---|---|---|---|---|---|"]  # fmt: skip
-    page = "\n".join([*introduction(), "", *head, *rows, ""])
-    print(page)
+    table = "\n".join([*head, *rows])
+    print(table)
     if options.write:
-        (ROOT / "benchmarks" / "results" / "precision_trial.md").write_text(page, encoding="utf-8")
+        from toolkit.launch.trial import cpu_name
+
+        parts = PAGE.read_text(encoding="utf-8").split("\n## ")[1:] if PAGE.exists() else []  # one per CPU
+        tables = dict(part.strip().split("\n\n", 1) for part in parts) | {cpu_name(): table}
+        sections = [f"## {name}\n\n{lines}\n" for name, lines in tables.items()]
+        PAGE.write_text("\n".join([*introduction(), "", *sections]), encoding="utf-8")
 
 
 def introduction() -> list[str]:
     import torch
 
-    from toolkit.launch.trial import MARGIN, cpu_name
+    from toolkit.launch.trial import MARGIN
 
     return [
         "# The trial of a layer against real training", "",
-        f"`python benchmarks/precision_trial.py --write`: {cpu_name()}, torch {torch.__version__}. One thread, in its "
+        f"`python benchmarks/precision_trial.py --write`: torch {torch.__version__}. One thread, in its "
         "own processor time, since the machine had other work: the least of the trial's passes, the median of "
         f"training's {STEPS} steps of {TEXTS} texts, fp32 and bf16 by turns. Ratios count. bf16 is chosen where the "
         f"layer is {MARGIN} times as fast; what is emulated shows with a few tokens, and is tried with no more.",
