@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, losses_of
+from tests.runs import WAYS, failed, losses_of
 
 PROCESSES = {way: int(way[-1]) if way[-2:-1] == "x" else 1 for way in WAYS}
 COMMON = ["--dropout", 0, "--report_to", "none", "--global_batch_size", 48, "--weight_decay", 0]
@@ -24,6 +24,8 @@ STILL = [*GRADIENT, "--learning_rate", "1e-20"]
 CURVE = ["--max_steps", 8, "--eval_every", 8, "--learning_rate", "2e-3", "--warmup_ratio", 0.25]
 COARSE = ["--half_precision_weights", "true"]
 WEIGHTS = "model.safetensors"
+# DeepSpeed has weights in fp16 only on CPUs that compute in it
+FP16_WEIGHTS = torch.ops.mkldnn._is_mkldnn_fp16_supported()
 Runs = Callable[..., Path]
 
 
@@ -45,7 +47,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
         folder = tmp_path_factory.mktemp("half")
         settings = ["recipes.cls", "--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON]
         more: dict[str, list[Any]] = {"still-1": STILL} if precision == "no" else {}
-        if way.startswith(("zero", "fsdp2")):
+        if way.startswith("fsdp2") or (way.startswith("zero") and (precision != "fp16" or FP16_WEIGHTS)):
             more = {"coarse-4": [*GRADIENT, *COARSE], "still-1": [*STILL, *COARSE]}
         run_jobs(folder, WAYS[way], jobs_of(way, folder, settings, precision, more))
         return folder
@@ -118,3 +120,14 @@ def test_fp16(way: str, runs_of: Runs) -> None:
     assert losses_of(many / "curve-4") == pytest.approx(losses_of(one / "curve-4"), rel=2e-3)
     if (many / "still-1").is_dir():
         torch.testing.assert_close(weights_of(many / "still-1"), weights_of(exact / "still-1"), rtol=0, atol=1e-9)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(FP16_WEIGHTS, reason="this CPU computes in fp16")
+def test_fp16_weights_where_deepspeed_has_none(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    words = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, "--output_dir", tmp_path / "run"]
+    config = ["--config_file", "accelerate_configs/zero2.yaml", "--mixed_precision", "fp16"]
+    error = failed(*config, *words, *COARSE)
+    assert "--half_precision_weights" in error
+    assert "--mixed_precision bf16" in error
+    assert not (tmp_path / "run").exists()

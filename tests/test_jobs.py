@@ -185,7 +185,8 @@ def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, t
     assert "train: 56 samples" in prepared.out
     folder = Path(prepared.out.splitlines()[-1].removeprefix("kept in "))
     before = {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")}
-    assert folder in before and toolkit_cache in folder.parents
+    assert folder in before
+    assert toolkit_cache in folder.parents
     train(*arguments, *FEW, "--output_dir", tmp_path / "run")
     assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")} == before
 
