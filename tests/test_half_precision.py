@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_convert import convert
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, failed, losses_of
+from toolkit.training.half_precision import _linear
 
 PROCESSES = {way: int(way[-1]) if way[-2:-1] == "x" else 1 for way in WAYS}
 COMMON = ["--dropout", 0, "--report_to", "none", "--global_batch_size", 48, "--weight_decay", 0]
@@ -84,6 +85,23 @@ def test_bf16(way: str, runs_of: Runs) -> None:
         assert error_of(many / "coarse-4", exact / "gradient-4") > error_of(many / "gradient-4", exact / "gradient-4")
         # masters begin from the pretrained weights, not from rounded ones
         torch.testing.assert_close(weights_of(many / "still-1"), weights_of(exact / "still-1"), rtol=0, atol=1e-9)
+
+
+def test_a_linear_layer_of_zero3_rounds_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape, requires_grad=True) for shape in ((4, 8, 32), (16, 32), (16,))]
+
+    def of(linear: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = linear(*tensors)
+        return [output, *torch.autograd.grad(output.float().square().sum(), tensors)]
+
+    expected, before = of(torch.nn.functional.linear), of(LinearFunctionForZeroStage3.apply)
+    assert not torch.equal(before[0], expected[0])  # else DeepSpeed's own will do
+    monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(_linear))
+    assert all(map(torch.equal, of(LinearFunctionForZeroStage3.apply), expected))
 
 
 @pytest.mark.multiprocess
