@@ -19,10 +19,18 @@ from toolkit.errors import UserError
 from toolkit.launch.network import free_port
 
 SHIPPED = sorted(
-    str(path.relative_to(REPOSITORY))
-    for pattern in ("recipes/*.py", "recipes/*.yaml", "accelerate_configs/*.yaml", "ds_configs/*.json")
-    for path in REPOSITORY.glob(pattern)
+    line.removeprefix("include ")
+    for line in (REPOSITORY / "MANIFEST.in").read_text().splitlines()
+    if not line.startswith("#")
 )
+FOLDERS = ("recipes", "accelerate_configs", "ds_configs")
+
+
+def test_the_manifest_names_every_file_of_the_repository() -> None:
+    tracked = subprocess.run(["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("no git repository")
+    assert tracked.stdout.split() == SHIPPED
 
 
 def files_of(folder: Path) -> list[str]:
@@ -76,9 +84,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a build leaves files where it builds
-    ours = ("toolkit", "recipes", "accelerate_configs", "ds_configs")
-    for name in ours:
+    for name in ("toolkit", *FOLDERS):
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "recipes" / "somebodys_own.py").write_text("SECRET = 1\n")  # not in MANIFEST.in
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -114,6 +114,12 @@ def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -
     assert shown.strongest[0] == Word("last", -3.0, 1.0)
 
 
+def test_the_darkest_mark_is_a_word_and_punctuation_still_counts() -> None:
+    shown = explain._shown([("（", 5.0), ("房", -0.5), ("<", -1.0), ("good", 0.25)], "pos", "neg", 3.75)
+    assert [word.strength for word in shown.words] == [0, 1, 0, 0.5]
+    assert shown.punctuation + sum(word.adds or 0 for word in shown.strongest) == shown.difference
+
+
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
 def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_path: Path) -> None:
     names = ("price",) if kind == "regression" else ("neg", "pos")

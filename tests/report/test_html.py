@@ -23,7 +23,7 @@ from toolkit.report.html import write_report, write_report_of_folder
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
 Run = tuple[Path, Evaluation, list[str]]
-VOID = {"meta", "link", "br", "hr", "img", "input"}
+VOID = {"meta", "link", "br", "hr", "img", "input", "wbr"}
 
 
 class Page(HTMLParser):
@@ -63,7 +63,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
-            self.texts.append(data)
+            broken = bool(self.texts) and self.tags[-1][0] == "wbr"
+            self.texts[-1:] = [self.texts[-1] + data] if broken else [*self.texts[-1:], data]
         if {"td", "th"} & set(self.open):
             self.rows[self.section][-1][-1] += " ".join(data.split())
 
@@ -404,4 +405,7 @@ def test_tuned_decisions_are_drawn_and_rows_without_an_answer_are_no_mistakes(th
     assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
     assert page.source.count("<svg") > 2
     assert len(page.rows["mistakes"]) - 1 == sum(line["label"] != line["prediction"] for line in lines[50:])
+    held_back = [max(zip(line["probabilities"], CHINESE, strict=True))[1] != line["label"] for line in lines[:50]]
+    assert "count every sample as answered, the 50 without an answer (probability below 0.6), too" in page.text
+    assert f"Of the 50 samples without an answer none is shown; {sum(held_back)} of them would have" in page.text
     assert "10 of 60 are answered, and of those 90.0 % are right" in page.text

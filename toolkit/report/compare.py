@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 from toolkit.files import replace_file, writing
 from toolkit.report import curves
 from toolkit.report.bootstrap import Scores, chance, interval, mcnemar, resampled, scores_of
@@ -270,11 +270,15 @@ def tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 def verdicts(found: dict[str, Any]) -> list[str]:
     """In words: is the best one clearly better? And what was left out."""
     best, *others = found["runs"]
+    unclear = [run["name"] for run in others if not _clearly_worse(run, found["metric"])]
     lines = []
+    if others:
+        lead = f"Best by {found['metric']}: {best['name']}"
+        lines.append(f"{lead}, clearly better than {'the other' if len(others) == 1 else f'all {len(others)} others'}"
+                     if not unclear else f"{lead}, but not clearly better than {listing(unclear)}")  # fmt: skip
     for run in others:
         tests = run["against_best"]
-        judged = tests.get(found["metric"]) or next(iter(tests.values()))
-        clear = "clearly worse" if judged["p"] < _CLEAR else "no clear difference"
+        clear = "clearly worse" if _clearly_worse(run, found["metric"]) else "no clear difference"
         said = ", ".join(f"{name} {own['difference']:+.4f} [{own['low']:+.4f}, {own['high']:+.4f}] p {own['p']:.2g}"
                          for name, own in tests.items())  # fmt: skip
         lines.append(f"{run['name']} against {best['name']}: {clear} ({said})")
@@ -285,6 +289,11 @@ def verdicts(found: dict[str, Any]) -> list[str]:
                      "confirm it on rows that chose nothing (--test_file)")  # fmt: skip
     lines += [f"{run['name']} is not finished ({run['unfinished']})" for run in found["runs"] if run["unfinished"]]
     return lines + [f"left out: {name}: {why}" for name, why in found["left_out"].items()]
+
+
+def _clearly_worse(run: dict[str, Any], metric: str) -> bool:
+    tests = run["against_best"]
+    return (tests.get(metric) or next(iter(tests.values())))["p"] < _CLEAR
 
 
 def _cost(run: dict[str, Any], strategies: dict[str, float]) -> list[str]:

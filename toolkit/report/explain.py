@@ -46,6 +46,8 @@ class Explanation(NamedTuple):
     """What positive and negative words speak for."""
     words: list[Word]
     strongest: list[Word]
+    punctuation: float
+    """What the pieces without a letter or digit add: they are not coloured, and are no reason that one can read."""
     difference: float
     """The sum of all words: how far this text moves the output from that of a text that says nothing."""
 
@@ -140,12 +142,12 @@ def _words(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> l
 
 
 def _shown(pieces: Sequence[_Piece], towards: str, against: str, difference: float) -> Explanation:
-    greatest = max((abs(adds) for _, adds in pieces if adds is not None), default=0) or 1.0
-    words = [Word(text, adds, abs(adds or 0) / greatest) for text, adds in pieces]
-    strongest = sorted(
-        (word for word in words if word.adds and any(map(str.isalnum, word.text))), key=lambda word: -word.strength
-    )
+    read = [adds if any(map(str.isalnum, text)) else None for text, adds in pieces]
+    greatest = max((abs(adds) for adds in read if adds is not None), default=0) or 1.0
+    words = [Word(text, adds, abs(own or 0) / greatest) for (text, adds), own in zip(pieces, read, strict=True)]
+    strongest = sorted((word for word in words if word.strength), key=lambda word: -word.strength)
     ends = np.cumsum([len(word.text) for word in words])
     kept = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
     kept += [Word("…", None, 0)] * (len(kept) < len(words))
-    return Explanation(towards, against, kept, strongest[:_STRONGEST], difference)
+    punctuation = sum(adds or 0 for (_, adds), own in zip(pieces, read, strict=True) if own is None)
+    return Explanation(towards, against, kept, strongest[:_STRONGEST], punctuation, difference)

@@ -46,6 +46,8 @@ class Sample:
     label: Any
     prediction: Any
     wrong: bool
+    held_back: bool = False
+    """By `--abstain_below`: never wrong, whatever `prediction` would have been answered."""
     badness: float = 0.0
     """Greater is worse."""
     missed: Sequence[tuple[str, float]] = ()
@@ -94,6 +96,7 @@ def write_report(
         "sureness": _sureness(last),
         "confusion": None,
         "num_samples": 0,
+        "num_held_back": 0,
         "slices": [],
         "examples": {},
         "explanations": {},
@@ -196,7 +199,8 @@ def _samples_shown(
     regression = labels.problem_type == "regression"
     samples = [_judged(place, line, labels) for place, line in enumerate(record.predictions(folder))]
     _check_number(folder, len(samples), texts)
-    wrong = [sample for sample in samples if sample.wrong]
+    wrong, held_back = ([own for own in samples if getattr(own, name)] for name in ("wrong", "held_back"))
+    answered = [sample for sample in samples if not sample.held_back]
     # a NaN has no order, and is as wrong as can be
     worst = heapq.nlargest(MOST_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
     return {
@@ -205,7 +209,14 @@ def _samples_shown(
         "worst": [(sample, _shortened(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
         "num_wrong": len(wrong),
-        "slices": worst_slices(np.array([sample.wrong for sample in samples]), groups) if not regression else [],
+        "num_held_back": len(held_back),
+        "num_held_wrong": sum(sample.label != sample.prediction for sample in held_back),
+        "slices": []
+        if regression
+        else worst_slices(
+            np.array([sample.wrong for sample in answered]),
+            {name: [values[sample.place] for sample in answered] for name, values in groups.items()},
+        ),
     }
 
 
@@ -217,7 +228,8 @@ def _scatter(samples: Sequence[Sample]) -> curves.Chart | None:
 
 def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
     label, prediction = line["label"], line["prediction"]
-    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not line.get("held_back"))
+    held_back = line.get("held_back", False)
+    sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not held_back, held_back)
     if labels.problem_type == "regression":
         sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from markupsafe import Markup, escape
 
 from toolkit import demo
 from toolkit.config import Task
@@ -210,7 +211,8 @@ def _without_home(text: str) -> str:
 
 
 def render(template: str, context: dict[str, Any], **filters: Any) -> str:
-    """A template of this folder; values are escaped in HTML. `number` and `filters` are its filters."""
+    """A template of this folder; values are escaped in HTML. `number`, `breakable` and `filters` are its
+    filters."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -219,7 +221,7 @@ def render(template: str, context: dict[str, Any], **filters: Any) -> str:
         keep_trailing_newline=True,
         autoescape=template.endswith(".html"),
     )
-    environment.filters |= {"number": number, **filters}
+    environment.filters |= {"number": number, "breakable": _breakable, **filters}
     return environment.get_template(template).render(context)
 
 
@@ -232,6 +234,11 @@ def number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _breakable(name: Any) -> Markup:
+    """A file's or a class's name that a browser may break after `_` and `/`, rather than within a word."""
+    return Markup(re.sub("([_/])", r"\1<wbr>", str(escape(name))))
 
 
 def plain(value: Any) -> str:
