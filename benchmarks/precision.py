@@ -3,8 +3,8 @@
     python benchmarks/precision.py --write        (about 15 minutes on 2 cores)
 
 20 optimizer steps of MiniLM on English film reviews, without dropout, in global batches of 32, cut into 4 and into 16
-micro-batches on each process. For each way: the largest relative difference of a step's loss from fp32's in one
-process, the range of its gradient norms over fp32's, and the error of the first step's gradient, |g - g32| / |g32| (a
+micro-batches on each process. For each way: the relative difference of a step's loss from fp32's in one process, the
+range of its gradient norms over fp32's, and the error of the first step's gradient, |g - g32| / |g32| (a
 step of SGD with a learning rate of 1 moves the weights by it). `--write` puts the table into benchmarks/results.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -112,21 +113,23 @@ def weights_of(run: Path) -> torch.Tensor:
 
 def table_of(results: dict[Row, Result], begin: torch.Tensor) -> str:
     lines = [
-        "| precision | way | micro-batches | loss, largest difference | gradient norm / fp32's | gradient, error |",
-        "|---|---|---|---|---|---|",
+        "| precision | way | micro-batches | loss, largest difference | its root mean square | gradient norm / fp32's "
+        "| gradient, error |",
+        "|---|---|---|---|---|---|---|",
     ]
     for (precision, way, count), result in sorted(results.items(), key=lambda row: (row[0][0], row[0][2])):
         if precision == "no":
             continue
         exact = results["no", "one process", count]
-        loss = max(abs(a / b - 1) for a, b in zip(result.losses, exact.losses, strict=True))
+        differences = [abs(a / b - 1) for a, b in zip(result.losses, exact.losses, strict=True)]
+        mean = math.sqrt(sum(difference**2 for difference in differences) / len(differences))
         ratios = [a / b for a, b in zip(result.norms, exact.norms, strict=True) if a is not None]
         skipped = len(result.norms) - len(ratios)
         error = (result.weights - exact.weights).norm() / (exact.weights - begin).norm()
         shown = "-" if error > 0.5 else f"{error:.1e}"  # the step was skipped
         steps = f"; {skipped} steps skipped" * bool(skipped)
-        lines.append(f"| {precision} | {way} | {count} | {loss:.1e} | {min(ratios):.4f} to {max(ratios):.4f}{steps} "
-                     f"| {shown} |")  # fmt: skip
+        lines.append(f"| {precision} | {way} | {count} | {max(differences):.1e} | {mean:.1e} "
+                     f"| {min(ratios):.4f} to {max(ratios):.4f}{steps} | {shown} |")  # fmt: skip
     return "\n".join(lines)
 
 
