@@ -94,7 +94,7 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
         "--delimiter", metavar="CHARACTER", help="between cells; as the file's ending says if not given"
     )
     predict.add_argument(
-        "--quoting", choices=("csv", "none"), default="csv", help="none: a double quote is part of the text [csv]"
+        "--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]"
     )
     predict.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")

@@ -31,7 +31,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.decisions import DECISIONS, saved_decisions
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import labels_of
+from toolkit.evaluation.saved_model import labels_of, quoting_of_run
 from toolkit.files import replace_folder, writing
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier
@@ -138,7 +138,7 @@ def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
 
 
 def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split, bool]:
-    table = read_file(file, TextSettings())
+    table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
     found = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*found, options.text_pair])
     texts, pairs = (
