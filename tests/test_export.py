@@ -146,7 +146,8 @@ def test_what_servers_look_for(exported: Any) -> None:
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
     given = {"to": "openvino", "int8": False, "max_drop": 0.5, "max_changed": 2, "validation_file": None,
-             "calibration_file": None, "text_column": None, "text_pair": None, "label_column": None, "max_length": None}  # fmt: skip
+             "calibration_file": None, "text_column": None, "text_pair": None, "label_column": None,
+             "max_length": None}  # fmt: skip
     return argparse.Namespace(model=str(model), out=str(out), **(given | more))
 
 
