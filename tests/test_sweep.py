@@ -210,7 +210,7 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
-    assert "best settings: weight_decay=0." in done.out
+    assert "no settings are best: all 2 trials" in done.out  # four steps tell the two values of the decay not apart
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table
     assert "Over seeds" in table

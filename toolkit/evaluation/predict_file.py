@@ -212,8 +212,8 @@ def _predict_parts(
         if empty:
             print(empty_texts(empty, rows), file=sys.stderr)
         if unanswered and saved.decisions:
-            limit = f"abstain_below {saved.decisions.abstain_below:g} of the model's decisions.json"
-            print(f"{unanswered} of {rows} rows have no answer: none is as sure as {limit}", file=sys.stderr)
+            limit = f"below {saved.decisions.abstain_below:g}, the abstain_below of the model's decisions.json"
+            print(f"{unanswered} of {rows} rows have no answer: their probabilities are {limit}", file=sys.stderr)
         again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
         print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
 
