@@ -126,6 +126,8 @@ def exported(model: Path, file: Path, given: argparse.Namespace, to: str) -> Pat
             "--int8",
             "--max_drop",
             "100",
+            "--max_changed",
+            "100",
         ]
         print(subprocess.run([*command, *run], check=True, capture_output=True, text=True).stdout, file=sys.stderr)
     return out

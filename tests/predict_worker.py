@@ -1,5 +1,5 @@
 """`toolkit predict` with windows of 16 rows: in a group of processes (tests/jobs_worker.py), or as a script, which
-prints the first row of each part that it has written, and kills itself behind that of the row KILLED_AT."""
+prints the first row of each part that it has written, and sends itself a signal behind that of the row KILLED_AT."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 from typing import Any
 
+from toolkit import launch
 from toolkit.cli import build_parser
 from toolkit.data import parse, read
 from toolkit.evaluation import predict_file
@@ -25,9 +26,9 @@ class _Killed(Parts):
         super().write(start, *given)
         print(start, flush=True)
         if os.environ.get("KILLED_AT") == str(start):
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), int(os.environ.get("KILLED_BY", signal.SIGKILL)))
 
 
 if __name__ == "__main__":
     predict_file.Parts = _Killed  # type: ignore[misc]
-    main()
+    launch.run(main)

@@ -8,11 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
+import numpy as np
 import pandas as pd
 import pytest
 
 import toolkit
+from tests.faults import refusal
+from tests.report.made import classifier
 from tests.runs import ROOT, lines_of, losses_of, start
+from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.launch.network import free_port
 
@@ -90,7 +95,58 @@ def test_predict_evaluate_and_convert(
     wanted = lines_of(run / "eval.jsonl")[-1]
     assert numbers == {name: wanted[name] for name in numbers}
     assert {"accuracy", "f1_macro", "per_class"} <= set(numbers)
+    for count, truth in ((2, ["pos"]), (0, [])):
+        with pytest.raises(UserError, match=f"{count} texts and {len(truth)} labels"):
+            toolkit.evaluate(run / "model", texts[:count], truth)
     with pytest.raises(
         UserError, match="texts, row 1: label 'good' does not occur in training: the classes are neg, pos"
     ):
         toolkit.evaluate(run / "model", texts[:1], ["good"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
+    labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
+    folder = tmp_path_factory.mktemp("run") / "model"
+    folder.mkdir()
+    return classifier(sharp_model, folder, labels)
+
+
+def test_texts_of_every_kind_are_predicted(model: Path, no_launcher: None) -> None:
+    """Whatever holds them, in their order; of pairs the second text counts."""
+    texts = ["good film", "dull book, very bad", "the room"]
+    wanted = toolkit.predict(model, texts)
+    frame = pd.DataFrame({"text": texts}, index=[7, 7, 1])
+    for same in (tuple(texts), frame["text"], frame["text"].astype("category"), np.array(texts),
+                 datasets.Dataset.from_pandas(frame)["text"]):  # fmt: skip
+        assert toolkit.predict(model, same) == wanted
+    pairs = [(text, "price") for text in texts]
+    found = toolkit.predict(model, pairs)
+    assert found == toolkit.predict(model, list(map(list, pairs)))
+    assert [line["probabilities"] for line in found] != [line["probabilities"] for line in wanted]
+    assert toolkit.predict(model, []) == []
+    with pytest.warns(UserWarning, match=r"2 of 3 rows .*\(rows 2, 3\)"):
+        assert len(toolkit.predict(model, ["good", " ", ""])) == 3
+
+
+def test_what_is_no_text_is_refused(model: Path, no_launcher: None) -> None:
+    """Not the characters of a string, the names of columns, or "None"."""
+    frame = pd.DataFrame({"text": ["good"], "label": ["a"]})
+    for wrong, named in (("good", "str"), (b"good", "bytes"), (None, "NoneType"), (frame, "DataFrame"), (3, "int"),
+                         ({"text": ["good"]}, "dict"), ({"good"}, "set"), (iter(["good"]), "list_iterator"),
+                         (np.array([["good", "bad"]]), "ndarray")):  # fmt: skip
+        refusal(toolkit.predict, model, wrong, says=[f"type {named}", "a list of str"])
+    for wrong, row in ((["good", None], 2), (["good", ("good", "bad")], 2), ([("good", "bad"), "good"], 2),
+                       ([("good", "bad", "dull")], 1), ([("good",)], 1), ([("good", None)], 1), ([3.5], 1),
+                       (pd.Series(["good", float("nan")]), 2), (datasets.Dataset.from_pandas(frame), 1)):  # fmt: skip
+        refusal(toolkit.predict, model, wrong, says=[f"texts, row {row}: ", "a list of str"])
+    (model.parent / "config.json").write_text('{"settings": {}, "data": {"text_pair": "reply"}}')
+    refusal(toolkit.predict, model, ["good"], says=["reply", "(str, str)"])
+    assert len(toolkit.predict(model, [("good", "bad")])) == 1
+    (model.parent / "config.json").unlink()
+
+
+def test_an_empty_text_on_the_command_line_has_the_warning_too(model: Path) -> None:
+    done = start(["toolkit", "predict", model, "--text", "good", "--text", ""]).succeeded()
+    assert "1 of 2 rows have an empty text (rows 2)" in done.err
+    assert len(done.out.splitlines()) == 2

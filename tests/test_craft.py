@@ -152,7 +152,8 @@ def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path)
     pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
     from toolkit.export import export
 
-    named = {"model": str(run / "model"), "out": tmp_path / "onnx", "to": "onnx", "int8": False, "max_drop": 0}
+    named = {"model": str(run / "model"), "out": tmp_path / "onnx", "to": "onnx", "int8": False, "max_drop": 0,
+             "max_changed": 0}  # fmt: skip
     files = dict.fromkeys(("validation_file", "calibration_file", "text_column", "text_pair", "label_column",
                            "max_length"))  # fmt: skip
     export(argparse.Namespace(**named, **files))

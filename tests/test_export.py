@@ -31,6 +31,7 @@ from toolkit.errors import UserError
 pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
+from toolkit import export as export_module
 from toolkit.export import compare, export
 from toolkit.models.exported import ExportedClassifier
 
@@ -53,7 +54,7 @@ def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
     found = {}
     for to, int8 in KINDS:
         out = model.parent / f"{to}-{int8}"
-        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5"]
+        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5", "--max_changed", "5"]
         found[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
     return found
 
@@ -144,20 +145,42 @@ def test_what_servers_look_for(exported: Any) -> None:
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
-    given = {"to": "openvino", "int8": False, "max_drop": 0.5, "validation_file": None, "calibration_file": None,
-             "text_column": None, "text_pair": None, "label_column": None, "max_length": None}  # fmt: skip
+    given = {"to": "openvino", "int8": False, "max_drop": 0.5, "max_changed": 2, "validation_file": None,
+             "calibration_file": None, "text_column": None, "text_pair": None, "label_column": None,
+             "max_length": None}  # fmt: skip
     return argparse.Namespace(model=str(model), out=str(out), **(given | more))
 
 
 def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"accuracy .*answers are the same, on 21 rows.*nothing was written"):
-        export(options(model, tmp_path / "out", max_drop=-1))  # 0 points are too many
+    with pytest.raises(UserError, match=r"accuracy .*answers are the same, on 21 rows.*nothing was written.") as caught:
+        export(options(model, tmp_path / "out", max_drop=-1, max_changed=-1))  # 0 points are too many
+    assert str(caught.value).endswith("pass --max_drop 0 --max_changed 0")
     assert not list(tmp_path.iterdir())
     folder, _ = exported["openvino", False]
     with pytest.raises(UserError, match="exists: name another folder"):
         export(options(model, folder))
     with pytest.raises(UserError, match="is exported to openvino already"):
         export(options(folder, tmp_path / "out"))
+
+
+def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer of 21 changes, from wrong to right: accuracy rises, and the other limit is what refuses it."""
+    truth = np.array([lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")])
+    right = np.eye(2)[truth.astype(int)]
+    before = right.copy()
+    before[0] = before[0, ::-1]
+    value = "4.77"
+    for expected, found, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
+        logits = iter([expected, found] * 2)
+        monkeypatch.setattr(export_module, "_logits", lambda *_, logits=logits: next(logits))
+        limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
+        with pytest.raises(UserError) as caught:
+            export(options(model, tmp_path / "out", **limits))
+        assert str(caught.value).endswith(f"pass --{setting} {value}")
+        export(options(model, tmp_path / "out", **limits | {setting: float(value)}))
+        shutil.rmtree(tmp_path / "out")
 
 
 def test_what_cannot_be_exported_says_why(
@@ -183,7 +206,7 @@ def test_files_beside_a_run(
     """Any classifier with files of one's own; without labels the answers alone are compared."""
     copy = shutil.copytree(model, tmp_path / "alone")
     files = {"validation_file": str(reviews), "calibration_file": str(bare)}
-    export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5))
+    export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5, max_changed=5))
     assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
     (copy / "decisions.json").write_text(json.dumps({"labels": ["neg", "pos"], "temperature": 2.0}))
     export(options(copy, tmp_path / "two", validation_file=str(bare)))
@@ -206,11 +229,12 @@ def test_numbers_are_exported_too(
 def test_what_is_compared() -> None:
     single = Labels("single_label_classification", ("a", "b"), ())
     logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-    said, drop = compare(logits, other, np.array([0, 0, 0, 1]), single)
-    assert (said, drop) == ("accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same", 50)
+    said, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
+    assert said == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
+    assert losses == {"max_drop": 0, "max_changed": 50}
     several = Labels("multi_label_classification", ("a", "b"), ())
-    said, drop = compare(logits - 1.5, other - 1.5, None, several)
-    assert (said, drop) == ("75.00 % of the answers are the same", 25)
+    assert compare(logits - 1.5, other - 1.5, None, several) == (
+        "75.00 % of the answers are the same", {"max_changed": 25})  # fmt: skip
     numbers = Labels("regression", ("a",), ())
-    said, drop = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
-    assert drop == pytest.approx(100 * 4 * 0.01 / 5)
+    _, losses = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
+    assert losses == {"max_drop": pytest.approx(100 * 4 * 0.01 / 5)}

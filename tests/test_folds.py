@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start, train
+from toolkit.report.folds import write_folds
 
 COMMON = ["--max_steps", 4, "--eval_every", 2, "--checkpoint_every", 2, "--global_batch_size", 12, "--dropout", 0,
           "--per_device_batch_size", 5, "--learning_rate", "3e-3", "--report_to", "none", "--mixed_precision", "no",
@@ -69,6 +70,25 @@ def test_every_row_is_judged_once_by_a_model_that_has_not_seen_it(single: tuple[
     assert "all 3 folds are done; out of fold, 80 rows: accuracy 0." in done.err
     errors = lines_of(folder / "label_errors.jsonl")
     assert all(error["given"] == table["label"][error["id"]] != error["label"] for error in errors)
+
+
+def test_a_list_by_models_that_know_little_says_so_first(single: tuple[Path, Finished], tmp_path: Path) -> None:
+    """One answer for all rows: none whose label it is may be suspected, and before the list stands what it is worth."""
+    folder = tmp_path / "run"
+    shutil.copytree(single[0], folder, symlinks=True)
+    for part in folder.glob("fold-*/out_of_fold.jsonl"):
+        chances = [0.6 + line["id"] / 400 for line in lines_of(part)]
+        lines = [line | {"prediction": "neg", "probabilities": [chance, 1 - chance]}
+                 for line, chance in zip(lines_of(part), chances, strict=True)]  # fmt: skip
+        part.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = write_folds(folder)
+    share = sum(line["label"] == "neg" for line in lines_of(folder / "out_of_fold.jsonl")) / 0.8
+    assert said[0].count(f"{share:.1f} %") == 2
+    assert "never answer pos" in said[1]
+    assert "--num_train_epochs" in said[1]
+    assert {line["given"] for line in lines_of(folder / "label_errors.jsonl")} == {"pos"}
+    page = (folder / "report.html").read_text()
+    assert page.index("never answer pos") < page.index("<select data-id=")
 
 
 @pytest.mark.multiprocess

@@ -106,6 +106,20 @@ def test_a_list_is_tried_whole_and_a_run_that_diverges_is_no_end(swept: Callable
     assert "best settings: x=1\n" in said
 
 
+def test_trials_that_are_alike_have_no_best(swept: Callable[..., str]) -> None:
+    said = swept("--search", "x=2,2.0,2e0", "--takes", 0)
+    assert "best settings" not in said
+    assert "all 3 trials" in said
+    assert "x=2\n" in said  # what --seeds and --configs would take
+
+
+def test_a_trial_as_good_as_the_best_is_named(swept: Callable[..., str]) -> None:
+    said = swept("--search", "x=4,2,2.0", "--takes", 0)
+    assert "best settings: x=2\n" in said
+    assert "as good: trial-002" in said
+    assert "no run is clearly worse" in said  # the predictions of all three are the same
+
+
 def test_what_fails_before_its_first_step_ends_the_sweep(swept: Callable[..., str]) -> None:
     with pytest.raises(
         UserError, match=r"trial-000 failed before its first step: there is no file n.csv \(.*000.log\)"
@@ -164,6 +178,8 @@ def test_a_stopped_sweep_goes_on_with_the_run_it_was_in(
     (["--search", "config_file=a,b"], "has no setting config_file"),
     (["--search", "output_dir=a,b"], "each run has a folder of its own"),
     ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
+    (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"],
+     "class_weights=balanced,effective: each value makes the loss another quantity"),
     (["--seeds", "0"], "--seeds 0: give 1 or more"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
@@ -194,7 +210,7 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
-    assert "best settings: weight_decay=0." in done.out
+    assert "no settings are best: all 2 trials" in done.out  # four steps tell the two values of the decay not apart
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table
     assert "Over seeds" in table

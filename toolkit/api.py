@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from toolkit.data.read import Table
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation import classification_metrics
 from toolkit.evaluation.decisions import Decisions
-from toolkit.evaluation.saved_model import SavedModel
+from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
 from toolkit.evaluation.titles import title_metrics
 from toolkit.launch import failure_detector
 
@@ -33,38 +34,67 @@ def settings(task: str = "cls", **given: Any) -> Any:
     return build(TASKS[task], given)
 
 
-def predict(model: str | Path, texts: Sequence[str], **sizes: int) -> list[dict[str, Any]]:
+def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:
     """What a saved model says of each text, in their order: `prediction`, and `probabilities` in the order of its
     classes; a title model's `prediction` is a title. Thresholds, a temperature and where it gives no answer (None) are
     those of the model's decisions.json, where it has one.
 
-    `sizes`: `per_device_batch_size`, `max_tokens`, as for `toolkit predict`. In several processes all call it, and
-    all but the main one get an empty list. Raises UserError for a model that cannot be loaded.
+    `texts`: a sequence of str (a list, a pandas Series, a numpy array, a column of a DataFrame or of `datasets`), or of
+    (str, str) pairs. Of an empty one there is a warning. `sizes`: `per_device_batch_size`, `max_tokens`, as for
+    `toolkit predict`. In several processes all call it, and all but the main one get an empty list. Raises UserError
+    for a model that cannot be loaded, and for texts that are none.
     """
-    decisions, found = _outputs(model, texts, **sizes)
+    decisions, found = _outputs(model, _columns(texts), **sizes)
     if decisions is None or found is None:
         return [{"prediction": title} for title in found or ()]
     return list(decisions.answers(found))
 
 
-def evaluate(model: str | Path, texts: Sequence[str], truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
+def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
     """The numbers of eval.jsonl, but for the loss, of a saved model on texts and what is true of them: class names,
-    lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`."""
-    decisions, found = _outputs(model, texts, **sizes)
+    lists of them (multi-label), numbers, or titles. Each text counts once; otherwise as `predict`. Raises UserError,
+    too, where the texts and what is true of them are not as many, or none."""
+    columns = _columns(texts)
+    if not 0 < len(columns[0]) == len(truth):
+        raise UserError(f"{len(columns[0])} texts and {len(truth)} labels: pass one label for each text, at least one")
+    decisions, found = _outputs(model, columns, **sizes)
     if decisions is None or found is None:
         return title_metrics(found, truth) if found else {}
     table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
-    encoded = replace(decisions.labels, columns=("label",)).encode(table, np.arange(len(texts)))
+    encoded = replace(decisions.labels, columns=("label",)).encode(table, np.arange(len(columns[0])))
     return classification_metrics(decisions.adjusted(found), encoded, decisions.labels)
 
 
 def _outputs(
-    model: str | Path, texts: Sequence[str], per_device_batch_size: int = 64, max_tokens: int | None = 16384
+    model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = 16384
 ) -> tuple[Decisions | None, Any]:
     """(how it decides, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
-    saved = SavedModel(str(model))
-    saved.load(launch.make_accelerator(), saved.length(None), per_device_batch_size, max_tokens)
-    return saved.decisions, saved.outputs(saved.split(list(map(str, texts))))
+    saved, pairs = SavedModel(str(model)), len(columns) > 1
+    if not columns[0]:
+        return None, None
+    if not pairs and (named := run_of(str(model))["data"].get("text_pair")):
+        raise UserError(f"{model} reads pairs (--text_pair {named}): pass a list of (str, str) pairs")
+    accelerator = launch.make_accelerator()
+    empty = [row for row, read in enumerate(zip(*columns, strict=True)) if not all(map(str.strip, read))]
+    if empty and accelerator.is_main_process:
+        warnings.warn(empty_texts(empty, len(columns[0])), stacklevel=3)
+    saved.load(accelerator, saved.length(None, pairs), per_device_batch_size, max_tokens)
+    return saved.decisions, saved.outputs(saved.split(columns[0], columns[1] if pairs else None))
+
+
+def _columns(texts: Any) -> tuple[list[str], ...]:
+    """The texts; of pairs the first ones and the second ones. Raises UserError for anything else."""
+    wanted = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
+    sequence = all(hasattr(texts, name) for name in ("__len__", "__getitem__")) and getattr(texts, "ndim", 1) == 1
+    if not sequence or isinstance(texts, str | bytes | Mapping):  # the items of a DataFrame are its columns' names
+        raise UserError(f"the texts are of type {type(texts).__name__}: {wanted}")
+    rows = [item if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
+    width = len(rows[0]) if rows else 1
+    for number, row in enumerate(rows, 1):
+        if len(row) != width or not all(isinstance(text, str) for text in row):
+            shown = repr(row if len(row) > 1 else row[0])[:60]
+            raise UserError(f"texts, row {number}: {shown} is no {'text' if width == 1 else 'pair of texts'}: {wanted}")
+    return tuple([str(row[place]) for row in rows] for place in range(width))
 
 
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:

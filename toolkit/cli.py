@@ -94,7 +94,7 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
         "--delimiter", metavar="CHARACTER", help="between cells; as the file's ending says if not given"
     )
     predict.add_argument(
-        "--quoting", choices=("csv", "none"), default="csv", help="none: a double quote is part of the text [csv]"
+        "--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]"
     )
     predict.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
     predict.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
@@ -126,7 +126,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export.add_argument("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
     export.add_argument("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
     export.add_argument("--max_drop", type=float, default=0.5, metavar="POINTS",
-                        help="how far accuracy, or the share of equal answers, may fall, of 100 [0.5]")  # fmt: skip
+                        help="how far accuracy (of numbers: their variance) may fall, of 100 [0.5]")  # fmt: skip
+    export.add_argument("--max_changed", type=float, default=2.0, metavar="POINTS",
+                        help="how many answers may change, right or wrong, of 100 [2]")  # fmt: skip
     export.add_argument("--validation_file", metavar="FILE", help="to check on; the run's validation rows if not given")
     export.add_argument("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
     for name in ("text_column", "text_pair", "label_column"):

@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import warnings
@@ -31,7 +32,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.decisions import DECISIONS, saved_decisions
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import labels_of
+from toolkit.evaluation.saved_model import labels_of, quoting_of_run
 from toolkit.files import replace_folder, writing
 from toolkit.models import title_model
 from toolkit.models.classifier import load_saved_classifier
@@ -74,12 +75,15 @@ def export(options: Any) -> None:
         expected = _logits(accelerator, model, validation, tokenizer)
         found = _logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer)
         decide = saved_decisions(options.model, labels).adjusted
-        said, drop = compare(decide(expected), decide(found), validation.labels if known else None, labels)
+        said, losses = compare(decide(expected), decide(found), validation.labels if known else None, labels)
         said = f"{said}, on {len(validation)} rows of {validation.name}"
-        if drop > options.max_drop:
+        too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
+        if too_much:
+            allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
+            passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
             raise UserError(
-                f"the exported model does not answer as {options.model}: {said}; --max_drop {options.max_drop:g} "
-                "allows less: nothing was written"
+                f"the exported model does not answer as {options.model}: {said}; {allowed} allow less, nothing was "
+                f"written. To accept this, pass {passes}"
             )
         _finish(draft, Path(model_path(options.model)), model, tokenizer, options, said)
     print(f"{said}\nwrote {out}: toolkit predict {out} FILE")
@@ -138,7 +142,7 @@ def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
 
 
 def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split, bool]:
-    table = read_file(file, TextSettings())
+    table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
     found = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*found, options.text_pair])
     texts, pairs = (
@@ -172,26 +176,28 @@ def _logits(accelerator: Any, model: torch.nn.Module, split: Split, tokenizer: A
     return found
 
 
-def compare(expected: np.ndarray, found: np.ndarray, truth: np.ndarray | None, labels: Labels) -> tuple[str, float]:
+def compare(
+    expected: np.ndarray, found: np.ndarray, truth: np.ndarray | None, labels: Labels
+) -> tuple[str, dict[str, float]]:
     """Two times (N, C) logits that decide (the greatest, or those above 0), and the labels where they are known -> what
-    to say, and how many points the exported model falls short: in accuracy, or in equal answers, whichever is more.
+    to report, and what the exported model loses, in points of 100, by the option that limits it: accuracy (`max_drop`)
+    and answers that are others (`max_changed`).
 
-    Of numbers, what stands for the answers is the share of their variance that the exported model keeps.
+    Of numbers, `max_drop` limits the share of their variance that the exported model loses.
     """
     if labels.problem_type == "regression":
         spread = np.square(expected - expected.mean(axis=0)).sum(axis=0)
         kept = 100 * (1 - np.square(found - expected).sum(axis=0) / np.maximum(spread, 1e-12)).min()
-        return f"{kept:.2f} % of the variance of its numbers is the same", 100 - kept
+        return f"{kept:.2f} % of the variance of its numbers is the same", {"max_drop": 100 - kept}
     single = labels.problem_type == "single_label_classification"
     answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (expected, found)]
     same = 100 * float((answers[0] == answers[1]).all(axis=1).mean())
+    line, losses = f"{same:.2f} % of the answers are the same", {"max_changed": 100 - same}
     if truth is None:
-        return f"{same:.2f} % of the answers are the same", 100 - same
-    told = truth.reshape(len(truth), -1)
-    before, after = (100 * float((each == told).all(axis=1).mean()) for each in answers)
-    return f"accuracy {after:.2f} % (torch {before:.2f} %), {same:.2f} % of the answers are the same", max(
-        before - after, 100 - same
-    )
+        return line, losses
+    true = truth.reshape(len(truth), -1)
+    before, after = (100 * float((each == true).all(axis=1).mean()) for each in answers)
+    return f"accuracy {after:.2f} % (torch {before:.2f} %), {line}", {"max_drop": before - after, **losses}
 
 
 # the converters

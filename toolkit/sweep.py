@@ -104,6 +104,9 @@ class Sweep:
         self.recipe, self.words, self.folder = recipe, list(words), folder
         self.child: Popen[bytes] | None = None
         self.runs: list[Path] = []
+        self.as_good: list[str] = []
+        """Trials with the very value of the best one."""
+        self.all_alike = False
         settings = self._settings()
         # with the same rows held back every run is judged on the same ones
         same_rows = settings and settings["data_seed"] is None and not settings["validation_file"]
@@ -125,12 +128,19 @@ class Sweep:
     def searched(self, text: str) -> tuple[str, Any]:
         """`learning_rate=1e-5:1e-4:log` -> (name, what optuna draws from). Raises UserError."""
         name, equals, values = text.partition("=")
+        from toolkit.report.compare import OF_LOSS
+
         settings = self._settings()
         if not equals or not values:
             raise UserError(f"--search {text}: write NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C")
         if settings is not None and name not in settings:
             raise UserError(
                 f"--search {text}: {Path(self.recipe).name} has no setting {name}{did_you_mean(name, settings)}"
+            )
+        if settings is not None and name in OF_LOSS and settings["metric_for_best_model"] in ("loss", "eval_loss"):
+            raise UserError(
+                f"--search {text}: each value makes the loss another quantity, so the loss cannot choose among them: "
+                "pass --metric_for_best_model f1_macro, say"
             )
         if name == "output_dir" or name in vars(split([])[0]):
             raise UserError(f"--search {text}: each run has a folder of its own, and configs are named by --configs")
@@ -231,6 +241,8 @@ class Sweep:
         if not done:
             raise UserError(f"no trial came to its end: see {self.folder}/trial-*.log")
         best = max(done, key=lambda trial: trial.value)
+        self.as_good = [_name(trial.number) for trial in done if trial.value == best.value and trial is not best]
+        self.all_alike = 0 < len(self.as_good) == len(done) - 1
         return dict(best.params)
 
     def _refuse_other_search(self, study: Any, searched: Mapping[str, Any]) -> None:
@@ -293,14 +305,22 @@ class Sweep:
             print(f"  {by.metric} {abs(max(values)):.4f}{best}", flush=True)
 
     def compare(self, found: Mapping[str, Any]) -> None:
-        from toolkit.report.compare import compare, shown
+        from toolkit.report.compare import clearly_worse, compare, shown
 
         print()
         if found:
             typed = shlex.join(["python", self.recipe, *self.words, *itertools.chain(
                 *((f"--{name}", str(value)) for name, value in found.items()))])  # fmt: skip
-            print(f"best settings: {_said(found)}\n  {typed}\n")
-        print("\n".join(shown(compare(self.runs)[0])))
+            if self.all_alike:
+                print(f"no settings are best: all {len(self.as_good) + 1} trials reached the same; the first of them:")
+            print(f"{'' if self.all_alike else 'best settings: '}{_said(found)}\n  {typed}")
+            if self.as_good and not self.all_alike:
+                print(f"  as good: {', '.join(self.as_good)}")
+        compared = compare(self.runs)[0]
+        _, *others = compared["runs"]
+        if found and not self.all_alike and others and not any(clearly_worse(compared, run) for run in others):
+            print("  on these rows no run is clearly worse than the best")
+        print("\n".join(["", *shown(compared)]))
         print(f"\nonce more, with the curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
 
 

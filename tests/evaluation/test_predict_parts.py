@@ -6,15 +6,18 @@ import csv
 import gzip
 import json
 import random
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
-from tests.faults import refusal
+from tests.faults import Fault, refusal
 from tests.jobs_worker import run_jobs
 from tests.report.made import classifier
 from tests.runs import WAYS, recipe
@@ -60,7 +63,7 @@ def predicted(
     source = tmp_path / "rows.csv"
     pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
 
-    def run(name: str, *more: str, window: int = 16, source: Path = source) -> Path:
+    def run(name: str, *more: str, window: int = 16, source: Path = source, model: Path = model) -> Path:
         monkeypatch.setattr(parse, "BATCH_ROWS", 8)
         monkeypatch.setattr(read, "BATCH_ROWS", 8)
         monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
@@ -97,7 +100,7 @@ def test_windows_change_nothing_and_a_text_is_computed_once(
     assert len({row["probability_a"] for row in whole}) > ROWS / 2
     assert_same(rows_of(predicted("windows.csv")), whole)
     said = capsys.readouterr().err
-    assert "1 rows have an empty text" in said
+    assert re.search(r"\b1 of 70 rows .*\(rows 61\)", said)
     assert not list(tmp_path.glob("*.parts"))
     predicted("once.csv", window=10**6)
     assert ", 9 of them repeat another's text" in capsys.readouterr().err
@@ -176,6 +179,58 @@ def test_a_process_that_is_killed_loses_one_part(predicted: Predict, model: Path
     assert f"32 of {ROWS} rows are done in {out}.parts: going on" in again.err
     assert again.out.split() == ["32", "48", "64"]
     assert not Path(f"{out}.parts").exists()
+
+
+def test_ctrl_c_says_what_is_finished_and_what_continues(
+    predicted: Predict, model: Path, tmp_path: Path, fault: Fault
+) -> None:
+    whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
+    given = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
+    stopped = recipe(*given[1:], script=given[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(signal.SIGINT))})
+    assert stopped.code == 130, stopped.err
+    line = next(line for line in stopped.err.splitlines() if str(out) in line)
+    finished = re.search(rf"(\d+) of {ROWS} rows", line)
+    assert finished
+    assert int(finished[1]) >= 32
+    assert " ".join(map(str, given)) in line
+    again = recipe(*given[1:], script=given[0]).succeeded()
+    assert f"{finished[1]} of {ROWS} rows are done" in again.err
+    assert out.read_bytes() == whole
+    fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
+
+
+def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
+    unsure = shutil.copytree(model, tmp_path / "unsure")
+    (unsure / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], "abstain_below": 0.4}))
+    rows = rows_of(predicted("out.csv", model=unsure))
+    unanswered = sum(row["prediction"] == "" for row in rows)
+    assert 0 < unanswered < ROWS
+    assert re.search(rf"\b{unanswered} of {ROWS} rows .*0.4.*abstain_below", capsys.readouterr().err)
+
+
+def test_a_file_is_read_and_written_with_the_quoting_of_the_run(
+    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Double quotes that are part of the texts reach the model and the output; of a file of another format nothing is
+    known."""
+    shutil.copytree(model, tmp_path / "run" / "model")
+    config = {"settings": {"train_file": "train.tsv.gz", "quoting": "none"}, "data": {"text_column": "text"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    texts = ['"a good film"', '""', 'he said "dull"', "fine"]
+    (tmp_path / "a.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    given: dict[str, Any] = {"source": tmp_path / "a.tsv", "model": tmp_path / "run" / "model"}
+    written = predicted("out.tsv", **given).read_text().splitlines()
+    assert [line.split("\t")[0] for line in written] == ["text", *texts]
+    assert "--quoting none" in capsys.readouterr().err
+    assert [row["text"] for row in rows_of(predicted("out.csv", **given))] == texts
+    (tmp_path / "explicit.tsv").write_text('text\n"a good film"\n')
+    given["source"] = tmp_path / "explicit.tsv"
+    assert predicted("as-csv.tsv", "--quoting", "csv", **given).read_text().splitlines()[1].startswith("a good film\t")
+    (tmp_path / "b.csv").write_text('text\n"a good, long film"\n')
+    given["source"] = tmp_path / "b.csv"
+    assert rows_of(predicted("b-out.csv", **given))[0]["text"] == "a good, long film"
+    with pytest.raises(UserError, match=r"t.tsv: .* name an --output .*jsonl"):
+        Parts(tmp_path / "t.tsv", "utf-8", unquoted=True).write(0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]})
 
 
 def test_parts_of_something_else_are_not_joined(predicted: Predict) -> None:

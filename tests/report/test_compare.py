@@ -18,7 +18,7 @@ from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.report import bootstrap
-from toolkit.report.compare import Compared, compare, shown, write_page
+from toolkit.report.compare import Compared, _charts, compare, shown, tables, write_page
 from toolkit.report.compare import run as run_command
 
 NAMES = ("neg", "pos", "没有")
@@ -94,6 +94,28 @@ def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
     assert sorted(group["runs"]) == ["s1", "s2", "s3"]
     assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert group["metrics"]["accuracy"]["sd"] == pytest.approx(np.std(values, ddof=1))
+
+
+def test_losses_of_other_quantities_are_not_put_together(tmp_path: Path) -> None:
+    lines = [predictions(0.1, seed) for seed in (1, 2, 3)]
+    folders = [made(tmp_path / "plain", lines[0]), made(tmp_path / "explicit", lines[1], label_smoothing_factor=0.0),
+               made(tmp_path / "weighted", lines[2], class_weights="balanced")]  # fmt: skip
+    found, runs = compare(folders)
+    assert found["other_loss"] == "class_weights"
+    assert "loss" not in next(table for _, table in tables(found))[0]
+    assert any("class_weights" in line for line in shown(found)[-3:])
+    titles = [chart.title for chart in _charts(runs, found)]
+    for loss in ("Training loss", "Validation loss"):
+        named = sorted(title.split(": ")[1] for title in titles if title.startswith(loss))
+        assert [set(names.split(", ")) for names in named] in ([{"plain", "explicit"}, {"weighted"}],
+                                                               [{"weighted"}, {"plain", "explicit"}])  # fmt: skip
+    assert len(titles) == 6
+    drop = made(tmp_path / "drop", lines[1], r_drop_alpha=1.0)
+    found, runs = compare([folders[0], drop])
+    assert (found["other_loss"], len(_charts(runs, found))) == ("", 5)  # its training loss alone is another
+    by_loss = [made(tmp_path / f"{name}-by-loss", lines[0], metric_for_best_model="loss", label_smoothing_factor=value)
+               for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1))]  # fmt: skip
+    assert "label_smoothing_factor" in compare(by_loss)[0]["left_out"]["c-by-loss"]
 
 
 def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import shutil
@@ -26,8 +27,10 @@ class Parts:
     """The folder OUTPUT.parts: manifest.json says what its parts are of; part-FIRST-END holds what the output has of
     these rows, counted from 0. Each is there whole or not at all."""
 
-    def __init__(self, output: Path, encoding: str) -> None:
+    def __init__(self, output: Path, encoding: str, unquoted: bool = False) -> None:
+        """`unquoted`: of CSV and TSV files, as `--quoting none` reads them."""
         self.output, self.encoding, self.kind = output, encoding, format_of(output)
+        self.quoting: Any = csv.QUOTE_NONE if unquoted else csv.QUOTE_MINIMAL
         self.folder = output.with_name(f"{output.name}.parts")
         self.manifest = self.folder / "manifest.json"
 
@@ -90,7 +93,7 @@ class Parts:
                 return
             frame = rows.to_pandas(integer_object_nulls=True).assign(**columns)
             if self.kind in SEPARATORS:
-                text = frame.to_csv(sep=SEPARATORS[self.kind], index=False, header=start == 0)
+                text = self._separated(frame, header=start == 0)
             else:
                 text = frame.to_json(orient="records", lines=True, force_ascii=False)
             self._refuse_unwritable(text)
@@ -141,6 +144,15 @@ class Parts:
 
     def _path(self, start: int, end: int) -> Path:
         return self.folder / f"part-{start:010d}-{end:010d}{self.kind}"
+
+    def _separated(self, frame: Any, header: bool) -> str:
+        try:
+            return frame.to_csv(sep=SEPARATORS[self.kind], index=False, header=header, quoting=self.quoting)
+        except csv.Error as error:
+            raise UserError(
+                f"{self.output}: a prediction holds its delimiter, which --quoting none cannot write: name an --output "
+                "that ends in .jsonl"
+            ) from error
 
     def _refuse_unwritable(self, text: str) -> None:
         """Now, not when hours of parts are joined."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -32,7 +33,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
 from toolkit.evaluation.decisions import Decisions
 from toolkit.evaluation.parts import SEPARATORS, Parts
-from toolkit.evaluation.saved_model import SavedModel
+from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
 from toolkit.pretrained import layer_of
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
@@ -55,10 +56,11 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    saved = SavedModel(options.model)
-    decisions, parts = saved.decisions, Parts(_output_of(options), options.encoding)
-    _shard_of(options.shard)  # a wrong one is told before any work
-    table = read_file(options.file, _reading(options))
+    saved, output, reading = SavedModel(options.model), _output_of(options), _reading(options)
+    alike = not reading.delimiter and format_of(Path(options.file)) == format_of(output)
+    decisions, parts = saved.decisions, Parts(output, reading.encoding, reading.quoting == "none" and alike)
+    _shard_of(options.shard)  # a wrong one is reported before any work
+    table = read_file(options.file, reading)
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
     _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
     column, pair = _columns_read(options, table)
@@ -69,6 +71,25 @@ def predict_file(options: Any) -> None:
         return
     if accelerator.is_main_process:
         parts.begin(facts, options.overwrite)
+    try:
+        _predict_and_join(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
+    except KeyboardInterrupt:
+        finished = sum(end - start for start, end in parts.done().items())
+        kept = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
+        launch.say(accelerator, f"stopped: {kept}; to continue: {launch.how_launched()['command']}")
+        raise
+
+
+def _predict_and_join(
+    options: Any,
+    accelerator: Accelerator,
+    saved: SavedModel,
+    table: Table,
+    columns: list[str],
+    parts: Parts,
+    facts: dict[str, Any],
+) -> None:
+    max_length = facts["max_length"]
     done: dict[int, int] = broadcast_object_list([parts.done()])[0]
     missing, rows = len(table) - sum(end - start for start, end in done.items()), len(table)
     if options.join and missing:
@@ -76,13 +97,13 @@ def predict_file(options: Any) -> None:
             f"{parts.folder} lacks rows {listing(parts.missing(rows))} of {rows}: run the shards that are not done"
         )
     if missing:
-        named_columns = f"columns {column} and {pair}" if pair else f"column {column}"
+        named_columns = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
         for line in filter(None, [table.said, f"reading {named_columns}, at most {max_length} tokens of each text"]):
             launch.say(accelerator, line)
         if done:
             launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: going on")
         saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-        _predict_parts(options, saved, table, list(filter(None, [column, pair])), parts, done, json.dumps(facts))
+        _predict_parts(options, saved, table, columns, parts, done, json.dumps(facts))
     if not accelerator.is_main_process:
         return
     lacking = parts.missing(rows)
@@ -124,6 +145,8 @@ def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
     found = saved.outputs(saved.split(options.text))
     if found is not None:
+        if note := empty_texts([row for row, text in enumerate(options.text) if not text.strip()], len(options.text)):
+            print(note, file=sys.stderr)
         for text, answer in zip(options.text, printed_answers(found, saved.decisions), strict=True):
             print(f"{answer}  {text}")
 
@@ -166,35 +189,39 @@ def _predict_parts(
     bar = Progress(
         Path(options.file).name, round(len(table) / shard[1]) - sum(end - start for start, end in done.items())
     )
-    rows = empty = computed = 0
-    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer:
+    rows = computed = unanswered = 0
+    empty: list[int] = []
+    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
         following = reader.submit(ready)
         written: Future[Any] = writer.submit(int)
         while (made := following.result()) is not None:
             window, split, places, blank = made
             following = reader.submit(ready)
             found = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
-            rows, empty, computed = rows + window.rows.num_rows, empty + blank, computed + len(split)
+            rows, computed = rows + window.rows.num_rows, computed + len(split)
+            empty += (window.start + blank).tolist()
             if split.folder != Path() and accelerator.is_local_main_process:
                 remove(split.folder.parent)  # every process has computed it, and so has mapped it
                 Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
             if accelerator.is_main_process:
-                written.result()
+                unanswered += written.result()
                 written = writer.submit(_write, options, saved.decisions, parts, window, np.asarray(found)[places])
-        written.result()
+        unanswered += written.result()
     seconds = max(time.monotonic() - bar.started, 1e-9)
-    bar.close()
     if accelerator.is_main_process:
         if empty:
-            print(f"{empty} rows have an empty text: their predictions mean nothing", file=sys.stderr)
+            print(empty_texts(empty, rows), file=sys.stderr)
+        if unanswered and saved.decisions:
+            limit = f"below {saved.decisions.abstain_below:g}, the abstain_below of the model's decisions.json"
+            print(f"{unanswered} of {rows} rows have no answer: their probabilities are {limit}", file=sys.stderr)
         again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
         print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
 
 
 def _ready(
     saved: SavedModel, table: Table, columns: list[str], windows: Iterator[_Window], name: str
-) -> tuple[_Window, Split, np.ndarray, int] | None:
-    """(the next window, the texts in it, each of them once, which of them each row has, how many rows have none)."""
+) -> tuple[_Window, Split, np.ndarray, np.ndarray] | None:
+    """(the next window, the texts in it, each of them once, which of them each row has, which rows have none)."""
     window = next(windows, None)
     if window is None:
         return None
@@ -208,13 +235,15 @@ def _ready(
     several = saved.accelerator.num_processes > 1  # they share the work of tokenizing
     shared_as = digest_of_text(f"{name} {window.start}") if several else None
     split = saved.split(texts, pairs[0] if pairs else None, shared_as)
-    return window, replace(split, name=table.name, rows=first), places, sum(not text.strip() for text in read[0])
+    blank = np.array([not all(map(str.strip, row)) for row in once])[places]
+    return window, replace(split, name=table.name, rows=first), places, np.flatnonzero(blank)
 
 
-def _write(options: Any, decisions: Decisions | None, parts: Parts, window: _Window, found: Any) -> None:
-    """`found`: of each row its logits, or its title."""
+def _write(options: Any, decisions: Decisions | None, parts: Parts, window: _Window, found: Any) -> int:
+    """How many rows have no answer. `found`: of each row its logits, or its title."""
     columns = _columns(found, decisions, parts.output, options) if decisions else {"prediction": found.tolist()}
     parts.write(window.start, window.rows, columns)
+    return sum(answer is None for answer in columns.get("prediction", ()))
 
 
 def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) -> dict[str, Any]:
@@ -237,19 +266,17 @@ def _shard_of(asked: str | None) -> tuple[int, int]:
 
 
 def _reading(options: Any) -> TextSettings:
-    names = ("encoding", "delimiter", "quoting", "column_names")
-    return TextSettings(**{name: getattr(options, name) for name in names})
+    names = ("encoding", "delimiter", "column_names")
+    quoting = options.quoting or quoting_of_run(options.model, options.file)
+    return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
 def _columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
-    try:
-        run = json.loads((Path(options.model).parent / "config.json").read_text(encoding="utf-8"))["data"]
-    except (OSError, ValueError, KeyError, TypeError):
-        run = {}  # not in a run's folder
+    run = run_of(options.model)["data"]
     if options.text:
         if run.get("text_pair"):
-            raise UserError(f"this model reads pairs: give a FILE with {run['text_column']} and {run['text_pair']}")
+            raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")
         return "text", None
     there = {
         setting: name

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from accelerate import Accelerator
 
 from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels, problem_of
+from toolkit.data.parse import format_of
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
+from toolkit.errors import listing
 from toolkit.evaluation.decisions import saved_decisions
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
@@ -24,6 +28,29 @@ def labels_of(config: Any) -> Labels:
     """A saved model's labels, in the order of its outputs."""
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     return Labels(problem_of(config.problem_type), names, ())
+
+
+def run_of(name: str) -> dict[str, Any]:
+    """`settings` and `data` in config.json of the run whose model this is; both empty where there is no run."""
+    try:
+        run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
+        return {part: dict(run[part]) for part in ("settings", "data")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {"settings": {}, "data": {}}
+
+
+def quoting_of_run(name: str, file: str) -> Literal["csv", "none"]:
+    """How the run of a model read its training file, where that is of the same format: a reader that takes double
+    quotes otherwise would change the texts without an error."""
+    settings = run_of(name)["settings"]
+    same = format_of(Path(file)) in Path(str(settings.get("train_file"))).suffixes
+    return "none" if same and settings.get("quoting") == "none" else "csv"
+
+
+def empty_texts(rows: Sequence[int], count: int) -> str:
+    """The warning for rows (from 0) of `count` whose text, or one of whose pair, is empty; "" where there are none."""
+    where = listing(row + 1 for row in rows)
+    return f"{len(rows)} of {count} rows have an empty text (rows {where}): their predictions mean nothing" * bool(rows)
 
 
 class SavedModel:

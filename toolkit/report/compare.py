@@ -24,6 +24,10 @@ _NAMES = {"output_dir", "overwrite_output_dir", "resume", "run_name", "project",
 """Settings that say where a run lies and what it keeps, not what it learns."""
 _FILES = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
 _SAME_LOSS = {"per_device_batch_size", "per_device_eval_batch_size", "max_tokens_per_batch", "gradient_checkpointing"}
+OF_LOSS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
+"""Settings that make the loss another quantity: values of two such losses say nothing about each other."""
+_OF_TRAINING_LOSS = {*OF_LOSS, "sampling", "r_drop_alpha", "fgm_epsilon", "teacher", "distillation_temperature",
+                     "distillation_alpha"}  # fmt: skip
 _MOST_DRAWN = 8
 _CLEAR = 0.05
 _MANY = 5
@@ -67,6 +71,11 @@ class Compared:
         named = f"ZeRO-{stage}" if stage is not None else plain
         return f"{count} x {named}" if named else "one process"
 
+    def loss_settings(self, names: Iterable[str] = OF_LOSS) -> dict[str, Any]:
+        """What the loss is made by, without defaults."""
+        own = {name: self.record.settings.get(name) for name in sorted(names)}
+        return {name: value for name, value in own.items() if value not in (None, 0, "cross_entropy")}
+
     def settings(self, but: Iterable[str] = ()) -> dict[str, Any]:
         """What decides what is learned: of a model's folder, and of files, what they hold counts, not where."""
         own = {name: value for name, value in self.record.settings.items() if name not in _NAMES | {*but}}
@@ -91,6 +100,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         "runs": [{**own, **_account(run), **run.record.cost} for run, own in zip(alike, measured, strict=True)],
         "seeds": _seeds(alike),
         "strategies": _strategies(alike),
+        "other_loss": _differing_loss(*alike),
         "left_out": left_out,
     }
     return found, alike
@@ -123,6 +133,8 @@ def _why_not(run: Compared, first: Compared) -> str:
         return f"it learns other labels than {first.name}"
     if (metric := others.best.metric) not in mine.last.numbers:
         return f"it has no {metric}, by which {first.name} is judged"
+    if metric == "loss" and (odd := _differing_loss(run, first)):
+        return f"its loss is another than {first.name}'s ({odd}), and the loss is what they are judged by"
     if run.rows == first.rows:
         return ""
     seeds = [
@@ -132,6 +144,13 @@ def _why_not(run: Compared, first: Compared) -> str:
     held = not mine.settings.get("validation_file") and seeds[0] != seeds[1] and mine.last.split == "validation"
     why = " (the seed chose them: pass the same --data_seed to all runs)" if held else ""
     return f"it was evaluated on other rows than {first.name}{why}"
+
+
+def _differing_loss(*runs: Compared) -> str:
+    """The names of the settings that make the losses of these runs other quantities."""
+    own = [run.loss_settings() for run in runs]
+    names = dict.fromkeys(name for settings in own for name in settings)
+    return ", ".join(name for name in names if len({dumps(settings.get(name)) for settings in own}) > 1)
 
 
 def _account(run: Compared) -> dict[str, Any]:
@@ -246,7 +265,7 @@ def shown(found: dict[str, Any]) -> list[str]:
 def tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     """(title, rows of cells; the first are the names of the columns)."""
     runs, metrics = found["runs"], [name for name in found["runs"][0]["metrics"] if name != "loss"]
-    metrics = [*metrics, "loss"]
+    metrics += [] if found["other_loss"] else ["loss"]
     head = ["run", *found["settings"], *metrics]
     results = [[run["name"], *(plain(values[run["name"]]) for values in found["settings"].values()),
                 *(_with_interval(run["metrics"][name]) for name in metrics)] for run in runs]  # fmt: skip
@@ -257,10 +276,10 @@ def tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     costs += ["largest loss difference"] if found["strategies"] else []
     shown = [("", [head, *results]), ("What each took", [costs, *cost])]
     if found["seeds"]:
+        names = [name for name in found["seeds"][0]["metrics"] if name != "loss" or not found["other_loss"]]
         spread = [[", ".join(group["runs"]), str(len(group["runs"])),
                    *(f"{own['mean']:.4f} ± {own['sd']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
-                     for own in group["metrics"].values())] for group in found["seeds"]]  # fmt: skip
-        names = list(found["seeds"][0]["metrics"])
+                     for own in map(group["metrics"].get, names))] for group in found["seeds"]]  # fmt: skip
         shown.append(
             ("Over seeds: mean ± standard deviation (lowest to highest)", [["runs", "seeds", *names], *spread])
         )
@@ -270,7 +289,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
 def verdicts(found: dict[str, Any]) -> list[str]:
     """In words: is the best one clearly better? And what was left out."""
     best, *others = found["runs"]
-    unclear = [run["name"] for run in others if not _clearly_worse(run, found["metric"])]
+    unclear = [run["name"] for run in others if not clearly_worse(found, run)]
     lines = []
     if others:
         lead = f"Best by {found['metric']}: {best['name']}"
@@ -278,7 +297,7 @@ def verdicts(found: dict[str, Any]) -> list[str]:
                      if not unclear else f"{lead}, but not clearly better than {listing(unclear)}")  # fmt: skip
     for run in others:
         tests = run["against_best"]
-        clear = "clearly worse" if _clearly_worse(run, found["metric"]) else "no clear difference"
+        clear = "clearly worse" if clearly_worse(found, run) else "no clear difference"
         said = ", ".join(f"{name} {own['difference']:+.4f} [{own['low']:+.4f}, {own['high']:+.4f}] p {own['p']:.2g}"
                          for name, own in tests.items())  # fmt: skip
         lines.append(f"{run['name']} against {best['name']}: {clear} ({said})")
@@ -287,13 +306,16 @@ def verdicts(found: dict[str, Any]) -> list[str]:
     if len(others) >= _MANY:
         lines.append(f"of {len(others)} such tests some fall below {_CLEAR} by chance, and the best of many is lucky: "
                      "confirm it on rows that chose nothing (--test_file)")  # fmt: skip
+    if found["other_loss"]:
+        lines.append(f"losses are not compared: they are other quantities ({found['other_loss']} differ)")
     lines += [f"{run['name']} is not finished ({run['unfinished']})" for run in found["runs"] if run["unfinished"]]
     return lines + [f"left out: {name}: {why}" for name, why in found["left_out"].items()]
 
 
-def _clearly_worse(run: dict[str, Any], metric: str) -> bool:
+def clearly_worse(found: dict[str, Any], run: dict[str, Any]) -> bool:
+    """Whether the test of this run against the best one, by the metric that runs are judged by, says so."""
     tests = run["against_best"]
-    return (tests.get(metric) or next(iter(tests.values())))["p"] < _CLEAR
+    return bool((tests.get(found["metric"]) or next(iter(tests.values())))["p"] < _CLEAR)
 
 
 def _cost(run: dict[str, Any], strategies: dict[str, float]) -> list[str]:
@@ -332,13 +354,19 @@ def _charts(runs: Sequence[Compared], found: dict[str, Any]) -> list[curves.Char
     def during(run: Compared) -> list[dict[str, Any]]:
         return by_step(run.record.during)
 
-    charts: dict[str, tuple[Any, str, Callable[[Compared], list[dict[str, Any]]]]] = {
-        "Training loss, a moving average": ("mean", "loss", lambda run: run.record.steps),
-        "Validation loss": ("points", "loss", during),
-        f"{runs[0].record.metric_title(found['metric'])} on validation": ("points", found["metric"], during),
-        "Samples per second": ("mean", "samples_per_second", lambda run: run.record.steps),
-    }
-    return [
-        curves.overlaid(title, [curves.Line(run.name, curves.values_of(lines(run), name), kind) for run in drawn])
-        for title, (kind, name, lines) in charts.items()
+    charts: list[tuple[str, Any, str, Callable[[Compared], list[dict[str, Any]]], Iterable[str]]] = [
+        ("Training loss, a moving average", "mean", "loss", lambda run: run.record.steps, _OF_TRAINING_LOSS),
+        ("Validation loss", "points", "loss", during, OF_LOSS),
+        (f"{runs[0].record.metric_title(found['metric'])} on validation", "points", found["metric"], during, ()),
+        ("Samples per second", "mean", "samples_per_second", lambda run: run.record.steps, ()),
     ]
+    made = []
+    for title, kind, name, lines, quantity in charts:
+        groups: dict[str, list[Compared]] = collections.defaultdict(list)
+        for run in drawn:
+            groups[dumps(run.loss_settings(quantity))].append(run)
+        for group in groups.values():  # a chart for each loss
+            named = f"{title}: {', '.join(run.name for run in group)}" if len(groups) > 1 else title
+            of_runs = [curves.Line(run.name, curves.values_of(lines(run), name), kind) for run in group]
+            made.append(curves.overlaid(named, of_runs))
+    return made

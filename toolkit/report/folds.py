@@ -17,12 +17,14 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.tokens import Split, length_bins
 from toolkit.errors import UserError, listing
 from toolkit.evaluation import classification_metrics
-from toolkit.evaluation.label_errors import Suspect, suspects, worst_slices
+from toolkit.evaluation.label_errors import FEWEST_ROWS, Suspect, skill, suspects, worst_slices
 from toolkit.evaluation.outputs import ids_fault
 from toolkit.report.files import dumps, read_lines, write_whole
 from toolkit.report.record import Record, render
 
 ERRORS = "label_errors.jsonl"
+_WEAK = 0.25
+"""Below this skill more of the list is the models' ignorance than wrong labels. It has no unit: see `skill`."""
 _MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 500, 50, 6, 600, 12
 
 
@@ -72,8 +74,9 @@ def write_folds(folder: Path) -> list[str]:
     write_whole(folder / "report.html", [render("folds.html", context)])
     metrics = "  ".join(f"{name} {found['metrics'][name]:.4f}" for name in names)
     return [
+        *found["doubts"],
         f"all {len(runs)} folds are done; out of fold, {len(lines)} rows: {metrics}",
-        f"{len(found['suspects'])} labels are probably wrong, {len(found['groups'])} groups of near duplicates",
+        f"{len(found['suspects'])} labels are suspected to be wrong, {len(found['groups'])} groups of near duplicates",
         f"  {folder}/report.html         look at them, and save the corrections: --label_corrections FILE",
         f"  {folder}/{ERRORS}   the same labels, as corrections that are all accepted",
         f"  {folder}/out_of_fold.jsonl   every row with probabilities of a model that was not trained on it",
@@ -87,14 +90,19 @@ def _analysed(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
     if labels.problem_type == "regression":
         guess, truth = (np.array([line[name] for line in lines]) for name in ("prediction", "label"))
         metrics = classification_metrics(guess.reshape(len(lines), -1), truth, labels)
-        return {**found, "metrics": metrics, "suspects": [], "slices": []}
+        return {**found, "metrics": metrics, "suspects": [], "slices": [], "doubts": []}
     chances = np.array([line["probabilities"] for line in lines])
     places = {name: place for place, name in enumerate(labels.names)}
     if labels.problem_type == MULTI:
-        given = np.array([[name in line["label"] for name in labels.names] for line in lines]).astype(float)
+        given, answers = (
+            np.array([[name in line[key] for name in labels.names] for line in lines]).astype(float)
+            for key in ("label", "prediction")
+        )
         scores = chances - 0.5
     else:
         given, scores = np.array([places[line["label"]] for line in lines]), chances
+        likeliest = chances.argmax(axis=1)  # where no answer was given
+        answers = np.array([places.get(line["prediction"], p) for line, p in zip(lines, likeliest, strict=True)])
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
     sliced = {"length": length_bins(np.array([line["tokens"] for line in lines]))}
     sliced |= {name: [line["sources"].get(name, "") for line in lines] for name in lines[0]["sources"]}
@@ -102,10 +110,32 @@ def _analysed(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
     return {
         **found,
         "metrics": classification_metrics(scores, given, labels),
-        "suspects": suspects(chances, given),
+        "suspects": suspects(chances, given, answers),
+        "doubts": _doubts(given, answers, labels),
         "slices": worst_slices(wrong, sliced),
         "wrong": float(wrong.mean()),
     }
+
+
+def _doubts(given: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]:
+    """What keeps a list that these answers have made from being of use. (N,) classes, or (N, C) 0 and 1."""
+    given_by_class, answers_by_class = (
+        each if each.ndim == 2 else each[:, None] == np.arange(labels.size) for each in (given, answers)
+    )
+    unknown = (given_by_class.sum(axis=0) >= FEWEST_ROWS) & ~answers_by_class.any(axis=0)
+    doubts = []
+    if skill(given, answers) < _WEAK:
+        right = (given_by_class == answers_by_class).all(axis=1).mean()
+        largest = np.unique(given, axis=0, return_counts=True)[1].max() / len(given)
+        doubts.append(
+            f"do not rely on the list of wrong labels: the models are right about {100 * right:.1f} % of the rows, and "
+            f"one answer for all would be about {100 * largest:.1f} %"
+        )
+    if unknown.any():
+        names = listing(labels.names[place] for place in np.flatnonzero(unknown))
+        doubts.append(f"the models never answer {names}: they suspect rows with these labels whatever the texts are")
+    mends = "train longer (--num_train_epochs, --learning_rate), or take a larger model"
+    return [*doubts[:-1], *(f"{doubt}; {mends}" for doubt in doubts[-1:])]
 
 
 def _marked(groups: Sequence[Sequence[int]], lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
