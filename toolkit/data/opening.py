@@ -23,10 +23,11 @@ _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _CHUNK_BYTES = 1 << 20
 
 
-def most_bytes(path: Path) -> int:
-    """What a packed file may become: more is more likely a trap than data."""
+def most_bytes(*paths: Path) -> int:
+    """What packed files may become: more is more likely a trap than data."""
     asked = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
-    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * path.stat().st_size)
+    packed = sum(path.stat().st_size for path in paths)
+    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
 
 
 def too_large(path: Path, most: int) -> UserError:

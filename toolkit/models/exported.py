@@ -56,7 +56,12 @@ class ExportedClassifier(torch.nn.Module):
         ids = given["input_ids"]
         filled = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
         arrays = {name: given.get(name, filled.get(name, torch.zeros_like)(ids)).cpu().numpy() for name in self.inputs}
-        return SimpleNamespace(logits=torch.from_numpy(self._compute(arrays)).to(ids.device))
+        try:
+            logits = torch.from_numpy(self._compute(arrays))  # (B, C)
+        except Exception as error:  # each has its own
+            batch = " x ".join(map(str, ids.shape))
+            raise UserError(f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}") from error
+        return SimpleNamespace(logits=logits.to(ids.device))
 
 
 def _openvino(path: Path) -> tuple[list[str], Compute]:
