@@ -197,7 +197,8 @@ def refuse_link_out(path: Path, folder: Path) -> None:
     """
     target, home = path.resolve(), folder.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
-        raise UserError(f"{path} is {target}, outside {folder}: put the file itself there")
+        inside = path.is_relative_to(folder) and ".." not in path.parts
+        raise UserError(f"{path} is {'a link to ' * inside}{target}, outside {folder}: put the file itself there")
     if target.exists() and not (target.is_file() or target.is_dir()):  # to read a pipe would wait for ever
         raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
 

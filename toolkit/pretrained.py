@@ -40,11 +40,10 @@ def load_config(settings: PretrainedSettings) -> Any:
         know(given.get("model_type"))
         config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
         if any("/" in str(part._attn_implementation) for part in _parts(config)):
-            config._attn_implementation = (
-                None  # a kernel of the hub, which is code: --attn_implementation alone names it
-            )
+            config._attn_implementation = None  # a kernel of the hub, which is code: only the command line names it
         for part in _parts(config):
-            part.chunk_size_feed_forward = 0  # chunks change no number, and fail where they do not divide a length
+            # tuples have no names; chunks change no number, and fail where they do not divide a length
+            part.return_dict, part.chunk_size_feed_forward = True, 0
         return config
 
 

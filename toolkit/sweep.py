@@ -223,7 +223,7 @@ class Sweep:
                 load_if_exists=True,
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=_FIRST_TRIALS),
             )
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except Exception as error:  # optuna fails where a line surprises it
             raise UserError(
                 f"{path} is no journal of a sweep ({first_line(error)[:200]}): name another --output_dir, or remove it"
             ) from error

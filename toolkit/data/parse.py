@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.data.opening import OPENERS, bad_encoding, most_bytes, open_text, too_large
+from toolkit.data.opening import MOST_CELL, OPENERS, bad_encoding, lines_of, most_bytes, open_text, too_large
 from toolkit.errors import UserError, first_line, listing
 from toolkit.memory import at_most_more
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 _UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
-_MOST_CELL = 1 << 26
-"""Characters of one cell, and of one line: a long document has fewer, and a quote that is not closed takes no more
-memory."""
 _MOST_COLUMNS = 10_000
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 BATCH_ROWS = 2048
@@ -86,7 +83,7 @@ def read_json(path: Path) -> list[Any]:
         if kind in (".json", ".jsonl"):
             return list(_json_lines(path, "utf-8") if kind == ".jsonl" else _json(path, "utf-8"))
         with open_text(path, "utf-8") as text:
-            return [line.strip() for line in _lines_of(path, text) if line.strip()]
+            return [line.strip() for line in lines_of(path, text) if line.strip()]
     except UnicodeError as error:
         raise UserError(bad_encoding(path, "utf-8")) from error
 
@@ -136,20 +133,6 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def _lines_of(path: Path, text: IO[str]) -> Iterator[str]:
-    """Raises UserError for one that is too long to be a line."""
-    for number in itertools.count(1):
-        line = text.readline(_MOST_CELL)
-        if not line:
-            return
-        if len(line) == _MOST_CELL:
-            raise UserError(
-                f"{path}, line {number}: longer than {_MOST_CELL} characters: put each row, or each text, on a line of "
-                "its own"
-            )
-        yield line
-
-
 # --- CSV, TSV and plain text
 
 
@@ -168,7 +151,7 @@ def _lines(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     with open_text(path, settings.encoding, "\n") as text:
-        for lines in _blocks(_lines_of(path, text)):
+        for lines in _blocks(lines_of(path, text)):
             texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
             yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
 
@@ -205,12 +188,12 @@ def _separated(path: Path, settings: TextSettings, separator: str, said: list[st
 
 def _cells(path: Path, settings: TextSettings, separator: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
     """(rows that are not blank, the line that each starts on), some at a time."""
-    csv.field_size_limit(_MOST_CELL)
+    csv.field_size_limit(MOST_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     seen: list[str] = []
     ended, filled = 0, int(bool(settings.column_names))
     with open_text(path, settings.encoding) as text:
-        lines = (seen.append(line) or line for line in _lines_of(path, text))  # type: ignore[func-returns-value]
+        lines = (seen.append(line) or line for line in lines_of(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         while True:
             rows: list[list[str]] = []
@@ -293,7 +276,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
     with open_text(path, encoding, "\n") as text:
-        for number, line in enumerate(_lines_of(path, text), 1):
+        for number, line in enumerate(lines_of(path, text), 1):
             if line.strip():
                 try:
                     yield _DECODER.decode(line)

@@ -7,6 +7,7 @@ import contextlib
 import glob
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -294,6 +295,7 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     try:
         with at_most_more(most) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
+                _refuse_addresses(folder)
                 _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=kept))
             splits = datasets.load_dataset(name, config, cache_dir=kept)
     except UserError:
@@ -307,13 +309,21 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     return {split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}") for split, rows in splits.items()}
 
 
+def _refuse_addresses(folder: Path) -> None:
+    """Raises UserError where the README of a folder names an address: to look for data would ask there."""
+    from huggingface_hub import metadata_load
+
+    readme, configs = folder / "README.md", folder / ".huggingface.yaml"
+    text = str((metadata_load(readme) or {}).get("configs")) if readme.is_file() else ""
+    text += configs.read_text(encoding="utf-8", errors="replace") if configs.is_file() else ""
+    if found := re.search(r"[\w+]+://[^'\"\s]*", text):
+        raise UserError(f"{folder} names {found[0][:200]}, outside it: put the file itself there")
+
+
 def _refuse_data_outside(folder: Path, builder: Any) -> None:
-    """Raises UserError where the README of a folder names files that are elsewhere, or an address."""
+    """Raises UserError where a file of the data is, by its name in the README or by a link, elsewhere."""
     for file in itertools.chain(*(builder.config.data_files or {}).values()):
-        place = str(file).rpartition("::")[2]  # zip://NAME::FILE
-        if "://" in place:
-            raise UserError(f"{folder} names {place}, outside it: put the file itself there")
-        refuse_link_out(Path(place), folder)
+        refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE
 
 
 def columns_of(table: Table, column: str) -> list[str]:

@@ -46,11 +46,11 @@ class ExportedClassifier(torch.nn.Module):
         super().__init__()
         kind = str(exported_to(folder))
         require_packages(kind, _PACKAGES[kind])
-        self.config, path = config, folder / FILES[kind]
+        self.config, self.path = config, folder / FILES[kind]
         try:
-            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(path)
+            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(self.path)
         except Exception as error:  # each has its own
-            raise UserError(f"{path} cannot be read: {first_line(error)}; export the model again") from error
+            raise UserError(f"{self.path} cannot be read: {first_line(error)}; export the model again") from error
 
     def forward(self, **given: torch.Tensor) -> SimpleNamespace:
         ids = given["input_ids"]
