@@ -256,6 +256,7 @@ RECIPE = [str(ROOT / "recipes" / "cls.py"), *SETTINGS, "--output_dir", "OUT"]
 COMMANDS: dict[str, list[str]] = {
     "convert": ["toolkit", "convert", ".", "OUT", "--verify"],
     "predict, ddp": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/ddp.yaml"],
+    "predict, zero2": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/zero2.yaml"],
     "predict, one process": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/single.yaml"],
     "predict": ["toolkit", "predict", ".", "rows.csv"],
     "recipe, zero2": [*RECIPE, "--config_file", "accelerate_configs/zero2.yaml"],
@@ -274,7 +275,7 @@ def some_slow(names: Iterable[str], *fast: str) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", some_slow(COMMANDS, "convert", "predict, ddp", "recipe, zero2"))
+@pytest.mark.parametrize("name", some_slow(COMMANDS, "convert", "predict, zero2"))
 def test_no_python_file_of_the_current_folder_is_executed(
     name: str, model: Path, tmp_path: Path, reviews: Path, fault: Fault
 ) -> None:
