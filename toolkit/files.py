@@ -15,6 +15,10 @@ from typing import Any, BinaryIO
 
 from toolkit.errors import UserError
 
+Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""Key -> what its value must fulfil where it is given and not null, and the words for it."""
+_SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
+           "a table of names of files")  # fmt: skip
 _LEFT_BEHIND = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 
@@ -159,12 +163,8 @@ def finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
-def read_table(path: Path, kinds: Mapping[str, tuple[Callable[[Any], bool], str]]) -> dict[str, Any]:
-    """The table that a JSON file holds.
-
-    `kinds`: key -> what its value must fulfil where it is given and not null, and the words for it. Raises UserError
-    naming the file and the key.
-    """
+def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
+    """The table that a JSON file holds. Raises UserError naming the file and the key."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(table, ensure_ascii=False).encode()  # a lone surrogate can be read, and not be written
@@ -174,20 +174,44 @@ def read_table(path: Path, kinds: Mapping[str, tuple[Callable[[Any], bool], str]
         raise UserError(f"{path} is not JSON ({error})") from None
     if not isinstance(table, dict):
         raise UserError(f"{path} holds a {type(table).__name__} where a table should be")
-    for key, (fits, said) in kinds.items():
-        if table.get(key) is not None and not fits(table[key]):
-            raise UserError(f"{path}: {key} is {json.dumps(table[key])[:60]} and should be {said}")
+    check_values(table, kinds, path)
     return table
 
 
+def check_values(table: Mapping[str, Any], kinds: Kinds, where: object) -> None:
+    """Raises UserError naming `where` and the key of a value that is not of its kind."""
+    for key, (fits, said) in kinds.items():
+        if table.get(key) is not None and not fits(table[key]):
+            raise UserError(f"{where}: {key} is {json.dumps(table[key])[:60]} and should be {said}")
+
+
+def is_number(value: Any, low: float, high: float) -> bool:
+    """Whether it is one from `low` to `high`: neither true nor NaN."""
+    return type(value) in (int, float) and low <= value <= high
+
+
 def refuse_link_out(path: Path, folder: Path) -> None:
-    """Raises UserError when `path`, within `folder`, is by links a file elsewhere.
+    """Raises UserError when `path`, named in `folder`, is by its name or by links a file elsewhere, or no file.
 
     A hub cache's links (snapshots/COMMIT/NAME -> ../../blobs/DIGEST) are what they should be.
     """
     target, home = path.resolve(), folder.resolve()
     if not target.is_relative_to(home) and target.parent != home.parent.parent / "blobs":
-        raise UserError(f"{path} is a link to {target}, outside {folder}: put the file itself there")
+        inside = path.is_relative_to(folder) and ".." not in path.parts
+        raise UserError(f"{path} is {'a link to ' * inside}{target}, outside {folder}: put the file itself there")
+    if target.exists() and not (target.is_file() or target.is_dir()):  # to read a pipe would wait for ever
+        raise UserError(f"{path} is neither a file nor a folder: put a copy of the file there")
+
+
+def refuse_files_outside(folder: Path) -> None:
+    """Raises UserError where a file of a model's folder, or one that an index of its weights names, is elsewhere."""
+    for path in folder.iterdir():
+        if not path.is_dir():
+            refuse_link_out(path, folder)
+    for index in folder.glob("*.index.json"):
+        shards = read_table(index, {"weight_map": _SHARDS}).get("weight_map") or {}
+        for name in sorted(set(shards.values())):
+            refuse_link_out(folder / name, folder)
 
 
 def flush_tree(folder: Path) -> None:

@@ -1,9 +1,11 @@
-"""Out of memory, said with the setting that mends it."""
+"""Out of memory, said with the setting that mends it; a limit for what a file makes of itself."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.errors import first_line
@@ -61,3 +63,23 @@ def _device() -> str:
 def _first_line(error: BaseException) -> str:
     said = [line.strip() for line in str(error).splitlines() if _SAID.search(line)]
     return (said[0] if said else first_line(error))[:200]
+
+
+@contextlib.contextmanager
+def at_most_more(size: int) -> Iterator[None]:
+    """This process gets no more than so many bytes within the block: then a MemoryError. On Linux; without effect
+    elsewhere."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    import psutil
+
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    most = psutil.Process().memory_info().data + size
+    resource.setrlimit(resource.RLIMIT_DATA, (min(most, limits[0] % 2**63), limits[1]))  # -1: none
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)

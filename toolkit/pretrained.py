@@ -19,7 +19,9 @@ from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.files import refuse_files_outside
 from toolkit.hub import reach
+from toolkit.model_config import check_model_config
 from toolkit.pooled import know
 from toolkit.units import size_text
 
@@ -33,9 +35,21 @@ def load_config(settings: PretrainedSettings) -> Any:
     name = str(settings.model_name_or_path)
     with explained(name):
         given = PreTrainedConfig.get_config_dict(model_path(name))[0]
+        check_model_config(given, f"--model_name_or_path {name}: its config.json")
         _refuse_oversized(name, given)
         know(given.get("model_type"))
-        return AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
+        if any("/" in str(part._attn_implementation) for part in _parts(config)):
+            config._attn_implementation = None  # a kernel of the hub, which is code: only the command line names it
+        for part in _parts(config):
+            # tuples have no names; chunks change no number, and fail where they do not divide a length
+            part.return_dict, part.chunk_size_feed_forward = True, 0
+        return config
+
+
+def _parts(config: Any) -> list[Any]:
+    """The config, and those of an encoder-decoder's parts."""
+    return [config, *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None)]
 
 
 def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
@@ -159,7 +173,7 @@ def whole_weights() -> Iterator[None]:
 
 def _refuse_wrong_folder(name: str) -> None:
     """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
-    hub is asked for a model of that name."""
+    hub is asked for a model of that name. And a folder whose files are elsewhere."""
     path = Path(name)
     in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
     local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or (len(path.parts) > 1 and in_a_run)
@@ -174,6 +188,8 @@ def _refuse_wrong_folder(name: str) -> None:
         )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         raise UserError(f"{name} is a run's folder, and its model is in {path / 'model'}: name that")
+    if path.is_dir():
+        refuse_files_outside(path)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from toolkit.errors import UserError, did_you_mean, first_line, last_error
+from toolkit.files import refuse_link_out
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
 
@@ -221,14 +222,21 @@ class Sweep:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        journal = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(self.folder / _STUDY)))
-        study = optuna.create_study(
-            study_name="sweep",
-            storage=journal,
-            direction="maximize",
-            load_if_exists=True,
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=_FIRST_TRIALS),
-        )
+        path = self.folder / _STUDY
+        refuse_link_out(path, self.folder)
+        try:
+            backend = optuna.storages.journal.JournalFileBackend(str(path))
+            study = optuna.create_study(
+                study_name="sweep",
+                storage=optuna.storages.JournalStorage(backend),
+                direction="maximize",
+                load_if_exists=True,
+                pruner=optuna.pruners.MedianPruner(n_startup_trials=_FIRST_TRIALS),
+            )
+        except Exception as error:  # optuna fails where a line surprises it
+            raise UserError(
+                f"{path} is no journal of a sweep ({first_line(error)[:200]}): name another --output_dir, or remove it"
+            ) from error
         self._refuse_other_search(study, searched)
         lists = [values for values in searched.values() if isinstance(values, list)]
         if len(lists) == len(searched):

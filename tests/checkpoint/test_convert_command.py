@@ -151,6 +151,19 @@ def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Pat
     fault(f"a link out of the checkpoint ({name})", said)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fault: Fault) -> None:
+    """A config.json that is no file would be left out of what is written."""
+    (model := tmp_path / "model").mkdir()
+    save_file(TENSORS, model / "model.safetensors")
+    (model / "config.json").write_text('{"model_type": "new"}')
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    said = refusal(convert, model, tmp_path / "out", says=[str(model / name)])
+    assert not (tmp_path / "out").exists()
+    fault(f"convert of a folder whose {name} is a pipe", said)
+
+
 def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--x" / "snapshots" / "0123"
     snapshot.mkdir(parents=True)

@@ -129,7 +129,10 @@ def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"temperature": 0}, "temperature is 0 and should be a number above 0"),
+        ({"temperature": 0}, "temperature is 0 and should be a number from 0.05 to 20"),
+        ({"temperature": 1e-300}, "temperature is 1e-300 and"),  # whose answers were nan
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": float("nan")}, "temperature is NaN"),
         ({"temperature": "hot"}, 'temperature is "hot" and'),
         ({"thresholds": {"pos": 1.5}}, "thresholds is "),
         ({"thresholds": [0.5]}, "thresholds is "),

@@ -204,6 +204,8 @@ def _text_of(state: torch.Tensor) -> str:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
+    """Raises TypeError, ValueError, LookupError, OverflowError or RuntimeError where they are none."""
+
     def tensor(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 

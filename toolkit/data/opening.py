@@ -6,10 +6,11 @@ import bz2
 import codecs
 import gzip
 import io
+import itertools
 import lzma
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from toolkit.units import size_text
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100
 """A packed file may become so many bytes, or so many times its size if that is more; texts become 3 to 20 times it."""
+MOST_CELL = 1 << 26
+"""Characters of one cell, and of one line: a long document has fewer, and a quote that is not closed takes no more
+memory."""
 _LIKELY_ENCODINGS = ("utf-8", "gb18030", "big5")
 _CHUNK_BYTES = 1 << 20
 
 
-def most_bytes(path: Path) -> int:
-    """What a packed file may become: more is more likely a trap than data."""
+def most_bytes(*paths: Path) -> int:
+    """What packed files may become: more is more likely a trap than data."""
     asked = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
-    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * path.stat().st_size)
+    packed = sum(path.stat().st_size for path in paths)
+    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
 
 
 def too_large(path: Path, most: int) -> UserError:
@@ -77,6 +82,20 @@ def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
         return io.TextIOWrapper(io.BufferedReader(_Unpacked(path), _CHUNK_BYTES), known, newline=newline)
     except LookupError as error:
         raise UserError(f"--encoding {encoding}: Python knows no such encoding") from error
+
+
+def lines_of(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
+    """Raises UserError for one that is too long to be a line."""
+    for number in itertools.count(1):
+        line = text.readline(MOST_CELL)
+        if not line:
+            return
+        if len(line) == MOST_CELL:
+            raise UserError(
+                f"{path}, line {number}: longer than {MOST_CELL} characters: put each row, or each text, on a line of "
+                "its own"
+            )
+        yield line
 
 
 def bad_encoding(path: Path, encoding: str) -> str:

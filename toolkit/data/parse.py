@@ -11,20 +11,21 @@ import csv
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from toolkit.config import TextSettings
-from toolkit.data.opening import OPENERS, bad_encoding, most_bytes, open_text, too_large
+from toolkit.data.opening import MOST_CELL, OPENERS, bad_encoding, lines_of, most_bytes, open_text, too_large
 from toolkit.errors import UserError, first_line, listing
+from toolkit.memory import at_most_more
 
 if TYPE_CHECKING:
     import pyarrow
 
 _UNFIT = (ValueError, TypeError, NotImplementedError, OverflowError, RecursionError)  # pyarrow's errors are of these
-_MOST_CELL = 1 << 26
-"""Characters of one cell: a long document has fewer, and a quote that is not closed takes no more memory."""
+_MOST_COLUMNS = 10_000
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 BATCH_ROWS = 2048
 _JSON_CHARACTERS = 1 << 20
@@ -82,31 +83,46 @@ def read_json(path: Path) -> list[Any]:
         if kind in (".json", ".jsonl"):
             return list(_json_lines(path, "utf-8") if kind == ".jsonl" else _json(path, "utf-8"))
         with open_text(path, "utf-8") as text:
-            return [line.strip() for line in text if line.strip()]
+            return [line.strip() for line in lines_of(path, text) if line.strip()]
     except UnicodeError as error:
         raise UserError(bad_encoding(path, "utf-8")) from error
 
 
 def _parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """A file of a few kB may name gigabytes: what it says of itself is looked at first, and need not be true."""
     import pyarrow
     import pyarrow.parquet
 
     most, size = most_bytes(path), 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+            _check_names(path, file.schema_arrow.names)
+            if sum(file.metadata.row_group(place).total_byte_size for place in range(file.num_row_groups)) > most:
+                raise too_large(path, most)
+            batches = file.iter_batches(batch_size=BATCH_ROWS)
+            while True:
+                with at_most_more(most):
+                    batch = next(batches, None)
+                if batch is None:
+                    return
                 size += batch.nbytes
                 if size > most:
                     raise too_large(path, most)
                 yield batch
+    except MemoryError as error:
+        raise too_large(path, most) from error
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises UserError for column names that stand twice, or that no table can have."""
-    twice = [name for place, name in enumerate(names) if name in names[:place]]
-    if twice:
+    """Raises UserError for column names that stand twice, or that no table can have, and for too many."""
+    if len(names) > _MOST_COLUMNS:
+        raise UserError(
+            f"{path} has {len(names)} columns, and at most {_MOST_COLUMNS} are read: keep those with the texts and the "
+            "labels"
+        )
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{path} has more than one column {listing(map(repr, twice))}: rename them")
     odd = [
         name for name in names if "\0" in name or name.encode(errors="replace") != name.encode(errors="surrogatepass")
@@ -135,7 +151,7 @@ def _lines(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     with open_text(path, settings.encoding, "\n") as text:
-        for lines in _blocks(text):
+        for lines in _blocks(lines_of(path, text)):
             texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
             yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
 
@@ -172,12 +188,12 @@ def _separated(path: Path, settings: TextSettings, separator: str, said: list[st
 
 def _cells(path: Path, settings: TextSettings, separator: str) -> Iterator[tuple[list[list[str]], Sequence[int]]]:
     """(rows that are not blank, the line that each starts on), some at a time."""
-    csv.field_size_limit(_MOST_CELL)
+    csv.field_size_limit(MOST_CELL)
     quoting: Any = csv.QUOTE_NONE if settings.quoting == "none" else csv.QUOTE_MINIMAL
     seen: list[str] = []
     ended, filled = 0, int(bool(settings.column_names))
     with open_text(path, settings.encoding) as text:
-        lines = (seen.append(line) or line for line in text)  # type: ignore[func-returns-value]
+        lines = (seen.append(line) or line for line in lines_of(path, text))  # type: ignore[func-returns-value]
         reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         while True:
             rows: list[list[str]] = []
@@ -260,7 +276,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
 
 def _json_lines(path: Path, encoding: str) -> Iterator[Any]:
     with open_text(path, encoding, "\n") as text:
-        for number, line in enumerate(text, 1):
+        for number, line in enumerate(lines_of(path, text), 1):
             if line.strip():
                 try:
                     yield _DECODER.decode(line)

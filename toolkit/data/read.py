@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import glob
+import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,10 +21,12 @@ from natsort import natsorted
 from toolkit import demo
 from toolkit.cache import cache_folder, digest_of_file, digest_of_files, digest_of_text, made_once, remembered_digest
 from toolkit.config import TextSettings, named_in
-from toolkit.data.opening import OPENERS
+from toolkit.data.opening import OPENERS, most_bytes, too_large
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
+from toolkit.files import refuse_link_out
 from toolkit.hub import reach
+from toolkit.memory import at_most_more
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets
@@ -277,21 +283,47 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     """
     import datasets
 
-    folder, content, kept = Path(name), "", None
+    folder, content, kept, most = Path(name), "", None, sys.maxsize
     if folder.is_dir():
-        content = digest_of_files(folder, folder.rglob("*"))
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        content, most = digest_of_files(folder, files), most_bytes(*files)
         kept = str(cache_folder() / "datasets" / content)
     else:
         reach(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity_error()
     try:
-        splits = datasets.load_dataset(name, config, cache_dir=kept)
+        with at_most_more(most) if folder.is_dir() else contextlib.nullcontext():
+            if folder.is_dir():
+                _refuse_addresses(folder)
+                _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=kept))
+            splits = datasets.load_dataset(name, config, cache_dir=kept)
+    except UserError:
+        raise
     except Exception as error:
+        if isinstance(error.__cause__ or error, MemoryError):
+            raise too_large(folder, most) from error
         hint = "" if folder.exists() else "; without a network set HF_HUB_OFFLINE=1 and name a folder"
         raise UserError(f"--dataset_name {name}: {' '.join(str(error).split())[:300]}{hint}") from error
     digests = {split: f"{content}-{config}-{split}" if content else rows._fingerprint for split, rows in splits.items()}
     return {split: Table(rows, f"{name} ({split})", f"{digests[split]}-{len(rows)}") for split, rows in splits.items()}
+
+
+def _refuse_addresses(folder: Path) -> None:
+    """Raises UserError where the README of a folder names an address: to look for data would ask there."""
+    from huggingface_hub import metadata_load
+
+    readme, configs = folder / "README.md", folder / ".huggingface.yaml"
+    text = str((metadata_load(readme) or {}).get("configs")) if readme.is_file() else ""
+    text += configs.read_text(encoding="utf-8", errors="replace") if configs.is_file() else ""
+    if found := re.search(r"[\w+]+://[^'\"\s]*", text):
+        raise UserError(f"{folder} names {found[0][:200]}, outside it: put the file itself there")
+
+
+def _refuse_data_outside(folder: Path, builder: Any) -> None:
+    """Raises UserError where a file of the data is, by its name in the README or by a link, elsewhere."""
+    for file in itertools.chain(*(builder.config.data_files or {}).values()):
+        refuse_link_out(Path(str(file).rpartition("::")[2]), folder)  # zip://NAME::FILE
 
 
 def columns_of(table: Table, column: str) -> list[str]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.files import as_json, read_table
+from toolkit.files import Kinds, as_json, is_number, read_table
 
 _SINGLE, _BINS = "single_label_classification", 15
 _TEMPERATURES = (0.05, 20.0)
@@ -96,24 +95,21 @@ def readable(label: Any, labels: Labels) -> Any:
 # the file
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _are(kind: Any, fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind) and all(map(fits, value.values() if kind is dict else value))
-
-
 def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 < value < 1
+    return is_number(value, 0, 1) and value not in (0, 1)
 
 
-_KINDS = {
-    "labels": (_are(list, lambda name: isinstance(name, str)), "a list of texts"),
-    "temperature": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    "thresholds": (_are(dict, _is_share), "a table of numbers between 0 and 1"),
+_KINDS: Kinds = {
+    "labels": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value), "a list of texts"
+    ),
+    "temperature": (lambda value: is_number(value, *_TEMPERATURES), "a number from {} to {}".format(*_TEMPERATURES)),
+    "thresholds": (
+        lambda value: isinstance(value, dict) and all(map(_is_share, value.values())),
+        "a table of numbers between 0 and 1",
+    ),
     "abstain_below": (_is_share, "a number between 0 and 1"),
-}
+}  # fmt: skip
 
 
 def saved_decisions(model: str, labels: Labels) -> Decisions:

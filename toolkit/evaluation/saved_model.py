@@ -15,7 +15,7 @@ from toolkit.data.parse import format_of
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
-from toolkit.errors import listing
+from toolkit.errors import UserError, listing
 from toolkit.evaluation.decisions import saved_decisions
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.titles import generate_titles
@@ -25,7 +25,11 @@ from toolkit.pretrained import load_config
 
 
 def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs."""
+    """A saved model's labels, in the order of its outputs. Raises UserError where it has no name for one."""
+    if sorted(config.id2label) != list(range(config.num_labels)):
+        raise UserError(
+            f"{config.name_or_path}: its config.json has id2label for {listing(config.id2label)}: from 0 on"
+        )
     names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
     return Labels(problem_of(config.problem_type), names, ())
 

@@ -39,7 +39,13 @@ def launch(given: Sequence[str]) -> NoReturn:
     raise_again()  # this process has to wait for those it starts
     arguments = launch_command_parser().parse_args(list(given))
     run = require(elastic, "run", "torch")
-    elastic.run = lambda given: run(_of_this_node(given))
+    python_path = os.environ.get("PYTHONPATH", "")
+
+    def run_here(given: argparse.Namespace) -> None:
+        os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
+        run(_of_this_node(given))
+
+    elastic.run = run_here
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # its account of which process it stops next says nothing that the failed process has not said

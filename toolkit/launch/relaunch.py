@@ -74,6 +74,9 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
         print(line, file=sys.stderr, flush=True)
+    if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
+        # `-m` would import from the current folder first, which may be a downloaded one; this process has not
+        os.environ["PYTHONSAFEPATH"] = "1"
     _become_launcher(arguments, {**requested, "typed": argv})
     return None
 

@@ -46,17 +46,22 @@ class ExportedClassifier(torch.nn.Module):
         super().__init__()
         kind = str(exported_to(folder))
         require_packages(kind, _PACKAGES[kind])
-        self.config, path = config, folder / FILES[kind]
+        self.config, self.path = config, folder / FILES[kind]
         try:
-            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(path)
+            self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(self.path)
         except Exception as error:  # each has its own
-            raise UserError(f"{path} cannot be read: {first_line(error)}; export the model again") from error
+            raise UserError(f"{self.path} cannot be read: {first_line(error)}; export the model again") from error
 
     def forward(self, **given: torch.Tensor) -> SimpleNamespace:
         ids = given["input_ids"]
         filled = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
         arrays = {name: given.get(name, filled.get(name, torch.zeros_like)(ids)).cpu().numpy() for name in self.inputs}
-        return SimpleNamespace(logits=torch.from_numpy(self._compute(arrays)).to(ids.device))
+        try:
+            logits = torch.from_numpy(self._compute(arrays))  # (B, C)
+        except Exception as error:  # each has its own
+            batch = " x ".join(map(str, ids.shape))
+            raise UserError(f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}") from error
+        return SimpleNamespace(logits=logits.to(ids.device))
 
 
 def _openvino(path: Path) -> tuple[list[str], Compute]:

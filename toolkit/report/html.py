@@ -23,6 +23,7 @@ from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.label_errors import worst_slices
+from toolkit.files import refuse_link_out
 from toolkit.report import curves
 from toolkit.report.files import write_whole
 from toolkit.report.folds import write_folds
@@ -122,7 +123,10 @@ def write_report_of_folder(folder: str | Path, explained_rows: int = 0) -> Path:
         return folder / "report.html"
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
-    prepared = cache_folder() / "tokens" / data["digest"]
+    cache = cache_folder() / "tokens"
+    prepared = cache / str(data["digest"])
+    refuse_link_out(prepared, cache)
+    refuse_link_out(prepared / str(last.split), prepared)
     there = last.numbers and (prepared / last.split).is_dir()
     split = load_split(prepared, last.split) if there else None
     texts = split.texts() if split else []

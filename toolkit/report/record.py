@@ -20,6 +20,7 @@ from toolkit.config import Task
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import without_repetition
+from toolkit.files import refuse_link_out
 from toolkit.report.files import by_step, read_lines
 
 # our name -> what readers see
@@ -186,6 +187,8 @@ def run_config(folder: Path) -> dict[str, Any]:
         inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
         held = f": did you mean {folder / inside[0]}?" if inside else ""
         raise UserError(f"{folder} is not a run folder: it has no config.json{held}")
+    for name in ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"):
+        refuse_link_out(folder / name, folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,8 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
 from toolkit.config import DataSettings, TrainingSettings
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
+from toolkit.files import read_table
 from toolkit.launch import restarts
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
@@ -221,8 +221,15 @@ class Resume:
         steps, seed = self.steps, self.steps.settings.seed
         path = folder / random_file(self.accelerator.process_index)
         if world == self.accelerator.num_processes and path.is_file():
-            states = json.loads(path.read_text(encoding="utf-8"))
-            steps.set_randomness = lambda: set_random_states(states)
+            states = read_table(path, {})
+
+            def set_randomness() -> None:
+                try:
+                    set_random_states(states)
+                except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
+                    raise UserError(f"{path} holds no states of random generators ({first_line(error)})") from error
+
+            steps.set_randomness = set_randomness
         else:
             steps.set_randomness = lambda: set_seed((seed + 1_000_003 * steps.done) % 2**31, device_specific=True)
 

@@ -234,8 +234,8 @@ def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path 
 
 
 def _having(name: str, *folders: Path | None) -> Path | None:
-    """The first folder that has a file of this name."""
-    return next((folder for folder in folders if folder is not None and (folder / name).is_file()), None)
+    """The first folder that has something of this name."""
+    return next((folder for folder in folders if folder is not None and os.path.lexists(folder / name)), None)
 
 
 def written_dtype(stored: TensorIndex, wanted: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
 from toolkit.files import create_file, read_table, refuse_link_out
+from toolkit.model_config import check_model_config
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
@@ -36,16 +37,6 @@ _ROWS = {
     "embeddings.token_type_embeddings.weight": "type_vocab_size",
 }
 _HEADS = ("classifier.weight", "classifier.out_proj.weight")
-_COUNT = (lambda value: type(value) is int and value >= 0, "a whole number")
-_LAYERS = (lambda value: type(value) is int and 0 <= value <= 10_000, "a whole number up to 10,000")
-_TEXTS = (lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts")
-_KINDS = {
-    "model_type": (lambda value: isinstance(value, str), "a text"),
-    "architectures": _TEXTS,
-    "id2label": (lambda value: isinstance(value, dict), "a table"),
-    **dict.fromkeys(("num_labels", *_ROWS.values()), _COUNT),
-    **dict.fromkeys(("num_hidden_layers", "n_layers"), _LAYERS),
-}
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
@@ -59,7 +50,7 @@ def files_beside(
     """
     if folder is None:
         return None, {}
-    found = {path for pattern in _KEPT for path in folder.glob(pattern) if path.is_file()}
+    found = {path for pattern in _KEPT for path in folder.glob(pattern) if not path.is_dir()}
     copied = {path.name: path for path in sorted(found) if not path.name.endswith(".index.json")}
     for path in (*copied.values(), folder / CONFIG, folder / ADAPTER_CONFIG):
         refuse_link_out(path, folder)
@@ -95,7 +86,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}: name a model's folder with --config_from")
-    config = read_table(path, _KINDS)
+    check_model_config(config := read_table(path, {}), path)
     if not ("model_type" in config or "architectures" in config):
         inner = folder / "model"
         hint = f"; did you mean {inner}?" if (inner / CONFIG).is_file() else ""
@@ -138,7 +129,7 @@ def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Coll
     It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
     not be. Raises UserError naming what is missing or left over.
     """
-    command = [sys.executable, "-c", _BUILD, str(folder)]
+    command = [sys.executable, "-P", "-c", _BUILD, str(folder)]  # -P: not with what stands in the current folder
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True

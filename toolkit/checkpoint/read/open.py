@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from toolkit.checkpoint.folder import MANIFEST, complete, step_number
@@ -91,7 +92,7 @@ def _refuse_universal(path: Path) -> None:
 
 
 def _model_folder(*folders: Path) -> Path | None:
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+    return next((folder for folder in folders if os.path.lexists(folder / "config.json")), None)
 
 
 def _not_a_folder(path: Path) -> str:

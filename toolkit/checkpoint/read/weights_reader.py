@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -59,7 +60,7 @@ def open_weights(folder: Path) -> CheckpointReader | None:
         weights=tensors,
         tied=tied,
         engine_dtype=main_dtype(stored.dtype for stored in tensors.values()),
-        model_folder=folder if (folder / "config.json").is_file() else None,
+        model_folder=folder if os.path.lexists(folder / "config.json") else None,
         details={"files": len({span.member.file for stored in tensors.values() for span in stored.spans})},
     )
 

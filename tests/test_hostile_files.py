@@ -1,0 +1,310 @@
+"""Files and folders made to harm: downloaded models, data and runs."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.faults import Fault, refusal
+from tests.report.made import classifier
+from tests.runs import ROOT, edit_json, environment
+from toolkit.checkpoint.save import random_file
+from toolkit.config import ModelSettings, TextSettings
+from toolkit.data.labels import Labels
+from toolkit.data.read import read_file, read_hub
+from toolkit.evaluation.saved_model import SavedModel
+from toolkit.models.classifier import load_saved_classifier
+from toolkit.models.exported import ExportedClassifier
+from toolkit.report.html import write_report_of_folder
+from toolkit.sweep import Sweep
+from toolkit.training.resume import Resume
+
+LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    return classifier(tiny_model, tmp_path_factory.mktemp("hostile") / "model", LABELS)
+
+
+@pytest.fixture
+def model(sound: Path, tmp_path: Path) -> Path:
+    """A classifier of this test's own."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def refused(model: Path, *says: str) -> str:
+    """By `toolkit predict`, `export`, `report --explain` and recipes alike."""
+    return refusal(SavedModel, str(model), says=says)
+
+
+# config.json
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_labels": 10**9},  # a list of names as long
+        {"problem_type": "evil"},
+        {"hidden_dropout_prob": float("nan")},
+        {"num_hidden_layers": -1},
+        {"max_position_embeddings": 10**400},
+        {"id2label": {"5": "a", "9": "b"}},
+        {"model_type": "pooled-bert"},
+        {"transformers_weights": "../model.safetensors"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_config_with_what_no_model_has_is_refused(changed: dict[str, Any], model: Path, fault: Fault) -> None:
+    edit_json(model / "config.json", **changed)
+    name, value = next(iter(changed.items()))
+    said = refused(model, "config.json", "pooling" if name == "model_type" else name)
+    fault(f"a model's config.json with {name} = {str(value)[:30]}", said)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"attn_implementation": "kernels-community/flash-attn"},  # code that a hub would send
+        {"chunk_size_feed_forward": 10**30},
+        {"return_dict": False},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_config_that_changes_no_answer_is_not_obeyed(changed: dict[str, Any], model: Path) -> None:
+    edit_json(model / "config.json", **changed)
+    loaded = load_saved_classifier(ModelSettings(model_name_or_path=str(model)))
+    assert loaded.config._attn_implementation == "sdpa"
+    assert loaded(input_ids=loaded.dummy_inputs["input_ids"]).logits.shape[1] == 2
+
+
+# links and names that leave a folder
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(model: Path, tmp_path: Path, fault: Fault) -> None:
+    (model / "model.safetensors").rename(tmp_path / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {"bert.pooler.dense.weight": "../other.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    fault("a model whose index names weights elsewhere", refused(model, str(tmp_path / "other.safetensors"), "outside"))
+
+
+def test_a_link_out_of_a_model_is_refused(model: Path, tmp_path: Path, fault: Fault) -> None:
+    (model / "tokenizer.json").rename(tmp_path / "elsewhere")
+    (model / "tokenizer.json").symlink_to("../elsewhere")
+    fault("a model whose tokenizer.json is a link out of it", refused(model, str(model / "tokenizer.json"), "outside"))
+
+
+def test_a_model_with_a_pipe_in_it_is_refused(model: Path, fault: Fault) -> None:
+    """To open it would wait for a writer."""
+    os.mkfifo(model / "special_tokens_map.json")
+    fault("a model with a pipe in the place of a file", refused(model, "special_tokens_map.json", "neither a file"))
+
+
+def test_the_links_of_a_hubs_cache_are_followed(model: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    for file in model.iterdir():
+        file.rename(tmp_path / "models--x" / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert SavedModel(str(snapshot)).decisions is not None
+
+
+@pytest.mark.parametrize("path", ["../secret.csv", "https://localhost:9/secret.csv"])
+def test_a_data_set_that_names_files_elsewhere_is_refused(path: str, tmp_path: Path, fault: Fault) -> None:
+    (tmp_path / "secret.csv").write_text("text,label\nmine,1\n")
+    (folder := tmp_path / "data").mkdir()
+    config = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {path}\n"
+    (folder / "README.md").write_text(f"---\n{config}---\n")
+    said = refusal(read_hub, str(folder), says=[str(folder), "secret.csv"])
+    fault(f"a data set's README with `path: {path}`", said)
+
+
+def test_a_link_out_of_a_data_set_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret.csv").write_text("text,label\nmine,1\n")
+    (folder := tmp_path / "data").mkdir()
+    (folder / "train.csv").symlink_to("../secret.csv")
+    refusal(read_hub, str(folder), says=["secret.csv", "outside"])
+
+
+def test_a_run_that_names_the_texts_of_another_is_refused(tmp_path: Path, toolkit_cache: Path, fault: Fault) -> None:
+    (tmp_path / "elsewhere" / "validation").mkdir(parents=True)
+    (run := tmp_path / "run").mkdir()
+    config = {"data": {"digest": "../../elsewhere", "problem_type": "regression"}}
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "eval.jsonl").write_text('{"step": 1, "split": "validation", "loss": 1.0}\n')
+    said = refusal(write_report_of_folder, run, says=["elsewhere", "outside"])
+    fault("a run's config.json whose data.digest is a path", said)
+
+
+# memory and time
+
+
+def test_a_small_parquet_file_does_not_take_all_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """500 bytes that name a text of 1 MB 14,000 times: 2 GB for the first batch of rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(100 << 20))
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(14_000, np.int32), ["x" * 10**6])
+    table = pyarrow.table({"text": texts, "label": ["a", "b"] * 7000})
+    parquet.write_table(table, path := tmp_path / "rows.parquet", compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1000
+    before = pyarrow.default_memory_pool().max_memory()
+    said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "TOOLKIT_MAX_UNPACKED_BYTES"])
+    assert (pyarrow.default_memory_pool().max_memory() or 0) <= max(before or 0, 400 << 20)
+    fault("a Parquet file of 500 bytes that becomes 14 GB", said)
+    parquet.write_table(table.slice(0, 20), path)
+    assert len(read_file(str(path), TextSettings())) == 20
+
+
+def test_a_small_data_set_does_not_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", str(300 << 20))
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(1500, np.int32), ["x" * 10**6])
+    (folder := tmp_path / "data").mkdir()
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "train.parquet", compression="zstd",
+                        store_schema=False)  # fmt: skip
+    refusal(read_hub, str(folder), says=[str(folder), "TOOLKIT_MAX_UNPACKED_BYTES"])
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_too_many_columns_are_refused(kind: str, tmp_path: Path, fault: Fault) -> None:
+    names = [f"c{number}" for number in range(200_000)]
+    path = tmp_path / f"rows.{kind}"
+    path.write_text(
+        ",".join(names) + "\n" + "1," * 199_999 + "1\n" if kind == "csv" else json.dumps(dict.fromkeys(names, 1))
+    )
+    said = refusal(lambda: len(read_file(str(path), TextSettings())), says=[str(path), "200000 columns", "10000"])
+    fault(f"a {kind.upper()} file with 200,000 columns", said)
+
+
+@pytest.mark.parametrize("name", ["rows.csv.gz", "rows.jsonl.gz", "rows.tsv", "rows.txt"])
+def test_a_line_without_an_end_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.data.opening.MOST_CELL", 5000)
+    path, content = tmp_path / name, b'{"text": "a"}\n' + b"x" * 6000
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    refusal(lambda: len(read_file(str(path), TextSettings())), says=[f"{path}, line 2", "5000 characters"])
+
+
+def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: Fault) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    make, numbers = onnx.helper, onnx.TensorProto
+    shape = make.make_tensor("shape", numbers.INT64, [2], [1 << 16, 1 << 30])  # 256 TiB of float32
+    node = make.make_node("ConstantOfShape", ["shape"], ["logits"])
+    ids = make.make_tensor_value_info("input_ids", numbers.INT64, ["batch", "length"])
+    logits = make.make_tensor_value_info("logits", numbers.FLOAT, [None, None])
+    graph = make.make_graph([node], "huge", [ids], [logits], [shape])
+    onnx.save(make.make_model(graph, opset_imports=[make.make_opsetid("", 17)], ir_version=8), tmp_path / "model.onnx")
+
+    def compute() -> None:
+        import torch
+
+        ExportedClassifier(tmp_path, None)(input_ids=torch.ones(1, 8, dtype=torch.int64))
+
+    fault("an ONNX graph that wants 256 TiB", refusal(compute, says=["model.onnx"]))
+
+
+# files of other types than they should be
+
+
+@pytest.mark.parametrize("states", [{}, {"python": 5}, {"python": [3, [], None], "numpy": 1, "torch": "evil"}])
+def test_random_states_of_other_types_are_refused(states: dict[str, Any], tmp_path: Path, fault: Fault) -> None:
+    (tmp_path / random_file(0)).write_text(json.dumps(states))
+    steps = SimpleNamespace(settings=SimpleNamespace(seed=1), set_randomness=None)
+    accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    resume: Any = SimpleNamespace(steps=steps, accelerator=accelerator)
+    Resume._set_randomness(resume, tmp_path, 1)
+    assert callable(steps.set_randomness)
+    fault("a checkpoint whose random states are none", refusal(steps.set_randomness, says=[random_file(0)]))
+
+
+def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fault) -> None:
+    pytest.importorskip("optuna")
+    for content in (pickle.dumps({"a": [1]}), b"[]\n", b'{"op_code": "x"}\n'):
+        (tmp_path / "study.journal").write_bytes(content)
+        sweep = object.__new__(Sweep)
+        sweep.folder, sweep.recipe, sweep.words = tmp_path, "recipes/cls.py", []
+        said = refusal(sweep.search, {"seed": ["1", "2"]}, 1, says=[str(tmp_path / "study.journal")])
+    fault("a sweep's study.journal that is a pickle", said)
+
+
+# modules of Python in the current folder
+
+_EVIL = "import posix\nposix.close(posix.open({marker!r}, posix.O_CREAT | posix.O_WRONLY))\n"
+SETTINGS = ["--model_name_or_path", ".", "--train_file", "rows.csv", "--max_steps", "1", "--report_to", "none",
+            "--global_batch_size", "8", "--per_device_batch_size", "4", "--mixed_precision", "no"]  # fmt: skip
+RECIPE = [str(ROOT / "recipes" / "cls.py"), *SETTINGS, "--output_dir", "OUT"]
+COMMANDS: dict[str, list[str]] = {
+    "convert": ["toolkit", "convert", ".", "OUT", "--verify"],
+    "predict, ddp": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/ddp.yaml"],
+    "predict, zero2": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/zero2.yaml"],
+    "predict, one process": ["toolkit", "predict", ".", "rows.csv", "--config_file", "accelerate_configs/single.yaml"],
+    "predict": ["toolkit", "predict", ".", "rows.csv"],
+    "recipe, zero2": [*RECIPE, "--config_file", "accelerate_configs/zero2.yaml"],
+    "recipe, ddp": [*RECIPE, "--config_file", "accelerate_configs/ddp.yaml"],
+    "sweep": ["toolkit", "sweep", *RECIPE, "--seeds", "2"],
+    "verify": ["toolkit", "verify", *RECIPE, "--config_file", "accelerate_configs/ddp.yaml", "--max_steps", "1"],
+    "export": ["toolkit", "export", ".", "OUT", "--to", "onnx", "--validation_file", "rows.csv", "--max_drop", "100"],
+    "to-bigbird": ["toolkit", "to-bigbird", ".", "OUT"],
+    "prepare": ["toolkit", "prepare", "cls", *SETTINGS],
+    "estimate": ["toolkit", "estimate", "."],
+    "doctor": ["toolkit", "doctor"],
+}  # fmt: skip
+
+
+def some_slow(names: Iterable[str], *fast: str) -> list[Any]:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(COMMANDS, "convert", "predict, zero2"))
+def test_no_python_file_of_the_current_folder_is_executed(
+    name: str, model: Path, tmp_path: Path, reviews: Path, fault: Fault
+) -> None:
+    """Whatever module is imported first by whatever child: the folder has a file of that name."""
+    with reviews.open(newline="") as source, (model / "rows.csv").open("w", newline="") as target:
+        csv.writer(target).writerows(row for row, _ in zip(csv.reader(source), range(20), strict=False))
+    installed = {"torch", "numpy", "accelerate", "transformers", "toolkit", "yaml", "sitecustomize", "usercustomize"}
+    for module in sys.stdlib_module_names | installed:
+        (model / f"{module}.py").write_text(_EVIL.format(marker=str(tmp_path / f"executed-{module}")))
+    words = [str(tmp_path / "out") if word == "OUT" else word for word in COMMANDS[name]]
+    program = (
+        [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+        if words[0] == "toolkit"
+        else [sys.executable, *words]
+    )
+    done = subprocess.run(program, cwd=model, env=environment() | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("executed-*")) == [], done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    fault(f"`{name}` in a folder with files named like Python's modules", "none of them is executed")
+
+
+def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    """In the launcher's children, too."""
+    (tmp_path / "beside.py").write_text("VALUE = 5\n")
+    (tmp_path / "mine.py").write_text(
+        "import sys\nimport beside\nfrom toolkit import launch\n\n\ndef main():\n    launch.make_accelerator('no')\n"
+        "    sys.stdout.write(f'imported {beside.VALUE}\\n')\n\n\nlaunch.run(main)\n"
+    )
+    command = [sys.executable, str(tmp_path / "mine.py"), "--config_file", "accelerate_configs/ddp.yaml"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.count("imported 5") == 2
