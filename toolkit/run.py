@@ -251,11 +251,24 @@ class Run:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
         if self.accelerator.is_main_process:
+            compared = self._write_baselines(evaluation)
             self._write_pages()
-            for line in self._summary(evaluation):
+            for line in self._summary(evaluation, compared):
                 print(line, file=sys.stderr, flush=True)
         if self.data.fold:
             self._finish_fold(evaluation)
+
+    def _write_baselines(self, evaluation: Evaluation) -> list[str]:
+        from toolkit.report.baselines import FILE, write_baselines  # scikit-learn
+
+        (self.folder.path / FILE).unlink(missing_ok=True)
+        if evaluation.outputs is None or not self.settings.training.baselines:
+            return []
+        decided = self._decisions or decisions.Decisions(self.data.labels)
+        try:
+            return write_baselines(self.folder.path, self.best.step, self.data.train, evaluation.outputs, decided)
+        except (MemoryError, ValueError) as error:  # of the comparison only: the model is there
+            return [f"no comparison with simple models: {first_line(error)}"]
 
     def _finish_fold(self, evaluation: Evaluation) -> None:
         """Keeps what this fold's model says of its part; after the last one brings all parts together."""
@@ -333,7 +346,7 @@ class Run:
             lines.append(lora.describe(self.checkpoints.model, settings.model))
         return [line for line in lines if line]
 
-    def _summary(self, last: Evaluation) -> list[str]:
+    def _summary(self, last: Evaluation, beside: list[str]) -> list[str]:
         path, folder = self.folder.path, shlex.quote(str(self.folder.path))
         loads, config = "the weights, and what the model's own class saved", self.folder.model / "config.json"
         if named := config.is_file():  # a class of transformers
@@ -361,6 +374,7 @@ class Run:
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
             f"({last.numbers['num_samples']} samples): {last}",
             *class_lines(last),
+            *beside,
             *decisions.lines_of(last),
             *filter(None, [mfu.describe(by_step(read_lines(self.folder.path / "metrics.jsonl")))]),
             *compared,

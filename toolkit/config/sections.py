@@ -297,6 +297,8 @@ class TrainingSettings:
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+    baselines: bool = True
+    """At the end, set accuracy and F1 beside those of the largest class and of tf-idf with logistic regression."""
     run_name: str | None = None
     """The run's name in trackers; that of its folder when not given."""
     project: str | None = None

@@ -58,10 +58,10 @@ def predict_file(options: Any) -> None:
     saved = SavedModel(options.model)
     decisions, parts = saved.decisions, Parts(_output_of(options), options.encoding)
     _shard_of(options.shard)  # a wrong one is told before any work
-    table = read_file(options.file, _reading(options))
+    table = read_file(options.file, reading(options))
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
     _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
-    column, pair = _columns_read(options, table)
+    column, pair = columns_read(options, table)
     max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.same_everywhere(accelerator, "the file, the model and the options", facts)
@@ -119,7 +119,7 @@ def _exists(output: Path) -> UserError:
 
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved = SavedModel(options.model)
-    _columns_read(options, None)
+    columns_read(options, None)
     length = saved.length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
     found = saved.outputs(saved.split(options.text))
@@ -236,17 +236,22 @@ def _shard_of(asked: str | None) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _reading(options: Any) -> TextSettings:
+def reading(options: Any) -> TextSettings:
     names = ("encoding", "delimiter", "quoting", "column_names")
     return TextSettings(**{name: getattr(options, name) for name in names})
 
 
-def _columns_read(options: Any, table: Any) -> tuple[str, str | None]:
-    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
+def run_of(model: str) -> dict[str, Any]:
+    """config.json of the run whose model this is; empty for one that is in no run's folder."""
     try:
-        run = json.loads((Path(options.model).parent / "config.json").read_text(encoding="utf-8"))["data"]
-    except (OSError, ValueError, KeyError, TypeError):
-        run = {}  # not in a run's folder
+        return dict(json.loads((Path(model).parent / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
+    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
+    run = run_of(options.model).get("data", {})
     if options.text:
         if run.get("text_pair"):
             raise UserError(f"this model reads pairs: give a FILE with {run['text_column']} and {run['text_pair']}")

@@ -24,6 +24,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.evaluation.label_errors import worst_slices
 from toolkit.report import curves
+from toolkit.report.baselines import read_baselines
 from toolkit.report.files import write_whole
 from toolkit.report.folds import write_folds
 from toolkit.report.record import Record, last_evaluation, plain, render, run_config
@@ -92,6 +93,7 @@ def write_report(
         "smoothed": curves.window_of(len(record.steps)) > 1,
         "has_texts": bool(texts),
         "sureness": _sureness(last),
+        "baselines": read_baselines(folder, last),
         "confusion": None,
         "num_samples": 0,
         "slices": [],
