@@ -41,7 +41,7 @@ class Decisions:
     temperature: float = 1.0
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """By label; of two classes for the positive one. Of the probabilities after the temperature. Of more classes than
-    two, the answer is the one with the greatest odds over its threshold's odds: all alike change nothing."""
+    two, the answer has the greatest probability over its threshold's odds: all alike change nothing."""
     abstain_below: float | None = None
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
