@@ -251,24 +251,15 @@ class Run:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
         if self.accelerator.is_main_process:
-            compared = self._write_baselines(evaluation)
+            from toolkit.report.baselines import write_baselines  # scikit-learn
+
+            outputs = evaluation.outputs if self.settings.training.baselines else None
+            compared = write_baselines(self.folder.path, self.data, outputs, self._decisions)
             self._write_pages()
             for line in self._summary(evaluation, compared):
                 print(line, file=sys.stderr, flush=True)
         if self.data.fold:
             self._finish_fold(evaluation)
-
-    def _write_baselines(self, evaluation: Evaluation) -> list[str]:
-        from toolkit.report.baselines import FILE, write_baselines  # scikit-learn
-
-        (self.folder.path / FILE).unlink(missing_ok=True)
-        if evaluation.outputs is None or not self.settings.training.baselines:
-            return []
-        decided = self._decisions or decisions.Decisions(self.data.labels)
-        try:
-            return write_baselines(self.folder.path, self.best.step, self.data.train, evaluation.outputs, decided)
-        except (MemoryError, ValueError) as error:  # of the comparison only: the model is there
-            return [f"no comparison with simple models: {first_line(error)}"]
 
     def _finish_fold(self, evaluation: Evaluation) -> None:
         """Keeps what this fold's model says of its part; after the last one brings all parts together."""

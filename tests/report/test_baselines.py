@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,14 @@ def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.Monkey
 
 def test_the_file_is_of_its_evaluation_alone(tmp_path: Path) -> None:
     split, logits = made(50, 2), np.zeros((50, 3), np.float32)
-    lines = write_baselines(tmp_path, 4, made(90, 1), (split, logits), Decisions(THREE))
+    data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
+    lines = write_baselines(tmp_path, data, (split, logits), None)
     assert LINEAR in lines[0]
     assert LINEAR in lines[1]  # a model that is no better is said to be
     read = read_baselines(tmp_path, Evaluation("test", {"num_samples": 50}, None))
     assert read is not None
     assert read["train"] == 90
     assert read_baselines(tmp_path, Evaluation("test", {"num_samples": 51}, None)) is None
+    assert write_baselines(tmp_path, data, None, None) == []  # --baselines false
+    assert list(tmp_path.iterdir()) == []
     assert read_baselines(tmp_path / "none", Evaluation("test", {"num_samples": 50}, None)) is None

@@ -72,9 +72,9 @@ _INSTEAD = {
                     "are toolkit evaluate and toolkit predict"),
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
                     "--optimizer_args 'betas=(0.9,0.98),eps=1e-6'"),
-    **{name: "tokens are made ahead and read without copies: there are no workers to set"
-       for name in ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-                    "dataloader_persistent_workers")},
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+                     "dataloader_persistent_workers"),
+                    "tokens are made ahead and read without copies: there are no workers to set"),
     "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
     **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
                     "gathers N of them at once"),

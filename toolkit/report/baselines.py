@@ -15,7 +15,9 @@ import numpy as np
 from scipy import sparse
 
 from toolkit.data.labels import MULTI, Labels
+from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
+from toolkit.errors import first_line
 from toolkit.evaluation.decisions import Decisions, readable
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.report.bootstrap import interval, resampled, scores_of
@@ -33,15 +35,25 @@ FILE = "baselines.json"
 
 
 def write_baselines(
-    folder: Path, step: int, train: Split | None, outputs: tuple[Split, np.ndarray], decisions: Decisions
+    folder: Path, data: Prepared | None, outputs: tuple[Split, np.ndarray] | None, decisions: Decisions | None
 ) -> list[str]:
-    """Writes `folder`/baselines.json, and returns the lines for the screen; `outputs`: of an evaluation."""
-    split, logits = outputs
-    found = baselines(train, split, logits, decisions)
-    if not found:
+    """Writes `folder`/baselines.json, in place of an older one, and returns the lines for the screen.
+
+    `outputs`: (a split, its logits (N, C)) of an evaluation, or None where nothing is to be written; `decisions`: the
+    usual ones of the data's labels where None.
+    """
+    (folder / FILE).unlink(missing_ok=True)
+    if outputs is None:
         return []
-    about = {"step": step, "split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
-    write_whole(folder / FILE, [dumps(about | found, indent=2), "\n"])
+    split, train = outputs[0], data.train if data else None
+    decisions = decisions or Decisions(data.labels)  # type: ignore[union-attr]
+    try:
+        found = baselines(train, *outputs, decisions)
+    except (MemoryError, ValueError) as error:  # the model is there all the same
+        return [f"not compared with simple models: {first_line(error)}"]
+    if found:
+        about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
+        write_whole(folder / FILE, [dumps(about | found, indent=2), "\n"])
     return describe(found)
 
 

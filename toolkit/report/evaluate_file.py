@@ -74,7 +74,7 @@ def evaluate_file(options: Any) -> None:
         files.write_config(settings, accelerator, data, judged)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        ranges = write_baselines(draft, 0, None, (split, logits), replace(decisions, labels=labels))
+        ranges = write_baselines(draft, None, (split, logits), replace(decisions, labels=labels))
         write_report(draft, evaluation, texts)
     for line in [f"{len(split)} rows: {evaluation}", *ranges, *class_lines(evaluation), *lines_of(evaluation)]:
         print(line)
