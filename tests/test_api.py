@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 import toolkit
 from tests.faults import refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, lines_of, losses_of, start
+from tests.runs import ROOT, edit_json, lines_of, losses_of, start
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.launch.network import free_port
@@ -34,7 +36,7 @@ def examples(page: Path) -> list[str]:
 
 def test_both_languages_show_the_same_examples() -> None:
     assert examples(PAGES[0]) == examples(PAGES[1])
-    assert len(examples(PAGES[0])) == 4
+    assert len(examples(PAGES[0])) == 5
 
 
 def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> None:
@@ -51,7 +53,7 @@ def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> 
 def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the runs of the page's two calls."""
     folder = tmp_path_factory.mktemp("api")
-    _, train, plain, notebook = examples(PAGES[0])
+    _, train, plain, notebook, _ = examples(PAGES[0])
     for name, call in (("plain", plain), ("notebook", notebook)):
         call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
@@ -60,6 +62,34 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)}).succeeded()
         assert "Traceback" not in done.err
     return folder
+
+
+@pytest.mark.multiprocess
+def test_parts_of_it_in_a_loop_of_ones_own(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """Six steps in one process; three in two processes, continued in one from their checkpoint: the same losses."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    edit_json(model / "config.json", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    rows = pd.read_csv(reviews)
+    rows[101:].to_csv(tmp_path / "train.csv", index=False)
+    rows[:101].to_csv(tmp_path / "valid.csv", index=False)
+    script = tmp_path / "own_loop.py"
+    script.write_text(examples(PAGES[0])[-1].replace("Accelerator()", "Accelerator(cpu=True)"))
+    several = ["torchrun", "--nproc_per_node", "2", "--master_port", str(free_port())]
+
+    def losses(folder: str, launcher: list[str], max_steps: int) -> list[float]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        command = [*launcher, script, model, tmp_path / "train.csv", tmp_path / "valid.csv", max_steps]
+        done = start(
+            ["bash", "-c", 'cd "$1" && shift && exec "$@"', "bash", tmp_path / folder, *map(str, command)],
+            env={"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+        ).succeeded()
+        assert done.out.count("of 101 rows") == 1
+        return [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.out)]
+
+    whole = losses("one", [sys.executable], 6)
+    assert len(whole) == 6
+    assert losses("two", several, 3) == pytest.approx(whole[:3], rel=1e-5)
+    assert losses("two", [sys.executable], 6) == pytest.approx(whole[3:], rel=1e-5)
 
 
 def indented(code: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from toolkit.config import TASKS, LongTaskSettings, TaskSettings, TitleSettings, build, flat, parse, sections_of
-from toolkit.config.parse import fields_of
+from toolkit.config.parse import _ELSEWHERE, fields_of
 from toolkit.errors import UserError
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
@@ -317,3 +317,26 @@ def test_every_shipped_settings_file_parses(path: Path) -> None:
     settings = parse(TASKS[path.name.split("_")[0]], [str(path)])
     assert settings.model.model_name_or_path
     assert settings.data.train_file or settings.data.dataset_name
+
+
+def test_trainers_names_have_a_hint_and_no_wrong_guess() -> None:
+    """Every field of transformers' TrainingArguments: a setting here, or a hint that was written for it, or none."""
+    from transformers import TrainingArguments
+
+    for field in dataclasses.fields(TrainingArguments):
+        with pytest.raises(UserError) as raised:
+            parse(TaskSettings, [f"--{field.name}", "0.1x", "--zzz"])  # no value that anything takes
+        said = str(raised.value)
+        guess = re.search(rf"setting --{field.name} \(did you mean (\w+)\?\)", said)
+        if guess and field.name not in _ELSEWHERE:
+            assert field.name.startswith(guess[1]), said
+    for typed, wanted in {
+        "--deepspeed ds.json": "--config_file", "--train_sampling_strategy group_by_length": "--group_by_length",
+        "--save_strategy steps": "--checkpoint_every", "--load_best_model_at_end true": "--metric_for_best_model",
+        "--do_train": "--test_file", "--adam_beta2 0.98": "--optimizer_args", "--dataloader_num_workers 4": "workers",
+        "--warmup_steps 0.1": "--warmup_ratio 0.1",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError) as raised:
+            parse(TaskSettings, ["--model_name_or_path", "m", "--train_file", "t.csv", *typed.split()])
+        assert wanted in str(raised.value)
+        assert "did you mean" not in str(raised.value)

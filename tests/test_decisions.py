@@ -127,6 +127,63 @@ def test_whatever_reads_the_model_follows_it(runs: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["two", "several"])
+def test_evaluate_judges_a_file_as_the_run_judged_it(
+    name: str, runs: dict[str, Path], tmp_path: Path, no_launcher: None
+) -> None:
+    """The same numbers and predictions, in two processes too, whose rows do not divide by two."""
+    run = runs["single"] / name
+    if name == "two":
+        rows = run.parent / "test.csv"
+    else:  # the run held some rows back: those
+        every = (run.parent / "several.jsonl").read_text().splitlines()
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text("\n".join(every[line["id"]] for line in lines_of(run / "predictions.jsonl")))
+    last, mine = lines_of(run / "eval.jsonl")[-1], lines_of(run / "predictions.jsonl")
+    for way in ("single", "ddp x2"):
+        out = tmp_path / way
+        start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out, *WAYS[way]]).succeeded()
+        found, theirs = lines_of(out / "eval.jsonl"), lines_of(out / "predictions.jsonl")
+        assert len(found) == 1
+        assert found[0]["num_samples"] == last["num_samples"]
+        for metric in ("accuracy", "f1_macro"):
+            assert found[0][metric] == pytest.approx(last[metric])
+        for own, other in zip(mine, theirs, strict=True):
+            assert (own["label"], own["prediction"]) == (other["label"], other["prediction"])
+        assert f"on the {len(mine)} samples of {rows.name}" in (out / "report.html").read_text()
+    assert start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out]).code == 1
+    (out / "mine.txt").touch()
+    again = start(["toolkit", "evaluate", run / "model", rows, "--output_dir", out, "--overwrite"])
+    assert "mine.txt" not in again.err
+    assert (again.code, "--overwrite" in again.err) == (1, True)
+
+
+@pytest.mark.multiprocess
+def test_a_run_is_set_beside_baselines(runs: dict[str, Path]) -> None:
+    for name, majority in (("plain", True), ("two", True), ("several", False)):
+        run = runs["ddp x2"] / name
+        found, last = json.loads((run / "baselines.json").read_text()), lines_of(run / "eval.jsonl")[-1]
+        models = found["models"]
+        assert list(models) == ["largest class", "tf-idf + logistic regression", "this model"]
+        assert (
+            found["train"]
+            == found["trained_on"]
+            == json.loads((run / "config.json").read_text())["data"]["samples"]["train"]
+        )
+        for metric in ("accuracy", "f1_macro"):
+            assert models["this model"][metric]["value"] == pytest.approx(last[metric])
+            for own in models.values():
+                assert own[metric]["low"] <= own[metric]["value"] <= own[metric]["high"]
+        if majority:
+            labels = [line["label"] for line in lines_of(run / "predictions.jsonl")]
+            train_file = pd.read_csv(run.parent / "train.csv")["label"]
+            shares = {label: labels.count(label) / len(labels) for label in set(labels)}
+            assert models["largest class"]["accuracy"]["value"] in shares.values()
+            assert set(train_file) == set(labels)
+        assert "tf-idf + logistic regression" in (run / "report.html").read_text()
+
+
+@pytest.mark.multiprocess
 def test_a_finished_run_is_tuned_otherwise_by_the_same_command(
     runs: dict[str, Path], tiny_model: Path, reviews: Path
 ) -> None:

@@ -31,6 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     init.add_parser(commands)
     cache.add_parser(commands)
     _add_predict(commands)
+    _add_evaluate(commands)
     _add_export(commands)
     commands.add_parser("prepare", help="tokenize a job's data ahead of time")
     commands.add_parser("estimate", help="the memory that a job takes on each process, by strategy")
@@ -87,6 +88,28 @@ def _add_predict(commands: argparse._SubParsersAction) -> None:
     )
     predict.add_argument("--shard", metavar="3/64", help="label only this part of the file, beside others that do so")
     predict.add_argument("--join", action="store_true", help="only write the output of what the shards have finished")
+    _add_reading(predict)
+
+
+def _add_evaluate(commands: argparse._SubParsersAction) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="judge a classifier on labelled rows: metrics, a report, predictions",
+        description="Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.",
+        epilog=_LAUNCH_HELP,
+        allow_abbrev=False,
+    )
+    evaluate.add_argument("model", help="a run's model folder, any classifier, or a hub name")
+    evaluate.add_argument("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
+    evaluate.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation beside the input]")
+    evaluate.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    evaluate.add_argument("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
+    evaluate.set_defaults(text=None)
+    _add_reading(evaluate)
+
+
+def _add_reading(predict: argparse.ArgumentParser) -> None:
+    """How a file is read, and how a model computes."""
     predict.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
     predict.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
     predict.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
@@ -238,11 +261,11 @@ def _later(module: str, name: str) -> Callable[[Any], Any]:
 
 _OTHER_WAYS = {
     "train": " (recipes train: python recipes/cls.py --help)",
-    "evaluate": " (toolkit.evaluate in Python does it, see docs/api.md, and a recipe's --test_file)",
 }
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
     "predict": _later("evaluation.predict_file", "predict_file"),
+    "evaluate": _later("report.evaluate_file", "evaluate_file"),
     "export": _later("export", "export"),
     "prepare": _prepare,
     "estimate": _estimate,

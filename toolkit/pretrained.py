@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,12 @@ from toolkit.units import size_text
 
 _FEW_PARAMETERS = 10**8
 _WIDEST = 4096  # a config.json may say anything
+# In what DeepSpeed, Accelerate, torch and Lightning save while they train, and in a Trainer's output folder.
+_OF_TRAINING = re.compile(
+    r"latest|.*_(model|optim)_states\.pt|random_states_\d+\.pkl|pytorch_model_fsdp.*|\.metadata|checkpoint-\d+"
+    r"|.*\.(distcp|ckpt|pth?)",
+    re.DOTALL,
+)
 _SOURCE_FILES = (".json", ".txt", ".model", ".safetensors", ".bin")
 
 
@@ -186,10 +193,26 @@ def _refuse_wrong_folder(name: str) -> None:
             f"--model_name_or_path {name} is a checkpoint of training: make a model's folder of it with "
             f"`toolkit convert {name} OUT`"
         )
+    if (path / "adapter_config.json").is_file() and not _is_model(path):
+        raise UserError(
+            f"--model_name_or_path {name} is a LoRA adapter without its model: make a whole one with "
+            f"`toolkit convert {name} OUT --merge_lora --base_model FOLDER`"
+        )
+    inside = [entry.name for entry in path.iterdir()] if path.is_dir() else [name] * path.is_file()
+    if not _is_model(path) and any(map(_OF_TRAINING.fullmatch, inside)):
+        raise UserError(
+            f"--model_name_or_path {name} is a checkpoint of training, and no model: make a model's folder of it with "
+            f"`toolkit convert {name} OUT --config_from FOLDER`, where FOLDER has the model's config.json and tokenizer"
+        )
     if (path / "model" / "config.json").is_file() and (path / "metrics.jsonl").is_file():
         raise UserError(f"{name} is a run's folder, and its model is in {path / 'model'}: name that")
     if path.is_dir():
         refuse_files_outside(path)
+
+
+def _is_model(path: Path) -> bool:
+    kinds = ("model*.safetensors", "pytorch_model.bin", "pytorch_model-*.bin")
+    return (path / "config.json").is_file() and any(any(path.glob(kind)) for kind in kinds)
 
 
 @contextlib.contextmanager

@@ -251,8 +251,12 @@ class Run:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
         if self.accelerator.is_main_process:
+            from toolkit.report.baselines import write_baselines  # scikit-learn
+
+            outputs = evaluation.outputs if self.settings.training.baselines else None
+            compared = write_baselines(self.folder.path, self.data, outputs, self._decisions)
             self._write_pages()
-            for line in self._summary(evaluation):
+            for line in self._summary(evaluation, compared):
                 print(line, file=sys.stderr, flush=True)
         if self.data.fold:
             self._finish_fold(evaluation)
@@ -333,7 +337,7 @@ class Run:
             lines.append(lora.describe(self.checkpoints.model, settings.model))
         return [line for line in lines if line]
 
-    def _summary(self, last: Evaluation) -> list[str]:
+    def _summary(self, last: Evaluation, beside: list[str]) -> list[str]:
         path, folder = self.folder.path, shlex.quote(str(self.folder.path))
         loads, config = "the weights, and what the model's own class saved", self.folder.model / "config.json"
         if named := config.is_file():  # a class of transformers
@@ -361,6 +365,7 @@ class Run:
             f"done in {time.monotonic() - self._started:.0f} s; the saved model on {last.split} "
             f"({last.numbers['num_samples']} samples): {last}",
             *class_lines(last),
+            *beside,
             *decisions.lines_of(last),
             *filter(None, [mfu.describe(by_step(read_lines(self.folder.path / "metrics.jsonl")))]),
             *compared,

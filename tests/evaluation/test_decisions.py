@@ -18,6 +18,7 @@ from toolkit.evaluation import decisions as decisions_module
 from toolkit.evaluation.decisions import (
     Decisions,
     best_threshold,
+    best_thresholds,
     check_asked,
     coverage,
     saved_decisions,
@@ -119,6 +120,28 @@ def written(folder: Path, **changed: Any) -> str:
     return str(folder)
 
 
+def test_thresholds_of_several_classes_raise_f1() -> None:
+    from sklearn.metrics import f1_score
+
+    generator = np.random.default_rng(0)
+    truth = generator.choice(4, 600, p=[0.7, 0.2, 0.07, 0.03])
+    logits = generator.normal(size=(600, 4)) + 1.2 * np.eye(4)[truth] + np.log([0.7, 0.2, 0.07, 0.03])
+    labels = Labels("single_label_classification", ("a", "b", "c", "d"), ("label",))
+    found = dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
+    tuned_guess = Decisions(labels, thresholds=found).adjusted(logits.astype(np.float32)).argmax(axis=1)
+    before = f1_score(truth, logits.argmax(axis=1), average="macro")
+    best = f1_score(truth, tuned_guess, average="macro")
+    assert best > before + 0.05
+    for name in labels.names:  # no class's threshold alone brings more
+        for odds in np.geomspace(1e-3, 1e3, 200):
+            tried = Decisions(labels, thresholds=found | {name: odds / (1 + odds)})
+            guess = tried.adjusted(logits.astype(np.float32)).argmax(axis=1)
+            assert f1_score(truth, guess, average="macro") <= best + 1e-6
+    alike = Decisions(labels, thresholds=dict.fromkeys(labels.names, 0.2))
+    assert (alike.adjusted(logits).argmax(axis=1) == logits.argmax(axis=1)).all()
+    assert (best_thresholds(truth % 3, np.zeros((600, 4))) > 0).all()  # nothing to go by
+
+
 def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
     assert saved_decisions(str(tmp_path), TWO) == Decisions(TWO)
     assert saved_decisions(written(tmp_path), TWO) == Decisions(TWO, 2.0, {"pos": 0.3})
@@ -137,7 +160,7 @@ def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
         ({"thresholds": {"pos": 1.5}}, "thresholds is "),
         ({"thresholds": [0.5]}, "thresholds is "),
         ({"thresholds": {"good": 0.5}}, "thresholds name good, and the labels are neg, pos"),
-        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "thresholds are for several labels, or for one of two classes"),
+        ({"thresholds": {"neg": 0.5, "pos": 0.5}}, "thresholds are for classes, and for one of two"),
         ({"labels": ["bad", "good"]}, "is of a model with other labels than neg, pos"),
         ({"labels": "pos"}, "labels is "),
         ({"abstain_below": True}, "abstain_below is true"),
@@ -150,7 +173,8 @@ def test_a_damaged_file_is_refused(changed: dict[str, Any], told: str, tmp_path:
 @pytest.mark.parametrize(
     ("asked", "labels", "told"),
     [
-        ({"tune_thresholds": "f1"}, THREE, "is for two classes or several labels per text, and these are 3 classes"),
+        ({"tune_thresholds": "cost=1:5"}, THREE, "these are 3 classes: for them there is --tune_thresholds f1"),
+        ({"tune_thresholds": "f1", "positive_class": "a"}, THREE, "name one of two classes"),
         ({"tune_thresholds": "f1"}, NUMBER, "these are numbers"),
         ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
         ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),

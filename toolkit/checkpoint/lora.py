@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ def saved_name(name: str) -> str:
     if match := _FACTOR.match(name):
         return f"{match['layer']}.lora_{match['kind'] or ''}{match['factor']}{match['end'] or ''}"
     return _TRAINED_HEAD.sub(".", name)
+
+
+def live_name(name: str) -> str:
+    """The reverse: a tensor of `adapter_model.safetensors` as it is named in a live model with one adapter."""
+    return re.sub(r"(\.lora_(?:embedding_)?[AB])(\.weight)?$", r"\1.default\2", name)
 
 
 def _is_rank(value: Any) -> bool:
@@ -132,6 +137,13 @@ class AdapterConfig:
                 f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
             )
         return delta
+
+    def head(self, held: Collection[str]) -> str | None:
+        """The name of the classifier's weight that a folder of peft holds, trained whole."""
+        heads = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+        return (
+            next((name for name in heads if name in held), None) if self.content.get("task_type") == "SEQ_CLS" else None
+        )
 
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""

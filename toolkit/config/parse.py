@@ -50,10 +50,44 @@ _BELONGS_TO = {
 _ELSEWHERE = {
     "per_device_train_batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size", "batch_size": "global_batch_size",
-    "eval_steps": "eval_every", "eval_strategy": "eval_every", "save_steps": "checkpoint_every",
+    "eval_steps": "eval_every", "save_steps": "checkpoint_every",
     "save_total_limit": "keep_checkpoints", "resume_from_checkpoint": "resume", "lr": "learning_rate",
     "epochs": "num_train_epochs", "bf16": "mixed_precision", "fp16": "mixed_precision", "optim": "optimizer",
     "max_seq_length": "max_length", "wd": "weight_decay", "patience": "early_stopping_patience",
+}  # fmt: skip
+# what other trainers have, and what is typed or done here instead
+_INSTEAD = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"),
+                    "a strategy is a file: --config_file accelerate_configs/zero2.yaml (ddp, zero1, zero3, fsdp2), or "
+                    "deepspeed recipes/cls.py --deepspeed_config ds.json"),
+    "train_sampling_strategy": "texts of like length share a batch unless --group_by_length false; --sampling draws "
+                               "rare classes more often",
+    **dict.fromkeys(("save_strategy", "save_only_model"),
+                    "--checkpoint_every 500 saves every 500 optimizer steps; the best model is always saved"),
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy", "eval_on_start", "eval_delay"),
+                    "each epoch is evaluated, or --eval_every 500 optimizer steps"),
+    "load_best_model_at_end": "the best model by --metric_for_best_model is always the one that is saved and tested",
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"),
+                    "a recipe always trains, and evaluates --validation_file and --test_file; for a saved model there "
+                    "are toolkit evaluate and toolkit predict"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+                    "--optimizer_args 'betas=(0.9,0.98),eps=1e-6'"),
+    **dict.fromkeys(("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+                     "dataloader_persistent_workers"),
+                    "tokens are made ahead and read without copies: there are no workers to set"),
+    "dataloader_drop_last": "no sample is dropped: the last batch is smaller",
+    **dict.fromkeys(("logging_strategy", "logging_first_step"), "every optimizer step is logged; --logging_steps N "
+                    "gathers N of them at once"),
+    **dict.fromkeys(("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+                    "--gradient_checkpointing true takes no more"),
+    "activation_checkpointing": "--gradient_checkpointing true",
+    "auto_find_batch_size": "--per_device_batch_size auto",
+    "label_names": "--label_column names the labels' column",
+    **dict.fromkeys(("length_column_name", "use_cache", "enable_jit_checkpoint", "optim_target_modules",
+                     "lr_scheduler_kwargs"), "it has no counterpart, and a run needs none"),
+    **dict.fromkeys(("local_rank", "use_cpu", "no_cuda"), "the launch says it: the same file runs with GPUs and "
+                    "without"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), "the run's model/ is a folder that can be uploaded as it is"),
 }  # fmt: skip
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
@@ -272,6 +306,8 @@ def _from_command_line(
 def _hint(name: str, known: Collection[str]) -> str:
     """The setting that is meant, where it can be told."""
     name = name.replace("-", "_")
+    if name in _INSTEAD and name not in known:
+        return f": {_INSTEAD[name]}"
     elsewhere = _ELSEWHERE.get(name)
     if elsewhere in known:
         return f" (did you mean {elsewhere}?)"
@@ -287,4 +323,6 @@ def _explain(fault: Any) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     message = re.sub(r", unable to .*| valid", "", message.replace("integer", "whole number"))
     message = message.replace("an whole", "a whole").replace("Input should be", "must be")
+    if name == "warmup_steps" and re.fullmatch(r"0?\.\d+", str(fault["input"])):  # as transformers 5 has it
+        message += f"; a share of all steps is --warmup_ratio {fault['input']}"
     return f"--{name} {fault['input']!r}: {message[0].lower()}{message[1:]}"

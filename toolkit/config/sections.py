@@ -297,6 +297,8 @@ class TrainingSettings:
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+    baselines: bool = True
+    """At the end, set accuracy and F1 beside those of the largest class and of tf-idf with logistic regression."""
     run_name: str | None = None
     """The run's name in trackers; that of its folder when not given."""
     project: str | None = None
@@ -335,7 +337,7 @@ class DecisionSettings:
     """How probabilities become answers, tuned on the validation rows at the end and kept with the model."""
 
     tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
-    """For two classes or several labels: f1, precision_at_recall=0.9, or cost=1:5 (of a false alarm : of a miss)."""
+    """f1, and for two classes or several labels precision_at_recall=0.9, or cost=1:5 (of a false alarm : of a miss)."""
     positive_class: str | None = None
     """Of two classes the one that the threshold is for; the second in their order when not given."""
     calibrate: bool = False

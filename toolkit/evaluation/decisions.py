@@ -28,6 +28,7 @@ from toolkit.files import Kinds, as_json, is_number, read_table
 
 _SINGLE, _BINS = "single_label_classification", 15
 _TEMPERATURES = (0.05, 20.0)
+_MOST_THRESHOLDS, _ROUNDS = 200, 5
 _COVERAGES = np.linspace(1, 0.05, 20)
 
 
@@ -38,7 +39,8 @@ class Decisions:
     labels: Labels
     temperature: float = 1.0
     thresholds: Mapping[str, float] = field(default_factory=dict)
-    """By label; of two classes for the positive one. Of the probabilities after the temperature."""
+    """By label; of two classes for the positive one. Of the probabilities after the temperature. Of more classes than
+    two, the answer has the greatest probability over its threshold's odds: all alike change nothing."""
     abstain_below: float | None = None
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
@@ -135,8 +137,9 @@ def saved_decisions(model: str, labels: Labels) -> Decisions:
         raise UserError(f"{path} is of a model with other labels than {listing(known)}: {without}")
     if strange := [name for name in thresholds if name not in known]:
         raise UserError(f"{path}: thresholds name {listing(strange)}, and the labels are {listing(known)}: {without}")
-    if thresholds and labels.problem_type != MULTI and (len(thresholds), labels.size) != (1, 2):
-        raise UserError(f"{path}: thresholds are for several labels, or for one of two classes: {without}")
+    two = labels.problem_type == _SINGLE and labels.size == 2
+    if thresholds and (labels.problem_type == "regression" or (two and len(thresholds) > 1)):
+        raise UserError(f"{path}: thresholds are for classes, and for one of two: {without}")
     return Decisions(labels, float(found.get("temperature") or 1), thresholds, found.get("abstain_below"))
 
 
@@ -151,11 +154,19 @@ def write_text(decisions: Decisions, asked: DecisionSettings, step: int) -> str:
 
 def check_asked(asked: DecisionSettings, labels: Labels) -> bool:
     """Whether anything is asked for. Raises UserError for what these labels cannot have."""
-    kind, classes = labels.problem_type, f"{labels.size} classes"
-    if asked.tune_thresholds and kind != MULTI and (kind != _SINGLE or labels.size != 2):
-        found = "numbers" if kind == "regression" else classes
-        raise UserError(f"--tune_thresholds is for two classes or several labels per text, and these are {found}")
-    if asked.positive_class is not None and asked.positive_class not in labels.names[: 2 * (kind == _SINGLE)]:
+    kind = labels.problem_type
+    if asked.tune_thresholds and kind == "regression":
+        raise UserError("--tune_thresholds is for classes, and these are numbers")
+    if asked.tune_thresholds and kind == _SINGLE and labels.size > 2:
+        if asked.tune_thresholds != "f1":
+            raise UserError(
+                f"--tune_thresholds {asked.tune_thresholds} is for two classes or several labels per text, and these "
+                f"are {labels.size} classes: for them there is --tune_thresholds f1"
+            )
+        if labels.size > _MOST_THRESHOLDS:
+            raise UserError(f"--tune_thresholds is for at most {_MOST_THRESHOLDS} classes, and these are {labels.size}")
+    two = labels.names if kind == _SINGLE and labels.size == 2 else ()
+    if asked.positive_class is not None and asked.positive_class not in two:
         near = did_you_mean(asked.positive_class, labels.names)
         raise UserError(
             f"--positive_class {asked.positive_class}{near}: name one of two classes: {listing(labels.names)}"
@@ -190,7 +201,12 @@ def tuned(asked: DecisionSettings, labels: Labels, validation: Evaluation) -> tu
                     f"temperature {decisions.temperature:.0f}, the highest that is tried: on the validation rows the "
                     "probabilities say next to nothing; train longer, or look at the labels"
                 )
-    if asked.tune_thresholds:
+    if asked.tune_thresholds and labels.problem_type == _SINGLE and labels.size > 2:
+        thresholds = best_thresholds(truth, logits.astype(np.float64) / decisions.temperature).tolist()
+        decisions = replace(decisions, thresholds=dict(zip(labels.names, thresholds, strict=True)))
+        few = [labels.names[place] for place in np.flatnonzero(np.bincount(truth, minlength=labels.size) < 10)]
+        said += [f"thresholds of {listing(few, 5)}: fewer than 10 of the validation rows have each"] * bool(few)
+    elif asked.tune_thresholds:
         multi = labels.problem_type == MULTI
         # as probabilities, in the precision in which thresholds lie between them
         scaled = logits.astype(np.float64) / decisions.temperature
@@ -244,6 +260,57 @@ def best_threshold(truth: np.ndarray, chances: np.ndarray, criterion: str) -> fl
     place = int(worth.argmax())
     lower = scores[place + 1] if place + 1 < len(scores) else 0.0
     return float(np.clip((min(scores[place], 1.0) + lower) / 2, 1e-6, 1 - 1e-6))
+
+
+def best_thresholds(truth: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Of more than two classes: (C,) thresholds for (N, C) logits with which macro F1 is greatest on (N,) true classes,
+    one class after the other, until none brings more."""
+    count, classes = scores.shape
+    moved = np.zeros(classes)  # what each class's score is lowered by
+    true = np.bincount(truth, minlength=classes)
+
+    def total() -> float:
+        guess = (scores - moved).argmax(axis=1)
+        hits = np.bincount(truth[guess == truth], minlength=classes)
+        return float(np.sum(2 * hits / np.maximum(np.bincount(guess, minlength=classes) + true, 1)))
+
+    best = total()
+    for _ in range(_ROUNDS):
+        before = best
+        for place in np.flatnonzero(true).tolist():
+            others = scores - moved
+            others[:, place] = -np.inf
+            other = others.argmax(axis=1)  # (N,): what each row is where it is not this class
+            margin = scores[:, place] - others[np.arange(count), other]
+            order = np.argsort(-margin, kind="stable")  # (N,): lowering the bar, rows become this class in this order
+            ends = np.append(np.flatnonzero(np.diff(margin[order])), count - 1)
+            worth = _f1_on_the_way(truth[order], other[order], place, true)[ends]
+            if worth.max() > best + 1e-9:
+                end = int(ends[worth.argmax()])
+                after = margin[order[end + 1]] if end + 1 < count else margin[order[end]] - 1
+                kept, moved[place] = moved[place], (margin[order[end]] + after) / 2
+                if (now := total()) > best:
+                    best = now
+                else:  # two scores so near that their mean is one of them
+                    moved[place] = kept
+        if best <= before:
+            break
+    return np.clip(1 / (1 + np.exp(-moved)), 1e-6, 1 - 1e-6)
+
+
+def _f1_on_the_way(truth: np.ndarray, other: np.ndarray, place: int, true: np.ndarray) -> np.ndarray:
+    """(N,): the sum of the classes' F1 after each row, in order, has gone from its `other` class to class `place`."""
+    counts = np.arange(1, len(truth) + 1)
+    worth = 2 * np.cumsum(truth == place) / (counts + true[place])
+    for left in np.unique(other):
+        rows = np.flatnonzero(other == left)
+        right = (truth[rows] == left).astype(int)
+        hits = right.sum() - np.append(0, np.cumsum(right))
+        own = 2 * hits / np.maximum(len(rows) - np.arange(len(rows) + 1) + true[left], 1)
+        steps = np.zeros(len(truth))
+        steps[rows] = np.diff(own)
+        worth = worth + own[0] + np.cumsum(steps)
+    return worth
 
 
 # what they bring

@@ -56,14 +56,14 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    saved, output, reading = SavedModel(options.model), _output_of(options), _reading(options)
-    alike = not reading.delimiter and format_of(Path(options.file)) == format_of(output)
-    decisions, parts = saved.decisions, Parts(output, reading.encoding, reading.quoting == "none" and alike)
+    saved, output, read_as = SavedModel(options.model), _output_of(options), reading(options)
+    alike = not read_as.delimiter and format_of(Path(options.file)) == format_of(output)
+    decisions, parts = saved.decisions, Parts(output, read_as.encoding, read_as.quoting == "none" and alike)
     _shard_of(options.shard)  # a wrong one is reported before any work
-    table = read_file(options.file, reading)
+    table = read_file(options.file, read_as)
     nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
     _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
-    column, pair = _columns_read(options, table)
+    column, pair = columns_read(options, table)
     max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
     launch.same_everywhere(accelerator, "the file, the model and the options", facts)
@@ -140,7 +140,7 @@ def _exists(output: Path) -> UserError:
 
 def _print_answers(options: Any, accelerator: Accelerator) -> None:
     saved = SavedModel(options.model)
-    _columns_read(options, None)
+    columns_read(options, None)
     length = saved.length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
     found = saved.outputs(saved.split(options.text))
@@ -265,13 +265,14 @@ def _shard_of(asked: str | None) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _reading(options: Any) -> TextSettings:
+def reading(options: Any) -> TextSettings:
+    """How the file is read: as asked, or as the model's run read its own."""
     names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or quoting_of_run(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
-def _columns_read(options: Any, table: Any) -> tuple[str, str | None]:
+def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
     run = run_of(options.model)["data"]
     if options.text:

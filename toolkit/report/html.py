@@ -25,6 +25,7 @@ from toolkit.evaluation import Evaluation
 from toolkit.evaluation.label_errors import worst_slices
 from toolkit.files import refuse_link_out
 from toolkit.report import curves
+from toolkit.report.baselines import read_baselines
 from toolkit.report.files import write_whole
 from toolkit.report.folds import write_folds
 from toolkit.report.record import Record, last_evaluation, plain, render, run_config
@@ -95,6 +96,7 @@ def write_report(
         "smoothed": curves.window_of(len(record.steps)) > 1,
         "has_texts": bool(texts),
         "sureness": _sureness(last),
+        "baselines": read_baselines(folder, last),
         "confusion": None,
         "num_samples": 0,
         "num_held_back": 0,

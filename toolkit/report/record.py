@@ -167,7 +167,7 @@ class Record:
     def data_name(self) -> str:
         """The data set's name, or the training file's without its folders."""
         if not self.settings.get("dataset_name"):
-            return Path(str(self.settings.get("train_file"))).name
+            return Path(str(self.settings.get("train_file") or self.settings.get("test_file"))).name
         name = without_folders(self.settings["dataset_name"].removeprefix(demo.PREFIX))
         configuration = self.settings.get("dataset_config_name")
         return f"{name} ({configuration})" if configuration else name

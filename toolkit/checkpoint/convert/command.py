@@ -23,7 +23,8 @@ from toolkit.units import size_text
 
 _EPILOG = (
     "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
-    "its tags, or a model's folder. Nothing in it is executed. OUT appears whole or not at all."
+    "its tags, a torch.distributed.checkpoint folder, a file of torch.save (Lightning's .ckpt too), an adapter's or a "
+    "model's folder. Nothing in it is executed. OUT appears whole or not at all."
 )
 
 
@@ -46,6 +47,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--base_model", metavar="FOLDER", type=_folder, help="has the frozen parameters that CHECKPOINT leaves out"
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="NAME", help="take the tensors under NAME. alone, by the rest of their names"
     )
     parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
     parser.add_argument("--keep_tied", action="store_true", help="write tied weights under each of their names")

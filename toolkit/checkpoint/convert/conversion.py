@@ -15,9 +15,11 @@ from pathlib import Path
 from toolkit.checkpoint import lora
 from toolkit.checkpoint.convert.model_files import (
     CONFIG,
+    OTHERS_ATTRIBUTES,
     check_config,
     decisions_of_run,
     files_beside,
+    is_known,
     verify_names,
     write_files,
 )
@@ -36,8 +38,10 @@ _OURS = re.compile(
     r"(pytorch_)?model.*\.(safetensors|json)|adapter_(config\.json|model\.safetensors)|(generation_)?config\.json"
     r"|decisions\.json|.*token.*\.(json|model)|vocab\.(txt|json)|merges\.txt|.*spiece\.model|sentencepiece.*|chat_template.*"
 )
-# Layers of wrapping that are no part of a model: torch.compile, FSDP, activation checkpointing.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+# Layers of wrapping that are no part of a model: torch.compile, FSDP, activation checkpointing, Lightning's strategies.
+_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+# Of the language model that a classifier's adapter was trained on.
+_LANGUAGE_HEADS = ("cls.", "lm_head.", "vocab_", "discriminator_predictions.", "generator_")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class ConvertSettings:
     max_shard_bytes: int = 5 * 10**9
     config_from: Path | None = None
     base_model: Path | None = None
+    prefix: str = ""
+    """Take only the tensors whose names begin so, by the rest of their names."""
     merge_lora: bool = False
     keep_tied: bool = False
     """Write tied weights under each of their names, for classes that do not tie them themselves."""
@@ -69,7 +75,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     Raises UserError for whatever is wrong; nothing is changed then.
     """
     _check_place(settings)
-    reader, dtype = with_model_names(open_checkpoint(settings.checkpoint)), DTYPES[settings.dtype]
+    reader, dtype = _model_of(open_checkpoint(settings.checkpoint), settings.prefix), DTYPES[settings.dtype]
+    reader = _without_attribute(reader, _config_folder(settings, reader))
     adapter = _adapter_config(settings, reader)
     deltas: dict[str, lora.LoraDelta] = {}
     names: dict[str, str] = {}
@@ -81,7 +88,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     tied = {other: name for other, name in names.items() if name in held and other not in held}
     _refuse_unchecked(settings, [*reader.weights.values(), *held.values()])
     folder = adapter.path.parent if adapter and is_adapter else _config_folder(settings, reader)
-    config, files = files_beside(folder, is_adapter, dtype)
+    head = None if is_adapter or adapter is None else held.get(adapter.head(held) or "")
+    config, files = files_beside(folder, is_adapter, dtype, head.shape[0] if head else None)
     files |= decisions_of_run(reader.model_folder, reader.step) if files else {}
     with_tied = held | {other: held[name] for other, name in tied.items()}
     if config is not None and folder is not None:
@@ -187,26 +195,71 @@ def _refuse_foreign(folder: Path, out: Path) -> None:
 # which tensors
 
 
+def _model_of(reader: CheckpointReader, prefix: str) -> CheckpointReader:
+    """The tensors whose names begin with `prefix`, if any is given, by the model's own names.
+
+    Raises UserError where there are none, or the checkpoint holds several models and none is named.
+    """
+    prefix = prefix and prefix.rstrip(".") + "."
+    states = reader.details.get("states")
+    if isinstance(states, list) and not any(prefix.startswith(state) for state in states if state):
+        raise UserError(f"{reader.path} holds tensors under {listing(states)}: take those of one with --prefix NAME")
+    if not prefix:
+        return with_model_names(reader)
+    names = {name: name.removeprefix(prefix) for name in _names(reader) if name.startswith(prefix)}
+    if not names:
+        begin = listing(sorted({f"{name.partition('.')[0]}." for name in _names(reader)}), 5)
+        raise UserError(f"{reader.path} holds nothing under --prefix {prefix}: its names begin with {begin}")
+    return with_model_names(_renamed_reader(reader, names))
+
+
+def _names(reader: CheckpointReader) -> list[str]:
+    return [*reader.weights, *reader.buffers, *reader.excluded, *reader.tied]
+
+
 def with_model_names(reader: CheckpointReader) -> CheckpointReader:
     """The same by the model's own names: without wrappers, and without a `module.` that all have.
 
-    Raises UserError when the checkpoint holds no tensor, or two under one name.
+    Raises UserError when the checkpoint holds two tensors under one name.
     """
-    stored = [*reader.weights, *reader.buffers, *reader.excluded]
-    names = {name: _WRAPPERS.sub("", name) for name in (*stored, *reader.tied)}
+    names = {name: _WRAPPERS.sub("", name) for name in _names(reader)}
     while names and all(short.startswith("module.") for short in names.values()):
         names = {name: short.removeprefix("module.") for name, short in names.items()}
+    return _renamed_reader(reader, names)
+
+
+def _without_attribute(reader: CheckpointReader, folder: Path | None) -> CheckpointReader:
+    """The same without the `model.` or `net.` that all names have, where they are of a Hugging Face model, whose config
+    is in `folder`, in a module of one's own. Safetensors leave tied names out: a Llama's own may all begin so."""
+    names = _names(reader)
+    prefix = next((prefix for prefix in OTHERS_ATTRIBUTES if all(name.startswith(prefix) for name in names)), "")
+    if not prefix or folder is None or not (folder / CONFIG).is_file():
+        return reader
+    files = {span.member.file.suffix for stored in reader.weights.values() for span in stored.spans}
+    if ".safetensors" in files and not is_known(folder):
+        return reader
+    return _without_attribute(_renamed_reader(reader, {name: name.removeprefix(prefix) for name in names}), folder)
+
+
+def _renamed_reader(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointReader:
+    """The same by other names, and without the tensors that have none. Raises UserError for two under one name."""
+    if lost := {other: name for other, name in reader.tied.items() if other in names and name not in names}:
+        # the name under which a tied one is stored is left out, and this one is not
+        weights = {**reader.weights, **{other: reader.weights[name] for other, name in lost.items()}}
+        tied = {other: name for other, name in reader.tied.items() if other not in lost}
+        reader = dataclasses.replace(reader, weights=weights, tied=tied)
+    stored = [name for name in (*reader.weights, *reader.buffers, *reader.excluded) if name in names]
     twice = sorted(name for name, count in Counter(names[name] for name in stored).items() if count > 1)
     if twice:
         raise UserError(f"{reader.path} holds several tensors under one name: {listing(twice)}")
-    tables = {field: {names[name]: found for name, found in getattr(reader, field).items()}
+    tables = {field: {names[name]: found for name, found in getattr(reader, field).items() if name in names}
               for field in ("weights", "buffers", "excluded")}  # fmt: skip
     return dataclasses.replace(
         reader,
         **tables,  # type: ignore[arg-type]
-        tied={names[other]: names[name] for other, name in reader.tied.items()},
-        frozen=frozenset(names[name] for name in reader.frozen),
-        optimizer_state={names[name]: kept for name, kept in reader.optimizer_state.items()},
+        tied={names[other]: names[name] for other, name in reader.tied.items() if {other, name} <= names.keys()},
+        frozen=frozenset(names[name] for name in reader.frozen if name in names),
+        optimizer_state={names[name]: kept for name, kept in reader.optimizer_state.items() if name in names},
     )
 
 
@@ -218,12 +271,15 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
         if settings.merge_lora:
             raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
         return None
-    if (settings.checkpoint / lora.ADAPTER_CONFIG).is_file():
+    home = reader.path if reader.path.is_dir() else reader.path.parent
+    is_adapters_folder = (home / lora.ADAPTER_CONFIG).is_file()
+    if is_adapters_folder and not settings.merge_lora:
         raise UserError(
-            f"{settings.checkpoint} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) "
-            "loads; to merge it, convert the run's checkpoint with --merge_lora"
+            f"{home} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) loads; to make a "
+            f"whole model of it: toolkit convert {home} OUT --merge_lora --base_model FOLDER"
         )
-    return lora.read_adapter_config(_having(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from, reader)
+    folder = home if is_adapters_folder else _having(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
+    return lora.read_adapter_config(folder, reader)
 
 
 def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
@@ -261,7 +317,12 @@ def _whole(
     wanted = {lora.merged_name(name): shape for name, shape in wanted.items() if lora.stays(name)}
     wanted = {name: shape for name, shape in (dict.fromkeys(factors) | wanted).items() if name not in held}
     adapter.check_mergeable(bool(wanted))
-    held |= _from_base(settings, reader, held, wanted)
+    named = adapter.content.get("base_model_name_or_path")
+    if named and not reader.excluded:  # of a folder from elsewhere: for the message, nothing is read from there
+        reader = dataclasses.replace(reader, details={"base_model": named, **reader.details})
+    from_base = _from_base(settings, reader, held, wanted)
+    others = _LANGUAGE_HEADS if adapter.head(held) else ()
+    held |= {name: stored for name, stored in from_base.items() if not name.startswith(others)}
     return held, {name: adapter.delta(name, held[name], *pair) for name, pair in factors.items()}
 
 

@@ -29,6 +29,8 @@ _KEPT = (
 
 # Models of one kind of layer, each with the same parameters.
 _KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
+OTHERS_ATTRIBUTES = ("model.", "net.")
+"""What one's own module calls the model in it."""
 _SECONDS = 300  # for transformers to build a model without its weights
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
 _ROWS = {
@@ -41,12 +43,13 @@ _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
 def files_beside(
-    folder: Path | None, is_adapter: bool, dtype: str
+    folder: Path | None, is_adapter: bool, dtype: str, classes: int | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Path | str]]:
     """(the model's config; name -> a file to copy, or a text to write). An adapter has no config of the model.
 
-    `dtype`: of the weights, so that `from_pretrained` gives the model in it. Raises UserError when the folder has no
-    config of a model that could be read.
+    `dtype`: of the weights, so that `from_pretrained` gives the model in it. `classes`: of the classifier that an
+    adapter made of the config's language model. Raises UserError when the folder has no config of a model that could
+    be read.
     """
     if folder is None:
         return None, {}
@@ -57,6 +60,14 @@ def files_beside(
     if is_adapter:
         return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **copied}
     config, name = _read_config(folder), _TORCH_NAMES[dtype]
+    kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
+    if classes and kind and kind[2] != "ForSequenceClassification":
+        labels = [f"LABEL_{number}" for number in range(classes)]  # as transformers names them
+        config |= {
+            "architectures": [f"{kind[1]}ForSequenceClassification"],
+            "id2label": {str(number): label for number, label in enumerate(labels)},
+            "label2id": {label: number for number, label in enumerate(labels)},
+        }
     changed = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
     return config, {CONFIG: json.dumps(changed, ensure_ascii=False, indent=2) + "\n", **copied}
 
@@ -94,6 +105,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def is_known(folder: Path) -> bool:
+    """Whether the config is of a kind whose parameters' names are known to begin otherwise than with `model.`."""
+    return _read_config(folder).get("model_type") in _KNOWN
+
+
 def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
     """Raises UserError naming what the weights lack or have left over, as far as the config tells.
 
@@ -119,7 +135,12 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
         faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
     if rows and heads and not any(head in shapes for head in _HEADS):
-        faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has")
+        nested = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
+        hint = f"; those under {nested} alone: --prefix {nested}" if nested else ""
+        faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
+    elif rows and (others := sorted(name for name in shapes if name.startswith(OTHERS_ATTRIBUTES))):
+        prefix = others[0].partition(".")[0]
+        faults.add(f"{where} has {others[0]}, which no {family} of {path} has; those alone: --prefix {prefix}")
     faults.raise_if_any()
 
 

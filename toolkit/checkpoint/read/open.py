@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from toolkit.checkpoint.folder import MANIFEST, complete, step_number
 from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
 from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
 from toolkit.checkpoint.read.run_reader import open_run_checkpoint
-from toolkit.checkpoint.read.weights_reader import open_weights
+from toolkit.checkpoint.read.weights_reader import STATES, open_weights
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.files import refuse_link_out
 
 _EXPECTED = (
-    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint or of accelerator.save_state, or a Hugging Face "
-    "model"
+    "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state or of "
+    "torch.distributed.checkpoint, a file of torch.save, or a Hugging Face model"
 )
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+_NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # what Trainer and accelerate put beside one
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -26,15 +29,16 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     Args:
         path: a run's folder (its newest complete checkpoint is taken), its `checkpoints` or one of them, also
             through the links `best` and `last`; a folder of DeepSpeed's save_checkpoint or a tag in it; a folder
-            of accelerator.save_state; a folder with a Hugging Face model.
+            of accelerator.save_state or of torch.distributed.checkpoint; a folder with a Hugging Face model, or
+            with one `checkpoint-N` or one state of a model; a file of torch.save or safetensors.
 
     Raises:
         UserError: the folder is none of these, or a file of it is missing, damaged, of another save, or
             would have to be executed to be read. One line that names the file.
     """
     try:
-        if not path.is_dir():
-            raise UserError(_not_a_folder(path))
+        if not path.exists():
+            raise UserError(_not_there(path))
         reader, folder = _open(path)
         states = [stored for kept in reader.optimizer_state.values() for stored in kept.values()]
         tensors = (*reader.weights.values(), *reader.buffers.values(), *states)
@@ -62,6 +66,13 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
 def _open(path: Path) -> tuple[CheckpointReader, Path]:
     """(what is opened, the folder that all its files are to lie in)."""
+    if path.is_file():
+        is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
+        if is_part or path.suffix not in STATES:
+            raise UserError(f"{path} is a part of a checkpoint, or none; name the folder it lies in, {path.parent}")
+        opened = open_weights(path)
+        assert opened is not None
+        return opened, path.resolve().parent  # a link that was named itself may lead anywhere
     if (path / MANIFEST).is_file() or step_number(path) is not None:
         return open_run_checkpoint(path, path), path
     _refuse_universal(path)
@@ -79,6 +90,13 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
             f"{path} is a run without a whole checkpoint (--checkpoint_every N takes them): its trained model is "
             f"{path / 'model'}, a Hugging Face folder already"
         )
+    inside = [entry for entry in path.glob("checkpoint-*") if entry.is_dir()]  # transformers' Trainer's
+    inside = inside or [entry for entry in path.glob("*") if entry.suffix in STATES and not _NO_MODEL.match(entry.name)]
+    if len(inside) == 1:
+        return _open(inside[0])
+    if inside:
+        inside.sort(key=lambda entry: (len(entry.name), entry.name))
+        raise UserError(f"{path} holds several checkpoints; name one of them: {listing(inside, 5)}")
     names = sorted(entry.name for entry in path.iterdir())
     raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
 
@@ -95,9 +113,7 @@ def _model_folder(*folders: Path) -> Path | None:
     return next((folder for folder in folders if os.path.lexists(folder / "config.json")), None)
 
 
-def _not_a_folder(path: Path) -> str:
-    if path.is_file():
-        return f"{path} is a file; name the folder it lies in, {path.parent}"
+def _not_there(path: Path) -> str:
     beside = path.parent
     names = [entry.name for entry in beside.iterdir()] if beside.is_dir() else []
     return f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}"

@@ -154,7 +154,10 @@ class _Machine(_Python):
         path = f"{module}.{name}"
         if path not in ALLOWED:
             shown = path[:200].encode("unicode_escape").decode()
-            raise UserError(f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed")
+            raise UserError(
+                f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed; if you "
+                "trust it, save its weights alone: torch.save(model.state_dict(), FILE)"
+            )
         return ALLOWED[path]
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -294,6 +297,11 @@ _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for na
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
                                         "uint8", "bool")]  # fmt: skip
 _CONSTANTS = (*_DTYPES, *_STORAGE_DTYPES, *_BUILTINS, "torch.Tensor", "torch.nn.parameter.Parameter")
+_LIGHTNING = (
+    "lightning.fabric.utilities.data",
+    "lightning_fabric.utilities.data",
+    "pytorch_lightning.utilities.parsing",
+)
 _DCP = "torch.distributed.checkpoint.metadata."
 ALLOWED = _allow(
     {
@@ -306,6 +314,7 @@ ALLOWED = _allow(
         "torch.Size": _counts,
         "torch.serialization._get_layout": _first,
         **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
+        **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),
         **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
         "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
         f"{_DCP}_MEM_FORMAT_ENCODING": _first,
@@ -323,6 +332,8 @@ ALLOWED = _allow(
     *(_DCP + name for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
                                "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    # in Lightning's hyper_parameters
+    "argparse.Namespace",
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )  # fmt: skip

@@ -1,8 +1,11 @@
-"""Folders that hold weights and no optimizer that we could read, as a `CheckpointReader`: Hugging Face's, and those of
-`accelerator.save_state` of one process, DDP (the same) and FSDP.
+"""Files and folders that hold weights and no optimizer that we could read, as a `CheckpointReader`: Hugging Face's,
+those of `accelerator.save_state` of one process, DDP (the same) and FSDP, a file of torch.save (Lightning's `.ckpt`
+too), and folders of torch.distributed.checkpoint.
 
-FSDP writes one file of the whole model, or a folder of torch.distributed.checkpoint: a pickled `.metadata` that says
-which rectangle of which tensor lies where, and `__RANK_N.distcp` files, each a row of small files of torch.save.
+The last have a pickled `.metadata` that says which rectangle of which tensor lies where, and `__RANK_N.distcp` files,
+each a row of small files of torch.save. What training saves is often a table of tables, and the model's tensors lie
+under a key of it (`model`, `state_dict`): the one key whose table holds tensors. Where several do, a tensor's name
+begins with its key's, and `details["states"]` lists them.
 Parameters and buffers have no mark that would tell them apart: all are `weights`. The parameters' order in an
 optimizer's file is not known, and only a run's own checkpoints are resumed: its state is left alone.
 """
@@ -14,38 +17,46 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_file import open_torch_file
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
-from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader, TensorIndex, joined
+from toolkit.checkpoint.reader import FLOATS, ITEM_BYTES, CheckpointReader, TensorIndex, joined
 from toolkit.checkpoint.tensors_file import read_header
 from toolkit.errors import UserError, listing
 
 # In the order in which transformers looks for them. An adapter's come last: a folder may hold both.
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-FSDP_FULL, FSDP_SHARDED, FSDP_PREFIX = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", "model."
+FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
+STATES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+"""Endings of a file that may hold a model's state."""
 
 Weights = tuple[dict[str, TensorIndex], dict[str, str]]
 """(tensors by name, other name -> name of those that are tied)."""
+State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
+"""The same, and details."""
 # (tensor, offsets of a chunk) -> (file, first byte, bytes).
 _Places = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
 
 
-def open_weights(folder: Path) -> CheckpointReader | None:
-    """Opens a folder of weights; None where it holds none.
+def open_weights(path: Path) -> CheckpointReader | None:
+    """Opens a file or a folder of weights; None where a folder holds none.
 
     Raises UserError where a file is missing or damaged, or tensors are in two files.
     """
+    folder = path if path.is_dir() else path.parent
     states = len(list(folder.glob("random_states_*.pkl")))
-    if fsdp := _of_fsdp(folder):
-        tensors, tied = fsdp
-        if not tensors:
-            raise UserError(f"{folder}: its files hold no tensors under `model`, as accelerate writes them")
+    details: dict[str, Any] = {}
+    if path.is_file():
+        tensors, tied, details = _of_file(path)
+        strategy, world = "model", 1
+    elif fsdp := _of_fsdp(folder):
+        tensors, tied, details = fsdp
         strategy, world = "fsdp2", states or len({s.member.file for each in tensors.values() for s in each.spans})
     elif found := _files(folder):
         tensors, tied = _of_files(folder, *found)
@@ -53,15 +64,18 @@ def open_weights(folder: Path) -> CheckpointReader | None:
         strategy, world = "ddp" if states > 1 else "single" if saved_state else "model", states
     else:
         return None
+    step = details.pop("step", None)
+    beside = folder.parent if (folder / DCP_METADATA).is_file() else folder  # accelerate's folder in a folder
     return CheckpointReader(
-        path=folder,
+        path=path,
         strategy=strategy,
         world=max(world, 1),
+        step=step if type(step) is int else None,
         weights=tensors,
         tied=tied,
         engine_dtype=main_dtype(stored.dtype for stored in tensors.values()),
-        model_folder=folder if os.path.lexists(folder / "config.json") else None,
-        details={"files": len({span.member.file for stored in tensors.values() for span in stored.spans})},
+        model_folder=next((each for each in (folder, beside) if os.path.lexists(each / "config.json")), None),
+        details=details | {"files": len({span.member.file for stored in tensors.values() for span in stored.spans})},
     )
 
 
@@ -70,7 +84,7 @@ def _of_files(folder: Path, files: list[Path], named: Iterable[str]) -> Weights:
     tensors: dict[str, TensorIndex] = {}
     tied: dict[str, str] = {}
     for file in files:
-        found, aliases = _safetensors(file) if file.suffix == ".safetensors" else _torch_tensors(file)
+        found, aliases, _ = _of_file(file)
         if twice := [name for name in found if name in tensors]:
             raise UserError(f"{file}: {listing(twice)} are in another file of {folder} too: copy the folder again")
         tensors |= found
@@ -109,6 +123,17 @@ def _of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
     return [index.parent / name for name in names], found
 
 
+def _of_file(file: Path) -> State:
+    """Of a file of safetensors or torch.save. An adapter's tensors are named as those of a live model."""
+    if file.suffix != ".safetensors":
+        tensors, tied, details = _torch_tensors(file)
+    else:
+        (tensors, tied), details = _safetensors(file), {}
+    if file.stem == "adapter_model":
+        tensors = {live_name(name): stored for name, stored in tensors.items()}
+    return tensors, tied, details
+
+
 def _safetensors(file: Path) -> Weights:
     header = read_header(file)
     # safetensors' save_model notes the tied names that it left out, {left out: kept}; accelerate does not
@@ -116,14 +141,41 @@ def _safetensors(file: Path) -> Weights:
     return dict(header.tensors), tied
 
 
-def _torch_tensors(file: Path) -> Weights:
-    """Of a state dict that torch.save wrote."""
+def _torch_tensors(file: Path) -> State:
+    """Of a state dict that torch.save wrote, or the one in what it wrote."""
     opened = open_torch_file(file)
-    tensors = opened.tensors(opened.content) if type(opened.content) is dict else {}
-    if not tensors:
+    content = opened.content if type(opened.content) is dict else {}
+    if "pytorch-lightning_version" in content:  # nothing else in Lightning's file is the model's
+        content = {key: content.get(key) for key in ("state_dict", "global_step")}
+    tables, details = model_states(content, lambda each: type(each) is Tensor and each.dtype in FLOATS and each.shape)
+    if not tables:
         raise UserError(f"{file} holds no tensors by name: not a model's state")
-    tied = tied_tensors(tensors)
-    return {name: opened.stored(name, tensor) for name, tensor in tensors.items() if name not in tied}, tied
+    weights: dict[str, TensorIndex] = {}
+    tied: dict[str, str] = {}
+    for key, table in tables.items():
+        tensors = {f"{key}{name}": tensor for name, tensor in opened.tensors(table).items()}
+        tied |= (others := tied_tensors(tensors))
+        weights |= {name: opened.stored(name, tensor) for name, tensor in tensors.items() if name not in others}
+    return weights, tied, details | {"step": content.get("global_step")}
+
+
+def model_states(
+    content: Mapping[str, Any], is_weight: Callable[[Any], Any]
+) -> tuple[dict[str, Mapping[Any, Any]], dict[str, Any]]:
+    """(what a tensor's name begins with -> table of tensors by name, `details`); what is an optimizer's is left out."""
+    found: dict[tuple[str, ...], Mapping[Any, Any]] = {}
+    left: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), content)]
+    while left:
+        path, table = left.pop()
+        if any(is_weight(value) for value in table.values()):
+            found[path] = table
+        elif "param_groups" not in table:
+            inner = [(key, value) for key, value in table.items() if type(key) is str and not key.startswith("optim")]
+            left += [((*path, key), value) for key, value in inner if type(value) is dict]
+    if len(found) < 2:
+        return dict(zip([""], found.values(), strict=False)), {}
+    tables = {"".join(f"{key}." for key in path): table for path, table in sorted(found.items())}
+    return tables, {"states": list(tables)}
 
 
 def tied_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -144,13 +196,15 @@ def main_dtype(dtypes: Iterable[str]) -> str:
     return counts.most_common(1)[0][0] if counts else "F32"
 
 
-# FSDP
+# FSDP and torch.distributed.checkpoint
 
 
-def _of_fsdp(folder: Path) -> Weights | None:
-    """Of FULL_STATE_DICT or SHARDED_STATE_DICT; None where the folder is not FSDP's."""
+def _of_fsdp(folder: Path) -> State | None:
+    """Of FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
     if (folder / FSDP_SHARDED).is_dir():
-        return _sharded(folder / FSDP_SHARDED), {}
+        return _sharded(folder / FSDP_SHARDED)
+    if (folder / DCP_METADATA).is_file() or any(folder.glob("*.distcp")):
+        return _sharded(folder)
     if (folder / FSDP_FULL).is_file():
         return _torch_tensors(folder / FSDP_FULL)
     if any(folder.glob("pytorch_model_fsdp_*rank*.bin")):
@@ -161,9 +215,9 @@ def _of_fsdp(folder: Path) -> Weights | None:
     return None
 
 
-def _sharded(folder: Path) -> dict[str, TensorIndex]:
+def _sharded(folder: Path) -> State:
     """The model's tensors of torch.distributed.checkpoint."""
-    metadata = folder / ".metadata"
+    metadata = folder / DCP_METADATA
     if not metadata.is_file():
         raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
     with metadata.open("rb") as opened:
@@ -171,15 +225,34 @@ def _sharded(folder: Path) -> dict[str, TensorIndex]:
     try:
         content = unpickle(structure, metadata).state
         places = _places(folder, content["storage_data"])
-        return {
-            name.removeprefix(FSDP_PREFIX): _whole(folder, name, entry.state, places)
-            for name, entry in content["state_dict_metadata"].items()
-            if entry.name.endswith(".TensorStorageMetadata") and name.startswith(FSDP_PREFIX)
+        tree: dict[str, Any] = {}  # the table of tables that was saved: its tensors' flat names and where they lie
+        for name, entry in content["state_dict_metadata"].items():
+            *keys, last = (content.get("planner_data") or {}).get(name) or (name,)
+            table = tree
+            for key in keys:
+                table = table.setdefault(key, {})
+            table[last] = (name, entry.state) if entry.name.endswith(".TensorStorageMetadata") else None
+        tables, details = model_states(tree, _is_weight)
+        tensors = {
+            f"{key}{name}": _whole(folder, value[0], value[1], places)
+            for key, table in tables.items()
+            for name, value in table.items()
+            if type(value) is tuple
         }
+        if not tensors:
+            raise UserError(f"{metadata} names no tensors of a model")
+        return tensors, {}, details
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{metadata} is damaged, or of a version that is not known ({type(error).__name__}: {error})"
         ) from None
+
+
+def _is_weight(value: Any) -> bool:
+    """Of a flat name and its metadata: not a count, nor a generator's state."""
+    if type(value) is not tuple:
+        return False
+    return bool(value[1]["size"]) and "float" in value[1]["properties"].state[0].path
 
 
 def _places(folder: Path, storage: Mapping[Inert, Inert]) -> _Places:
@@ -214,4 +287,4 @@ def _whole(folder: Path, name: str, entry: Mapping[str, Any], places: _Places) -
         if type(opened.content) is not Tensor or opened.content.shape != sizes:
             raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
         parts.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.stored(name, opened.content)))
-    return joined(folder, name.removeprefix(FSDP_PREFIX), shape, parts)
+    return joined(folder, name, shape, parts)
