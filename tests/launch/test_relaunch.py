@@ -151,7 +151,8 @@ def test_plan_of_two_machines(path: Path) -> None:
 def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
     given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
     found = launcher._of_this_node(given)
-    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", True)
+    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", False)
+    assert found.rdzv_backend == "one_node"
     assert found.nproc_per_node == "8"
 
 

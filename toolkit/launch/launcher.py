@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -21,13 +22,16 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import run as elastic
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
+from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
+from toolkit.launch.rank_rendezvous import serve_store
 from toolkit.plain_yaml import read_yaml
 
 # How long processes that were told to stop have for their checkpoint.
@@ -47,8 +51,6 @@ def launch(given: Sequence[str]) -> NoReturn:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
-    if arguments.max_restarts:  # a store that outlives an attempt would tell the next one the addresses of the last
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     signal.signal(signal.SIGUSR1, _pass_on)  # a scheduler's warning; it would end this process and leave the others
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
@@ -62,9 +64,47 @@ def launch(given: Sequence[str]) -> NoReturn:
 def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
     """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
     launchers of several machines would wait for each other, deaf to signals."""
-    given.nnodes, given.node_rank, given.rdzv_endpoint = "1", 0, ""
-    given.standalone, given.local_addr = True, "127.0.0.1"  # at a port that is free
+    given.nnodes, given.node_rank, given.rdzv_endpoint, given.standalone = "1", 0, "", False
+    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
+    given.rdzv_backend, given.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
     return given
+
+
+class _OneNode(rendezvous.RendezvousHandler):
+    """Of a launcher that is alone. torch's own (c10d) listens on all addresses and unpickles what is written there."""
+
+    NAME = "one_node"
+
+    def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        return self.NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The processes connect to the store, so that no port has to be free until they are there."""
+        return True
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        """A new store for each attempt: an old one would give it the addresses of the last."""
+        store = serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
+        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _without_ours(path: Path, folder: Path) -> Path:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import ipaddress
+import os
 import socket
 from pathlib import Path
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
+
 
 def listen(port: int, address: str = "") -> socket.socket:
     """Listens on one address of this machine, or on all. Raises OSError where the port is taken."""
-    return socket.create_server((address, port), backlog=256)
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=dual)
 
 
 def free_port() -> int:
-    """One that the system gives."""
-    with listen(0) as probe:
+    """One that the system gives, for this machine's own use."""
+    with listen(0, LOOPBACK) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -59,7 +64,7 @@ def address_to_listen(name: str, local: bool) -> str:
     """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
     is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
     found = addresses_of(name)
-    sure = len(found) == 1 and found[0] in own_addresses() and (local or not is_loopback(found[0]))
+    sure = len(found) == 1 and (local if is_loopback(found[0]) else found[0] in own_addresses())
     return found[0] if sure else ""
 
 
@@ -69,10 +74,26 @@ def is_own(name: str) -> bool:
     return any(address in own or address == "127.0.1.1" for address in addresses_of(name))
 
 
+def ipv4_of(address: str) -> str:
+    """Of a caller by IPv4, as a socket for both writes it."""
+    return address.removeprefix("::ffff:")
+
+
 def is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False
+
+
+def choose_interface(own_address: str) -> None:
+    """gloo and NCCL use the interface that has this address, and no other, unless the user names one.
+
+    gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node; NCCL
+    uses the loopback only where it is named.
+    """
+    if interface := own_addresses().get(own_address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
 
 
 def node_id() -> str:

@@ -37,7 +37,7 @@ from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join, until_reached
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 # How long one that cannot take part waits for the others: they start at the same time, or have met already.
 _EARLY_SECONDS, _LATE_SECONDS = 20.0, 5.0
@@ -53,7 +53,12 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     Raises UserError, within `seconds` and a little more, naming who is missing or what is not the same. `failure` is
     why this process cannot take part: all others hear it.
     """
-    if place.world_size == 1 or failure_detector.current is not None:  # a second accelerator of the same processes
+    if failure_detector.current is not None:  # a second accelerator of the same processes
+        return
+    if place.world_size == 1:
+        if not _kept and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # DeepSpeed's group of one
+            _open_store(place, time.monotonic() + seconds, seconds)
+            network.choose_interface(network.LOOPBACK)
         return
     _check_master(place)
     for name in TIMEOUTS:
@@ -71,8 +76,7 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
         raise UserError(found.fault)
     peers = [Peer(**said["peer"]) for said in found.hellos.values()]
     failure_detector.start(peers, place.rank, found.channels)
-    if len({peer.node for peer in peers}) > 1:
-        found.choose_interface()
+    network.choose_interface(found.own_address() if len({peer.node for peer in peers}) > 1 else network.LOOPBACK)
 
 
 def exchange(place: Place, value: Any) -> list[Any]:
@@ -122,8 +126,11 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
         _await_server(address, port, place, deadline - time.monotonic(), seconds)
     timeout = timedelta(seconds=max(10.0, deadline - time.monotonic()))
     try:
-        store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
-    except DistNetworkError as error:
+        if serves:
+            store = serve_store(address, network.listen(port, _address_to_listen(place)), timeout)
+        else:
+            store = TCPStore(address, port, None, False, timeout)
+    except (DistNetworkError, OSError) as error:
         if serves and not network.is_own(address):
             raise UserError(f"rank 0 on {socket.gethostname()} reached nobody at {_elsewhere(address)}") from error
         if not serves or not (holder := network.holder_of(port)):
@@ -135,6 +142,20 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
         ) from error
     _kept.append(store)
     return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def serve_store(address: str, server: socket.socket, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """torch's store, where this socket listens: by itself it listens on all addresses. `address` leads there."""
+    from torch.distributed import TCPStore
+
+    port, descriptor = server.getsockname()[1], server.detach()  # the store closes it
+    return TCPStore(
+        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )
+
+
+def _address_to_listen(place: Place) -> str:
+    return network.address_to_listen(os.environ["MASTER_ADDR"], local=place.local_world_size == place.world_size)
 
 
 def _await_server(address: str, port: int, place: Place, left: float, seconds: float) -> None:
@@ -171,8 +192,7 @@ def _doctor(*addresses: str) -> str:
 
 def _coordinate(store: Store, place: Place, hello: Message, deadline: float, seconds: float) -> Rendezvous:
     failure, nonce, mentioned = str(hello["failure"]), secrets.token_hex(16), False
-    nodes, one_node = requested_nodes(), place.local_world_size == place.world_size
-    server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
+    nodes, server = requested_nodes(), network.listen(0, _address_to_listen(place))
     known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size,
              "address": network.address_towards(os.environ["MASTER_ADDR"])}  # fmt: skip
 
