@@ -32,7 +32,7 @@ WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the se
     "torchrun, as SECURITY.md has it": (["torchrun", "--master_port", "29501", "--nproc_per_node", "2", SCRIPT], []),
 }  # fmt: skip
 # What a launcher that was typed opens itself: SECURITY.md names it, and the line that closes it.
-LAUNCHERS_OWN = ("torchrun", "accelerate launch, the file before")
+LAUNCHERS_OWN = ("torchrun", "torchrun, as SECURITY.md has it", "accelerate launch, the file before")
 # Tries as any user of the machine may, at all places at once: reads the keys of a store that answers. What is no store
 # may leave torch waiting for good.
 CALLER = """
@@ -56,7 +56,7 @@ for _ in sys.argv[1:]:
 
 @contextlib.contextmanager
 def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
-    """From the first step on; ends what is left. Host -> every `address:port` that listened there since the start."""
+    """From the first step on; ends what is left. Host -> every `address port inode` that listened there since the start."""
     started, over = hosts.start_both(command), threading.Event()
     seen: dict[str, set[str]] = {host: set() for host in started}
 
@@ -90,7 +90,7 @@ def listening(pid: int) -> Iterator[str]:
             if state == "0A":
                 address, _, port = place.partition(":")
                 words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
-                yield f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)}"
+                yield f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)} socket:[{line.split()[9]}]"
 
 
 def call(hosts: TwoHosts, host: str, address: str, places: Iterable[str]) -> list[str]:
@@ -116,8 +116,8 @@ def test_one_machine_listens_to_itself_alone(name: str, hosts: TwoHosts, setting
     command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
     with running(hosts, tmp_path / "run", {"a": command}) as seen:
         launcher = min(hosts.processes("a"), key=lambda process: process.create_time())
-        its_own = {str(one.laddr.port) for one in launcher.net_connections("tcp") if name in LAUNCHERS_OWN}
-        ours = {place for place in seen["a"] if place.split()[1] not in its_own}
+        its_own = {str(file.readlink()) for file in Path(f"/proc/{launcher.pid}/fd").iterdir() if name in LAUNCHERS_OWN}
+        ours = {place for place in seen["a"] if place.split()[2] not in its_own}
         assert ours
         assert elsewhere(ours) == set()
         assert call(hosts, "b", ADDRESSES["a"], ours) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -95,6 +97,28 @@ def pass_on(caught: Connection, caller: Connection) -> None:
 def send_back(caught: Connection, _: Connection) -> None:
     caught.send_bytes(bytes(32))
     caught.send_bytes(caught.recv_bytes()[32:64])
+
+
+def test_a_link_that_breaks_while_one_thread_sends_is_no_end_for_the_one_that_reads() -> None:
+    """The kernel tells it once: whoever reads then sees the connection closed."""
+    with two_ends() as (channel, _):
+        channel._messages.close()
+        channel._messages = SimpleNamespace(send_bytes=raises(TimeoutError(errno.ETIMEDOUT, "timed out")),
+                                            recv_bytes=raises(EOFError()), close=lambda: None)  # fmt: skip
+        with pytest.raises(ClosedError):
+            channel.receive()
+        with pytest.raises(ChannelError, match="is gone: timed out"):
+            channel.send({})
+        with pytest.raises(ChannelError, match="is gone: timed out") as raised:
+            channel.receive()
+        assert not isinstance(raised.value, ClosedError)
+
+
+def raises(error: Exception) -> Any:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
 
 
 @pytest.mark.parametrize("ask", [pass_on, send_back])

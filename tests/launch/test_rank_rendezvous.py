@@ -121,10 +121,10 @@ def test_what_fails_on_one_machine_before_the_rendezvous_is_said_on_the_other_to
 @pytest.mark.multiprocess
 def test_who_has_another_token_stays_out_and_is_told_so() -> None:
     tokens = [{"TOOLKIT_TOKEN": "word of A"}, {"TOOLKIT_TOKEN": "word of B"}]
-    with group("", "", hosts=["A", "B"], env=tokens, seconds=3) as started:
-        first, second = started.end()
-    assert "TOOLKIT_TOKEN is not the same on both" in second.error_lines[0]
-    assert f"sent away: {HERE} ({HERE} does not know the token" in first.error_lines[0]
+    with group("", "", hosts=["A", "B"], env=tokens, seconds=50) as started:
+        first, second = started.end(40)  # nobody waits for who will not come
+    for one in (first, second):
+        assert "TOOLKIT_TOKEN is not the same on both" in one.error_lines[0]
     assert "word of" not in first.err + second.err
 
 
@@ -164,6 +164,44 @@ def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers
             started.tell(0, 1)
             assert codes(started.end()) == [0, 0]
     assert store.num_keys() > 0  # it was this one they used
+
+
+RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("later", [0, 1])
+def test_machines_that_count_their_attempts_differently_find_each_other(later: int) -> None:
+    """One of them failed before they met, and its launcher started it again."""
+    of_each = [{**RESTARTS, "TORCHELASTIC_RESTART_COUNT": str(int(rank == later))} for rank in (0, 1)]
+    with group("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=of_each) as started:
+        started.await_line()
+        started.tell(0, 1)
+        assert codes(started.end()) == [0, 0]
+
+
+ENDS_AND_IS_STARTED_AGAIN = """
+import json, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    from torch.distributed import PrefixStore
+    server = rank_rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
+    store = rank_rendezvous.serve_store("127.0.0.1", server)
+    known = {"port": 1, "nonce": "x", "host": "A", "address": "127.0.0.1", "size": 2}
+    PrefixStore("toolkit/rendezvous", store).set("coordinator", json.dumps(known))
+    time.sleep(2)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    os.execv(sys.executable, [sys.executable, __file__])
+"""
+
+
+@pytest.mark.multiprocess
+def test_with_restarts_rank_0_is_waited_for_where_it_ended_before_all_had_met() -> None:
+    env = {**RESTARTS, "TORCHELASTIC_RESTART_COUNT": "0"}
+    body, before = "wait_for_line()", {0: ENDS_AND_IS_STARTED_AGAIN}
+    with group(body, body, hosts=["A", "B"], env=env, before=before) as started:
+        started.await_line()
+        started.tell(0, 1)
+        assert codes(started.end()) == [0, 0]
 
 
 @pytest.mark.multiprocess

@@ -90,6 +90,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             connected.settimeout(None)
             _keep_alive(connected, seconds_of("peer_timeout"))
             self._messages = Connection(connected.dup().detach())
+            self._broken = ""
         except OSError as error:  # the peer has hung up already
             connected.close()
             raise ClosedError(f"the other side is gone: {error.strerror or error}") from error
@@ -179,6 +180,9 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 10**6)))
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+            time.sleep(0.05)  # a cut connection is told to one thread, which may be sending; another one reads an end
+            if self._broken:
+                raise ChannelError(f"{self.peer} is gone: {self._broken}") from error
             raise ClosedError(f"{self.peer} closed the connection") from error
         except BlockingIOError as error:
             raise ChannelError(f"{self.peer} said nothing in time") from error
@@ -187,6 +191,7 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             raise TokenError(f"{self.peer} {text}") from error
         except (OSError, AssertionError) as error:
             if isinstance(error, OSError) and error.errno is not None:
+                self._broken = str(error.strerror)
                 raise ChannelError(f"{self.peer} is gone: {error.strerror}") from error
             text = "sent something that is not a message of ours: another program's port?"
             raise ChannelError(f"{self.peer} {text}") from error

@@ -60,6 +60,11 @@ def stopped_by(number: int) -> None:
     _stopped = 128 + number
 
 
+def has_stopped() -> bool:
+    """Whether `stopped_by` was called."""
+    return _stopped != 0
+
+
 def once_more() -> None:
     """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
     global _again

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from toolkit.compat import require
 from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
-from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, raise_again, say_interrupted
+from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rank_rendezvous import serve_store
 from toolkit.plain_yaml import read_yaml
@@ -54,11 +54,12 @@ def launch(given: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGUSR1, _pass_on)  # a scheduler's warning; it would end this process and leave the others
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
-        os.environ[ENDED_FILE] = str(ended)
+        os.environ |= {ENDED_FILE: str(ended), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
-        code = _launch(arguments, ended)
+        code = _launch(arguments, ended, _kills_for_memory())
     _end_typed_launcher(code)
-    sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)  # to take down what was imported takes Python a second
 
 
 def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
@@ -117,7 +118,7 @@ def _without_ours(path: Path, folder: Path) -> Path:
     return copy
 
 
-def _launch(arguments: argparse.Namespace, ended: Path) -> int:
+def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
     """The exit code. `ended` is there where the processes said themselves how they ended, and with which code."""
     try:
         launch_command(arguments)
@@ -125,9 +126,9 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> int:
         rank, failure = error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
-        return _code_of(failure.exitcode, f"rank {rank}")
+        return _code_of(failure.exitcode, f"rank {rank}", kills)
     except subprocess.CalledProcessError as error:
-        return _code_of(error.returncode, "the process")
+        return _code_of(error.returncode, "the process", kills)
     except (SignalException, KeyboardInterrupt) as error:
         if isinstance(error, SignalException):  # torch's launcher forgets those that it was just starting
             _pass_on(signal.SIGTERM, None)  # silent while Python starts, which SIGINT is not
@@ -151,11 +152,23 @@ def _pass_on(number: int, _: FrameType | None) -> None:
             child.send_signal(number)
 
 
-def _code_of(exit_code: int, who: str) -> int:
-    """A worker that ended by itself has said why; one that was killed could not."""
+def _kills_for_memory() -> int:
+    """How many processes the system has ended for lack of memory since it started; 0 where it does not count them."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _code_of(exit_code: int, who: str, kills: int) -> int:
+    """A worker that ended by itself has said why; one that was killed could not. `kills`: see `_kills_for_memory`, as
+    the run began."""
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = ": probably by the system, for lack of memory (`dmesg | tail`)" if exit_code == -9 else ""
+        name, hint = signal.Signals(-exit_code).name, ""
+        if exit_code == -signal.SIGKILL:
+            hint = ", by a user, a scheduler or a program that guards memory (the system has ended nothing itself)"
+            if _kills_for_memory() > kills:
+                hint = ": probably by the system, for lack of memory (`dmesg | tail`)"
         again = "the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
         print(f"error: {who} on {socket.gethostname()} was ended by {name}{hint}; {again}", file=sys.stderr)
     return exit_code if exit_code > 0 else 1
