@@ -84,5 +84,5 @@ def test_nothing_that_another_machine_says_becomes_a_line_to_type() -> None:
     for own in (0, 1):
         unknown = Nodes(2, own, "", ("10.0.0.1",), 1)
         findings = [*compare.check(nodes), *peers.check(found, unknown, {0: "go", 1: "go"}, 4.0)]
-        assert len(findings) > 6
-        assert [finding.remedy for finding in findings if "reboot" in finding.remedy] == []
+        assert len(findings) >= 5
+        assert [finding.remedy for finding in findings if HOSTILE in finding.remedy] == []

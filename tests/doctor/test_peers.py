@@ -33,7 +33,7 @@ class Machines:
         self.sums: list[tuple[Any, ...]] = []
         self.errors: dict[int, str] = {}
         self.raised: list[Exception] = []
-        monkeypatch.setattr(peers.network, "listen", lambda port: socket.create_server((self.own.address, port)))
+        monkeypatch.setattr(peers.network, "listen", lambda port, _: socket.create_server((self.own.address, port)))
         monkeypatch.setattr(peers.torch_checks, "all_reduce", self.all_reduce)
 
     def all_reduce(self, rank: int, world: int, *where: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import hashlib
 import ipaddress
 import os
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 def listen(port: int, address: str = "") -> socket.socket:
     """Listens on one address of this machine, or on all. Raises OSError where the port is taken."""
     dual = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual or ":" in address else socket.AF_INET
+    family = socket.AF_INET6 if dual else _family(address)
     return socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=dual)
 
 
@@ -29,33 +30,42 @@ def free_port() -> int:
 
 def address_towards(address: str) -> str | None:
     """This machine's own address on the way to `address`, by the routing table."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
+    for found in addresses_of(address)[:1]:
+        with contextlib.suppress(OSError), socket.socket(_family(found), socket.SOCK_DGRAM) as probe:
+            probe.connect((found, 9))
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def own_addresses() -> dict[str, str]:
-    """IPv4 address -> interface, of this machine."""
+    """Address -> interface, of this machine; not those of IPv6 that are good on one link alone."""
     return {
         entry.address: interface
         for interface, entries in psutil.net_if_addrs().items()
         for entry in entries
-        if entry.family == socket.AF_INET
+        if entry.family in (socket.AF_INET, socket.AF_INET6) and "%" not in entry.address
     }
 
 
 def reachable_addresses() -> list[str]:
-    """This machine's addresses but the loopback."""
-    return [address for address in own_addresses() if not is_loopback(address)]
+    """This machine's addresses but the loopback; those of IPv6 where it has no other."""
+    return _of_one_family(address for address in own_addresses() if not is_loopback(address))
+
+
+def _of_one_family(addresses: Iterable[str]) -> list[str]:
+    found = list(addresses)
+    return [address for address in found if ":" not in address] or found
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host's name (or an address) stands for here; empty where nobody knows it."""
+    """What a host's name (or an address) stands for here, of IPv6 only where there is nothing else; empty where nobody
+    knows it."""
     try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET)})
+        return sorted(_of_one_family({str(found[4][0]) for found in socket.getaddrinfo(name, None)}))
     except OSError:
         return []
 
