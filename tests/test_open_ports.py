@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -55,8 +56,8 @@ for _ in sys.argv[1:]:
 
 
 @contextlib.contextmanager
-def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
-    """From the first step on; ends what is left. Host -> every `address port inode` that listened there since the start."""
+def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple[Any, dict[str, set[str]]]]:
+    """(the processes, host -> every `address port inode` that listened there since they began); ends what is left."""
     started, over = hosts.start_both(command), threading.Event()
     seen: dict[str, set[str]] = {host: set() for host in started}
 
@@ -70,9 +71,7 @@ def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> 
     thread = threading.Thread(target=watch)
     thread.start()
     try:
-        wait_for_steps(folder, 1, started.values())
-        yield seen
-        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # what was done to it did no harm
+        yield started, seen
     finally:
         over.set()
         thread.join()
@@ -81,6 +80,15 @@ def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> 
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         hosts.finish_both(started)
+
+
+@contextlib.contextmanager
+def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
+    """A run, from its first step on."""
+    with watched(hosts, command) as (started, seen):
+        wait_for_steps(folder, 1, started.values())
+        yield seen
+        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # what was done to it did no harm
 
 
 def listening(pid: int) -> Iterator[str]:
@@ -138,3 +146,22 @@ def test_two_machines_listen_on_the_addresses_that_were_named(
     for host, address in ADDRESSES.items():
         assert elsewhere(seen[host], address) == set()
         assert elsewhere(seen[host]) != set()
+
+
+@pytest.mark.slow
+def test_predictions_listen_to_themselves_alone(
+    hosts: TwoHosts, reference: Path, reviews: Path, tmp_path: Path
+) -> None:
+    words = [
+        "toolkit",
+        "predict",
+        str(reference / "model"),
+        str(reviews),
+        *DDP,
+        "--output_file",
+        str(tmp_path / "x.csv"),
+    ]
+    with watched(hosts, {"a": words}) as (started, seen):
+        hosts.finish(started["a"], 150).succeeded()
+    assert len(seen["a"]) > 1
+    assert elsewhere(seen["a"]) == set()

@@ -145,25 +145,20 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             raise
 
     def _answer(self, token: bytes) -> None:
-        nonce, ends = (
-            secrets.token_bytes(_NONCE_BYTES),
-            f"{self.peer} {self.own} {self._socket.getsockname()[1]}".encode(),
-        )
-        self._messages.send_bytes(nonce)
+        ends = f"{self.peer} {self.own} {self._socket.getsockname()[1]}".encode()
+        self._messages.send_bytes(nonce := secrets.token_bytes(_NONCE_BYTES))
         reply = self._messages.recv_bytes(_MOST_PROOF_BYTES)
         nonces, proof, named = nonce + reply[:_NONCE_BYTES], reply[_NONCE_BYTES:64], reply[64:]
         knows = hmac.compare_digest(proof, _signature(token, "call", nonces, named))
-        good = knows and named == ends
-        self._messages.send_bytes(
-            _signature(token, "answer", nonces, ends) if good else b"token" if not knows else b"ends"
-        )
-        if not knows:
-            raise AuthenticationError
-        if not good:
-            raise ChannelError(f"{self.peer} {_TRANSLATED}")
+        if knows and named == ends:
+            return self._messages.send_bytes(_signature(token, "answer", nonces, ends))
+        self._messages.send_bytes(b"ends" if knows else b"token")
+        raise ChannelError(f"{self.peer} {_TRANSLATED}") if knows else AuthenticationError
 
     def _call(self, token: bytes) -> None:
         nonces = self._messages.recv_bytes(_NONCE_BYTES) + (nonce := secrets.token_bytes(_NONCE_BYTES))
+        if len(nonces) != 2 * _NONCE_BYTES:
+            raise AuthenticationError
         ends = f"{self.own} {self.peer} {self._socket.getpeername()[1]}".encode()
         self._messages.send_bytes(nonce + _signature(token, "call", nonces, ends) + ends)
         reply = self._messages.recv_bytes(_MOST_PROOF_BYTES)
