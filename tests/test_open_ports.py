@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import losses_of, wait_for_steps
+from tests.runs import losses_of, run_of, wait_for_steps
 from tests.test_two_hosts import default_of
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -150,17 +150,10 @@ def test_two_machines_listen_on_the_addresses_that_were_named(
 
 @pytest.mark.slow
 def test_predictions_listen_to_themselves_alone(
-    hosts: TwoHosts, reference: Path, reviews: Path, tmp_path: Path
+    hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path
 ) -> None:
-    words = [
-        "toolkit",
-        "predict",
-        str(reference / "model"),
-        str(reviews),
-        *DDP,
-        "--output_file",
-        str(tmp_path / "x.csv"),
-    ]
+    run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
+    words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
     with watched(hosts, {"a": words}) as (started, seen):
         hosts.finish(started["a"], 150).succeeded()
     assert len(seen["a"]) > 1
