@@ -238,10 +238,9 @@ def _leave_group() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
         give_up(_stopped)
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if grouped or _stopped:  # nobody who stopped it waits until Python has taken down what was imported: seconds
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_stopped)
-    if _stopped:
-        sys.exit(_stopped)

@@ -329,7 +329,7 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
             f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
-    fault = f"fault/{known['nonce']}"
+    fault, known["host"] = f"fault/{known['nonce']}", plain(known["host"])  # whoever reaches the store writes there
     # another rank 0 reached the store of this machine before this one had claimed it
     if place.rank == 0 and network.is_own(address):
         address = known["address"] or address
@@ -342,7 +342,7 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
         if known["size"] != place.world_size:
             raise UserError(_unequal(known["host"], known["size"], me, place.world_size))
         if store.check([fault]):
-            raise UserError(store.get(fault).decode())
+            raise UserError(plain(store.get(fault).decode(errors="replace")))
         if isinstance(trouble, ClosedError) or getattr(trouble, "kind", "") == "refused":
             raise _EndedError(f"{me} had reached rank 0 on {known['host']}, which has ended since")
 
