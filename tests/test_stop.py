@@ -72,16 +72,18 @@ def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> N
     command = [*before, *settings, "--max_steps", str(STEPS), "--output_dir", str(folder), *behind]
     returned, error, seconds = interrupt(command, folder, number, group)
     assert returned == code, error[-3000:]
-    assert seconds < 30
+    assert seconds < (5 if os.getloadavg()[0] < 2 else 30)
     # of SIGTERM, which may be news of another's end, it is said where the step is not over soon: test_failure.py
     said_at_once = number not in (signal.SIGTERM, signal.SIGKILL)
     assert said_at_once <= error.count(": stopping after this step, with a checkpoint") <= 1, error[-3000:]
+    assert ": stopping after this step" not in error.partition("stopped by ")[2]
     (told,) = [line for line in error.splitlines() if line.startswith("stopped by ")]
     done = len(losses_of(folder))
     assert f"after step {done} of {STEPS}" in told
     assert str((folder / "checkpoints" / "last").readlink()) == f"step-{done:08d}"
     assert 0 < done < STEPS
-    fault(f"a stop signal: {name}", told, "nothing: a checkpoint is taken at once")
+    lost = f"nothing: a checkpoint is taken at once; all has ended {seconds:.1f} s after the signal"
+    fault(f"a stop signal: {name}", told, lost)
 
 
 def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:

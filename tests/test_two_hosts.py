@@ -146,6 +146,26 @@ def test_mpirun(hosts: TwoHosts, settings: list[str], reference: Path, tmp_path:
     assert_run({"a": hosts.run("a", command, SECONDS)}, tmp_path / "run", reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--machines", "fd77::1,fd77::2"], ["--main_process_ip", "fd77::1"]])
+def test_hosts_that_have_ipv6_alone(words: list[str], hosts: TwoHosts) -> None:
+    for number, host in enumerate("ab", 1):
+        hosts.ip(host, "addr", "add", f"fd77::{number}/64", "dev", INTERFACE, "nodad")
+        hosts.ip(host, "addr", "del", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
+    try:
+        done = hosts.run_both(on_both(*WORKER, *words), SECONDS)
+        doctors = hosts.run_both(
+            on_both(sys.executable, "-m", "toolkit", "doctor", "--peers", "fd77::1,fd77::2"), SECONDS
+        )
+    finally:
+        for number, host in enumerate("ab", 1):
+            hosts.ip(host, "addr", "del", f"fd77::{number}/64", "dev", INTERFACE)
+            hosts.ip(host, "addr", "add", f"{ADDRESSES[host]}/24", "dev", INTERFACE)
+    for rank, host in enumerate("ab"):
+        assert f"rank {rank} of 2 on {NAMES[host]} GLOO_SOCKET_IFNAME={INTERFACE}" in done[host].succeeded().out
+        assert "16 MB summed over 2 machines" in doctors[host].succeeded().out
+
+
 # --- what does not come together
 
 

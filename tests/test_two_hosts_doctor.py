@@ -66,12 +66,16 @@ def doctors(
     started = time.monotonic()
     more = ["--timeout", str(timeout)]
     running = [hosts.start("a", [*DOCTOR, *a, *more]), hosts.start("b", [*DOCTOR, *(b or a), *more], **of_b)]
-    told = []
+    return told(hosts, running, timeout, started)
+
+
+def told(hosts: TwoHosts, running: Sequence[Any], timeout: float, started: float = 0.0) -> tuple[Told, Told]:
+    found = []
     for process in running:
         done = hosts.finish(process, timeout + SPARE_SECONDS)
         said = json.loads(done.out) if done.out else {"findings": [], "links": [], "machines": []}
-        told.append(Told(done.code, done.err, said, time.monotonic() - started))
-    return told[0], told[1]
+        found.append(Told(done.code, done.err, said, time.monotonic() - started))
+    return found[0], found[1]
 
 
 def same_between(a: Told, b: Told) -> None:
@@ -222,11 +226,13 @@ def _talking(hosts: TwoHosts) -> bool:
 
 @pytest.mark.slow
 def test_two_tokens(hosts: TwoHosts) -> None:
-    a, b = doctors(hosts, [*PEERS, "--token", "one"], [*PEERS, "--token", "two"], timeout=4)
+    both = [hosts.start(host, [*DOCTOR, *PEERS, "--timeout", "4"], env={"TOOLKIT_TOKEN": word})
+            for host, word in (("a", "one"), ("b", "two"))]  # fmt: skip
+    a, b = told(hosts, both, 4)
     assert (a.code, b.code) == (1, 1)
     assert "does not know the token" in a.finding("links", "machine 1")["text"]
-    assert "the same --token" in b.finding("links", "machine 0")["remedy"]
-    assert all(word not in told.err + json.dumps(told.said) for told in (a, b) for word in ('"one"', '"two"'))
+    assert "TOOLKIT_TOKEN to the same secret" in b.finding("links", "machine 0")["remedy"]
+    assert all(word not in one.err + json.dumps(one.said) for one in (a, b) for word in ('"one"', '"two"'))
 
 
 @pytest.mark.slow

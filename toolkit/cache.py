@@ -47,7 +47,7 @@ def made_once(
     except OSError as error:
         raise UserError(
             f"cannot write {folder} [{error.strerror or error}]: name another folder by TOOLKIT_CACHE (export "
-            "TOOLKIT_CACHE=/tmp/toolkit), or free space if the disk is full; nothing was left behind"
+            "TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full; nothing was left behind"
         ) from error
     with contextlib.suppress(OSError):  # a cache that only others may write
         os.utime(_checked(folder))

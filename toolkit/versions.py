@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import shlex
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +16,7 @@ PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "datasets", "pef
 ALL_PACKAGES = (*PACKAGES, "tokenizers", "safetensors")
 _ROOT = Path(__file__).resolve().parent
 _MOST_NAMED = 6
+_VERSION = re.compile(r"\d[\w.+!]{0,40}", re.ASCII)
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
@@ -71,11 +72,12 @@ def remedy(found: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """What to type for libraries that are not the same: rank 0's count."""
     _, first = found[0]
     wrong = {name for _, values in found[1:] for name in differing(first, values)}
-    libraries = [name for name in first if name in wrong - {"python", "toolkit", "code"}]
-    pins = [shlex.quote(f"{name}=={first[name]}") for name in libraries if first[name]]
+    libraries = [name for name in ALL_PACKAGES if name in wrong]
+    # another machine may send anything, and this becomes a command
+    pins = [f"{name}=={first[name]}" for name in libraries if _VERSION.fullmatch(str(first.get(name)))]
     lines = [f"`pip install {' '.join(pins)}` on the others"] if pins else []
-    others = {name: next(v[name] for _, v in found if v.get(name)) for name in libraries if not first[name]}
-    lacking = [shlex.quote(f"{name}=={version}") for name, version in others.items()]
+    others = {name: next(v[name] for _, v in found if v.get(name)) for name in libraries if not first.get(name)}
+    lacking = [f"{name}=={version}" for name, version in others.items() if _VERSION.fullmatch(str(version))]
     lines += [f"`pip install {' '.join(lacking)}` on {found[0][0]}"] if lacking else []
     if "code" in wrong or "toolkit" in wrong:
         lines.append("bring the same code to all (`git pull`, or rsync the folder)")

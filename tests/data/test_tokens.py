@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from tests.faults import Fault
+from tests.runs import recipe
 from toolkit.data import progress, tokens
 from toolkit.data.tokens import (
     Counts,
@@ -117,3 +119,27 @@ def test_what_takes_long_says_how_far_it_is(
     *_, before, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"tokens of train: 4 of 5 texts, \d+ texts/s, 00:00 left", before)
     assert last.startswith("tokens of train: 5 of 5 texts")
+
+
+CUT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from toolkit.data.tokens import load_split
+split = load_split(Path(sys.argv[1]), "train")
+ids = split.input_ids
+os.truncate(split.folder / "input_ids.npy", 4096)
+print(np.take(ids, [len(ids) - 1]))
+"""
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_a_line(tmp_path: Path, fault: Fault) -> None:
+    """It was a bus error."""
+    (tmp_path / "train").mkdir()
+    for name in ("input_ids", "offsets", "labels", "rows"):
+        np.save(tmp_path / "train" / f"{name}.npy", np.zeros(1 << 20, np.int32))
+    (script := tmp_path / "cut.py").write_text(CUT)
+    done = recipe(tmp_path, script=str(script))
+    assert done.code == 1
+    done.says_in_one_line(str(tmp_path / "train" / "input_ids.npy"))
+    fault("the tokens are cut while a run reads them", done.err, "the steps since the last checkpoint")

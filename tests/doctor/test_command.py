@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_one_line() -> None:
 def test_help_needs_no_torch_and_lists_the_options() -> None:
     done = doctor("--help")
     assert done.code == 0
-    assert all(option in done.out for option in ("--peers", "--token", "--timeout", "--json"))
+    assert all(option in done.out for option in ("--peers", "TOOLKIT_TOKEN", "--timeout", "--json"))
 
 
 @needs_address

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
-from toolkit import versions
 from toolkit.doctor import compare, data, job, network, peers
 from toolkit.doctor.compare import Node
 from toolkit.doctor.finding import Finding, last_line, report
@@ -50,8 +49,7 @@ def test_the_last_line() -> None:
 HOSTILE = "it's; reboot"
 HERE = Node(0, "A", HOSTILE, HOSTILE)
 THERE = Node(1, "B", HOSTILE, HOSTILE)
-UNLIKE = [replace(HERE, files={"train_file": {"path": HOSTILE, "digest": "1"}}),
-          replace(THERE, files={"train_file": {"path": HOSTILE, "digest": "2"}})]  # fmt: skip
+NAMED = Nodes(2, 0, "", (HOSTILE, HOSTILE), 1)
 
 
 @pytest.mark.parametrize(
@@ -59,18 +57,32 @@ UNLIKE = [replace(HERE, files={"train_file": {"path": HOSTILE, "digest": "1"}}),
     [
         UnreachableError(HOSTILE, 1, "no_route", "").remedy,
         rank_rendezvous._doctor("10.0.0.1", HOSTILE),
-        versions.remedy([("A", {"peft": HOSTILE}), ("B", {"peft": "1"})]),
-        versions.remedy([("A", {"peft": None}), ("B", {"peft": HOSTILE})]),
         *(data.check({"x": {"path": HOSTILE, **how}})[0].remedy for how in ({"missing": True}, {"unread": "no"})),
         network.check_interfaces(Nodes(2, 0, "", ("10.0.0.1", HOSTILE), 1), [])[1].remedy,
-        compare.check(UNLIKE)[-1].remedy,
-        peers._mend(HERE, THERE, Link(kind="silent"), 1),
-        peers._mend_all_reduce("gloo", [HERE, THERE]),
+        peers._mend(HERE, THERE, Link(kind="silent"), NAMED),
+        peers._mend_all_reduce("gloo", [HERE, THERE], NAMED),
         job.line_elsewhere(job.read(["--train_file", HOSTILE], {}), 1),
         job.line_to_start(job.read(["recipes/cls.py", "--train_file", HOSTILE], {})),
     ],
 )
 def test_lines_to_paste_are_quoted(line: str) -> None:
-    """Whatever a path, a host or a peer is called."""
+    """Whatever the user calls a path or a host."""
     assert HOSTILE not in line
     assert """it'"'"'s; reboot'""" in line
+
+
+UNLIKE = [Node(rank, "A", HOSTILE, HOSTILE, {"peft": f"{HOSTILE}{rank}", HOSTILE: f"{rank}"}, {HOSTILE: f"{rank}"},
+               {HOSTILE: {"path": HOSTILE, "digest": f"{rank}"}}, environment={f"NCCL_X; {HOSTILE}": f"{rank}"},
+               findings=[asdict(Finding(HOSTILE, "x", "fail", HOSTILE, HOSTILE))]) for rank in (0, 1)]  # fmt: skip
+
+
+def test_nothing_that_another_machine_says_becomes_a_line_to_type() -> None:
+    nodes = peers._nodes({node.rank: {"node": asdict(node)} for node in UNLIKE})
+    failed = {"gloo": {"ok": False, "error": HOSTILE}}
+    links = {(0, 1): Link(False, "silent", HOSTILE), (1, 0): Link(False, HOSTILE, HOSTILE)}
+    found = peers.Cluster(nodes, links, {0: failed, 1: failed})
+    for own in (0, 1):
+        unknown = Nodes(2, own, "", ("10.0.0.1",), 1)
+        findings = [*compare.check(nodes), *peers.check(found, unknown, {0: "go", 1: "go"}, 4.0)]
+        assert len(findings) >= 5
+        assert [finding.remedy for finding in findings if HOSTILE in finding.remedy] == []

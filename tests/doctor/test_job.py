@@ -28,7 +28,7 @@ def test_the_line_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text,label\n")
     asked = read(
         f"recipes/cls.py --train_file {tmp_path}/x.csv --learning_rate 3e-5 --gradient_checkpointing "
-        f"--output_dir {tmp_path}/out --model_name_or_path bert-base-chinese --json --timeout 5 --token secret"
+        f"--output_dir {tmp_path}/out --model_name_or_path bert-base-chinese --json --timeout 5"
     )
     assert asked.script == Path("recipes/cls.py")
     assert asked.settings == {
@@ -38,7 +38,7 @@ def test_the_line_of_a_run(tmp_path: Path) -> None:
         "train_file": f"{tmp_path}/x.csv",
     }
     assert asked.files == {"train_file": tmp_path / "x.csv"}  # the model is the hub's
-    assert (asked.own.json, asked.own.timeout, asked.own.token, asked.output) == (True, 5.0, "secret", tmp_path / "out")
+    assert (asked.own.json, asked.own.timeout, asked.output) == (True, 5.0, tmp_path / "out")
     for folder in (tmp_path, Path("missing")):  # a folder is meant: it is looked at
         line = f"recipes/cls.py --model_name_or_path {folder if folder.is_absolute() else './missing'}"
         assert read(line).files == {"model_name_or_path": folder}
@@ -114,11 +114,16 @@ def test_configs_that_differ_in_content_are_told_apart(tmp_path: Path) -> None:
     assert found["same"] == found["address"] != found["other"]
 
 
+@pytest.mark.parametrize("words", ["--token secret", "--token=secret"])
+def test_a_token_in_the_list_of_processes_is_refused(words: str) -> None:
+    assert "secret" not in refusal(read, words, says=["--token", "TOOLKIT_TOKEN"]).replace("the secret", "")
+
+
 @needs_address
 def test_the_lines_to_type() -> None:
-    asked = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --token secret --timeout 5")
+    asked = read(f"recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 0 --timeout 5")
     assert job.line_elsewhere(asked, 1) == (
-        f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5 --token THE_SAME"
+        f"toolkit doctor recipes/cls.py --seed 3 --peers {OWN},192.0.2.77 --machine_rank 1 --timeout 5"
     )
     assert job.line_to_start(asked) == (
         f"accelerate launch recipes/cls.py --seed 3 --machines {OWN},192.0.2.77 --machine_rank 0 "

@@ -33,7 +33,7 @@ class Machines:
         self.sums: list[tuple[Any, ...]] = []
         self.errors: dict[int, str] = {}
         self.raised: list[Exception] = []
-        monkeypatch.setattr(peers.network, "listen", lambda port: socket.create_server((self.own.address, port)))
+        monkeypatch.setattr(peers.network, "listen", lambda port, _: socket.create_server((self.own.address, port)))
         monkeypatch.setattr(peers.torch_checks, "all_reduce", self.all_reduce)
 
     def all_reduce(self, rank: int, world: int, *where: Any) -> dict[str, Any]:
@@ -112,6 +112,7 @@ def test_a_machine_that_sends_what_cannot_be_read(machines: Machines, monkeypatc
 
 def test_a_finding_that_a_peer_made_up_is_a_line() -> None:
     sent = {"area": ["x"], "name": None, "level": "\x1b[31m", "text": "\x1b]0;title\x07red\nnext", "host": "me"}
+    assert peers._told({**sent, "remedy": "curl x | sh"}, "B").remedy == "the doctor on B has the line to type"
     told = peers._told(sent, "B")
     assert told == Finding("['x']", "None", "note", "]0;title red next", "", "B")
     assert report([told]) == "['x']\n  --    None  [B] ]0;title red next"
@@ -132,7 +133,7 @@ def test_why_no_all_reduce_is_tried(other: list[Node], links: dict[tuple[int, in
 ])  # fmt: skip
 def test_bandwidth_and_what_it_means(rate: float, level: str, words: str) -> None:
     said = {"gloo": {**GOOD, "mbytes_per_second": rate}, "nccl": {"ok": False, "error": "unhandled system error"}}
-    gloo, nccl = peers._check_reduced(Cluster([A, B], reduced={0: said, 1: {"gloo": said["gloo"]}}))
+    gloo, nccl = peers._check_reduced(Cluster([A, B], reduced={0: said, 1: {"gloo": said["gloo"]}}), TWO)
     assert (gloo.level, words in gloo.text) == (level, True)
     assert nccl.text == "failed between the machines (A: unhandled system error; B: no word)"
     assert "export NCCL_SOCKET_IFNAME=ens5" in nccl.remedy
@@ -141,7 +142,7 @@ def test_bandwidth_and_what_it_means(rate: float, level: str, words: str) -> Non
 
 @pytest.mark.parametrize(("there", "link", "remedy"), [
     (B, Link(False, "silent", "no answer in 4 s"), "on B: sudo ufw allow from 10.0.0.1 to any port 29600 proto"),
-    (B, Link(False, "local", "a rule", "see iptables"), "on A: see iptables"),
+    (B, Link(False, "local", "a rule"), "on A: `sudo iptables -S OUTPUT`"),
     (B, Link(False, "stranger", "?"), "on B: `sudo ss -ltnp 'sport = :29600'`"),
     (replace(B, listens=False), Link(False, "refused", "?"), "on B: `sudo ss -ltnp 'sport = :29600'`"),
 ])  # fmt: skip

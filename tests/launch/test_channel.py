@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -70,6 +75,57 @@ def test_both_sides_learn_of_a_wrong_token(port: int, listener: Listener) -> Non
     with pytest.raises(ChannelError, match="does not know the token"):
         dial(HERE, port, "another word")
     await_refusal(listener, "does not know the token")
+
+
+class Relay:
+    """Somebody between: what the one who was dialled is asked, it asks another."""
+
+    def __init__(self, port: int, ask: Any) -> None:
+        with socket.create_server((HERE, 0)) as server, ThreadPoolExecutor() as pool:
+            dialled = pool.submit(dial, HERE, server.getsockname()[1], TOKEN, 2)
+            with server.accept()[0] as caught, Connection(socket.create_connection((HERE, port)).detach()) as caller:
+                ask(Connection(os.dup(caught.fileno())), caller)
+                self.error = dialled.exception(5)
+
+
+def pass_on(caught: Connection, caller: Connection) -> None:
+    """The one who was dialled answers for the stranger."""
+    caught.send_bytes(caller.recv_bytes())
+    caller.send_bytes(caught.recv_bytes())
+
+
+def send_back(caught: Connection, _: Connection) -> None:
+    caught.send_bytes(bytes(32))
+    caught.send_bytes(caught.recv_bytes()[32:64])
+
+
+def test_a_link_that_breaks_while_one_thread_sends_is_no_end_for_the_one_that_reads() -> None:
+    """The kernel tells it once: whoever reads then sees the connection closed."""
+    with two_ends() as (channel, _):
+        channel._messages.close()
+        channel._messages = SimpleNamespace(send_bytes=raises(TimeoutError(errno.ETIMEDOUT, "timed out")),
+                                            recv_bytes=raises(EOFError()), close=lambda: None)  # fmt: skip
+        with pytest.raises(ClosedError):
+            channel.receive()
+        with pytest.raises(ChannelError, match="is gone: timed out"):
+            channel.send({})
+        with pytest.raises(ChannelError, match="is gone: timed out") as raised:
+            channel.receive()
+        assert not isinstance(raised.value, ClosedError)
+
+
+def raises(error: Exception) -> Any:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("ask", [pass_on, send_back])
+def test_a_proof_is_good_for_one_connection_and_one_direction(port: int, listener: Listener, ask: Any) -> None:
+    assert isinstance(Relay(port, ask).error, ChannelError)
+    assert listener.accept(0.7) is None
+    assert HERE in listener.refused
 
 
 def await_refusal(listener: Listener, words: str) -> None:

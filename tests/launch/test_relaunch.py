@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
-from toolkit.launch import launcher
+from toolkit.launch import environment, launcher
 from toolkit.launch.environment import MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
@@ -151,8 +153,46 @@ def test_plan_of_two_machines(path: Path) -> None:
 def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
     given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
     found = launcher._of_this_node(given)
-    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", True)
+    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", False)
+    assert found.rdzv_backend == "one_node"
     assert found.nproc_per_node == "8"
+
+
+@pytest.mark.parametrize(("now", "says"), [(7, "lack of memory"), (6, "a scheduler")])
+def test_a_kill_is_the_systems_where_it_counted_one(
+    now: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launcher._kills_for_memory() >= 0
+    monkeypatch.setattr(launcher, "_kills_for_memory", lambda: now)
+    assert launcher._code_of(-9, "rank 3", 6) == 1
+    assert says in capsys.readouterr().err
+
+
+STOPS = """
+import ctypes, os, sys
+from toolkit.launch.restarts import stop_with_parent
+stop_with_parent(int(sys.argv[1]) or os.getppid())
+number = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+print(number.value)
+"""
+
+
+@pytest.mark.parametrize(("parent", "number"), [("0", "15"), ("1", "0"), ("-1", "0")])
+def test_a_process_stops_with_its_launcher_and_with_nothing_else_that_started_it(parent: str, number: str) -> None:
+    """In Ray or a notebook it is a thread, which may end before."""
+    done = subprocess.run([sys.executable, "-c", STOPS, parent], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [number]
+
+
+@pytest.mark.parametrize(("line", "launches"), [
+    (["python", "/bin/accelerate", "launch", "x.py"], True), (["python", "/bin/torchrun", "x.py"], True),
+    (["python", "-m", "torch.distributed.run", "x.py"], True), (["python", "-m", "ipykernel_launcher"], False),
+    (["ray::train"], False),
+])  # fmt: skip
+def test_a_launcher_that_was_typed(line: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.Process.cmdline", lambda _: line)
+    assert environment.typed_launcher(os.getpid()) is launches
 
 
 @pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])

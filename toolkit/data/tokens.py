@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import hashlib
 import itertools
 import json
+import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -226,8 +229,30 @@ def save_tokens(
     return counts
 
 
+_mapped: dict[Path, int] = {}
+
+
+@functools.cache
+def _explain_cut_files() -> Any:
+    """From now on one line where a mapped file became shorter. The signal comes within numpy: a handler that Python
+    knows of would be called only after that, and so never."""
+
+    def end(_: int) -> None:
+        cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
+        what = f"{cut[0]} was cut" if cut else "a file that is mapped into memory was cut, or its disk failed,"
+        os.write(2, f"error: {what} while the run read it: start it again, and its tokens are made anew\n".encode())
+        os._exit(1)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).signal(int(signal.SIGBUS), handler)
+    return handler
+
+
 def load_split(folder: Path, name: str, model_config: Any = None) -> Split:
     """Maps a saved split into memory, for a model; one with titles is a `TitleSplit`."""
+    _explain_cut_files()
+    _mapped.update({file: file.stat().st_size for file in (folder / name).glob("*.npy")})
     arrays = {file.stem: np.load(file, mmap_mode="r") for file in (folder / name).glob("*.npy")}
     if not tells_pairs_apart(model_config):
         arrays.pop("token_types", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,11 +97,8 @@ def _other_content(name: str, entries: Mapping[str, Mapping[str, Any]], unlike: 
     parts = [entry.get("files", {}) for entry in there.values()]
     differ = [file for file in _all_names(parts) if len({held.get(file) for held in parts}) > 1]
     which = f" (in {listing(differ, 3)})" if len(_all_names(parts)) > 1 and differ else ""
-    host, entry = next(iter(there.items()))
-    path = str(entry["path"])
-    line = f"rsync -a {shlex.quote(f'{host}:{path}')} {shlex.quote(path)}"
     text = plain(f"--{name} does not have the same content: {unlike}{which}")
-    return Finding("machines", name, "fail", text, plain(f"on the others, if {host}'s is the right one: {line}"))
+    return Finding("machines", name, "fail", text, "copy the right one to all machines")
 
 
 def _gpus(node: Node) -> str:
@@ -135,8 +132,8 @@ def _check_variables(nodes: Sequence[Node]) -> list[Finding]:
     found = []
     for name in _all_names(node.environment for node in nodes):
         unlike = differences([(node.host, {name: node.environment.get(name, "not set")}) for node in nodes])
-        if unlike and name not in _OWN_VARIABLES:
-            mend = f"`export {shlex.quote(name)}=...` on all machines, or `unset {shlex.quote(name)}` on all"
+        if unlike and name not in _OWN_VARIABLES and re.fullmatch(r"(NCCL|GLOO|TORCH_NCCL|UCX|FI)_\w+", name, re.ASCII):
+            mend = f"`export {name}=...` on all machines, or `unset {name}` on all"
             found.append(Finding("machines", name, "warn", unlike, mend))
     return found
 

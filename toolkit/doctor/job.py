@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
@@ -35,7 +34,7 @@ class Job:
     """What was asked for, as this machine understands it."""
 
     own: argparse.Namespace
-    """The doctor's own options: `token`, `timeout` (seconds the machines wait for each other), `json`."""
+    """The doctor's own options: `timeout` (seconds the machines wait for each other), `json`."""
     typed: Sequence[str]
     """The arguments, for the line to type elsewhere."""
     script: Path | None
@@ -56,16 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="toolkit doctor",
         usage="toolkit doctor [RECIPE.py] [SETTINGS.yaml] [--name value ...] [--config_file FILE | --peers A,B] "
-        "[--token T] [--timeout SECONDS] [--json]",
+        "[--timeout SECONDS] [--json]",
         description="Looks for what will keep a run from starting or working, on this machine and, with --peers or a "
         "config file of several machines, between them: type the same on each. It ends in seconds.",
         epilog="The line a run is started with works as it is, `toolkit doctor` for `accelerate launch`: "
         "--config_file, --num_processes, --machine_rank, --machines, --main_process_ip, --main_process_port; files "
-        "that settings name are compared by content. Exit codes: 0 nothing failed, 1 something did, 130 interrupted.",
+        "that settings name are compared by content. TOOLKIT_TOKEN, a variable with the same secret on all machines, "
+        "keeps strangers out. Exit codes: 0 nothing failed, 1 something did, 130 interrupted.",
         allow_abbrev=False,
     )
     made.add_argument("--peers", metavar="A,B", help="all machines' addresses, the first one first; as --machines")
-    made.add_argument("--token", metavar="T", help="a word all machines give, to keep strangers out [$TOOLKIT_TOKEN]")
     made.add_argument(
         "--timeout", type=float, default=DEFAULT_TIMEOUT, metavar="SECONDS", help="to wait for the others [30]"
     )
@@ -75,10 +74,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def read(argv: Sequence[str], env: Mapping[str, str]) -> Job:
     """Arguments -> the job. Raises UserError for what cannot be meant."""
+    if any(word.partition("=")[0] == "--token" for word in argv):
+        raise UserError(
+            "--token would show the secret in the list of processes: set the variable TOOLKIT_TOKEN instead"
+        )
     own, others = _parser().parse_known_args(list(argv))
     if not 1 <= own.timeout <= _LONGEST_TIMEOUT:
         raise UserError(f"--timeout {own.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
-    own.token = own.token or env.get("TOOLKIT_TOKEN")
     options, rest = relaunch.split(others)
     script, yaml_file, given = _words(rest)
     if missing := next((path for path in (script, yaml_file) if path and not path.is_file()), None):
@@ -184,16 +186,14 @@ def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
 
 def line_elsewhere(job: Job, rank: int) -> str:
     """What to type on machine `rank`: the same as here, with its own number where a number was typed."""
-    line = re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(_typed(job, {"--token"})))
-    token = " --token THE_SAME" if job.own.token and "TOOLKIT_TOKEN" not in os.environ else ""
-    return f"toolkit doctor {line}{token}"
+    return "toolkit doctor " + re.sub(r"(--machine_rank[ =])\d+", rf"\g<1>{rank}", shlex.join(job.typed))
 
 
 def line_to_start(job: Job) -> str:
     """`accelerate launch ...` for what was looked at; empty where no recipe was named."""
     if job.script is None:
         return ""
-    words = _typed(job, {"--token", "--timeout", "--json"})
+    words = _typed(job, {"--timeout", "--json"})
     words.remove(str(next(word for word in words if Path(word) == job.script)))
     words = [re.sub("^--peers", "--machines", word) for word in words]
     more = ["--config_file", "accelerate_configs/2node.yaml"] if job.nodes.count > 1 and not job.config_file else []
@@ -201,7 +201,7 @@ def line_to_start(job: Job) -> str:
 
 
 def _typed(job: Job, without: Collection[str]) -> list[str]:
-    """The arguments without some options; the token is nobody's to see."""
+    """The arguments without some options."""
     kept, words = [], iter(job.typed)
     for word in words:
         if word.partition("=")[0] not in without:

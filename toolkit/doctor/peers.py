@@ -20,7 +20,7 @@ from toolkit.doctor.compare import Node
 from toolkit.doctor.finding import Finding, Level
 from toolkit.errors import plain
 from toolkit.launch import network
-from toolkit.launch.channel import ChannelError, Listener, TokenError, dial
+from toolkit.launch.channel import ChannelError, Listener, TokenError, dial, remedy_for
 from toolkit.launch.nodes import Nodes
 from toolkit.launch.rendezvous import UNREADABLE, Rendezvous, call_peer, coordinate, join
 
@@ -44,7 +44,6 @@ class Link:
     kind: str = ""
     """Of what stands in the way: see `UnreachableError`, or token, stranger, absent."""
     detail: str = ""
-    remedy: str = ""
     latency_ms: float | None = None
     clock_offset_seconds: float = 0.0
     """What the other clock shows more than this one's."""
@@ -76,7 +75,9 @@ def meet(own: Node, machines: Nodes, token: str, seconds: float, line: str) -> C
     with contextlib.ExitStack() as closing:
         listener = None
         with contextlib.suppress(OSError):  # the port is taken, as the findings say; this machine can still call
-            listener = closing.enter_context(Listener(network.listen(machines.port), token, machines.allowed()))
+            own_name = machines.address_of(machines.rank) or network.address_towards(machines.first) or ""
+            server = network.listen(machines.port, network.address_to_listen(own_name, local=False))
+            listener = closing.enter_context(Listener(server, token, machines.allowed()))
         try:
             rendezvous = closing.enter_context(_rendezvous(own, machines, token, seconds, listener, line))
         except ChannelError as error:
@@ -144,7 +145,7 @@ def _talk(machines: Nodes, token: str, listener: Listener | None, rendezvous: Re
                    for node in _nodes(rendezvous.hellos) if node.rank in heard]  # fmt: skip
     found.not_reduced = _why_not(found, machines)
     if not found.not_reduced:
-        rendezvous.choose_interface()
+        network.choose_interface(rendezvous.own_address())
         nccl = all(node.backend.startswith("NCCL") for node in found.nodes)
         where = (machines.rank, machines.count, machines.first, machines.port)
         said = torch_checks.all_reduce(*where, ["gloo", "nccl"] if nccl else ["gloo"], _REDUCE_SECONDS)
@@ -158,15 +159,21 @@ def _nodes(hellos: Mapping[int, Mapping[str, Any]]) -> list[Node]:
     found = []
     for rank, hello in hellos.items():
         node = Node(**{**hello["node"], "rank": rank})
+        interface = (
+            node.interface if re.fullmatch(r"[\w.-]{1,15}", node.interface) else ""
+        )  # it becomes part of a command
         host = f"{node.host} ({node.address or rank})" if names.count(node.host) > 1 else node.host
-        found.append(replace(node, host=re.sub(r"[^\w .()-]", "?", host)))
+        found.append(replace(node, host=re.sub(r"[^\w .()-]", "?", host), interface=interface))
     return found
 
 
 def _told(sent: Mapping[str, Any], host: str) -> Finding:
-    """Another machine's finding; it may have sent anything."""
+    """Another machine's finding; it may have sent anything, so that no line of its own is shown as one to type."""
     found = Finding(**{name: plain(value) for name, value in sent.items()})  # type: ignore[arg-type]
-    return replace(found, host=host, level=found.level if found.level in get_args(Level) else "note")
+    level = found.level if found.level in get_args(Level) else "note"
+    return replace(
+        found, host=host, level=level, remedy=f"the doctor on {host} has the line to type" * bool(found.remedy)
+    )
 
 
 # --- a call each way between every two
@@ -182,13 +189,11 @@ def _answer(listener: Listener, rank: int) -> None:
 
 def _call_all(machines: Nodes, token: str, addresses: Mapping[int, str], listener: Listener | None) -> dict[int, Link]:
     """Calls every other machine, all at once; whose address is not known has to call itself."""
-    mend = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
-    mend += f"{machines.port} proto tcp); --machines A,B tells more"
     found = [rank for rank in range(machines.count) if rank != machines.rank]
 
     def call(rank: int) -> Link:
         if rank not in addresses:
-            return Link(False, "absent", "it has not called, and its address is not known here", mend)
+            return Link(False, "absent", "it has not called, and its address is not known here")
         refused = listener.refused if listener else {}
         why = next((refused[known] for known in network.addresses_of(addresses[rank]) if known in refused), "")
         link = _call(rank, addresses[rank], machines.port, token)
@@ -206,17 +211,24 @@ def _call(rank: int, address: str, port: int, token: str) -> Link:
             said = channel.receive(_DIAL_SECONDS)
             trip = time.perf_counter() - began
             if said.get("number") == rank:
-                return Link(True, "", "", "", trip * 1000, float(said["time"]) - clock - trip / 2)
+                return Link(True, "", "", trip * 1000, float(said["time"]) - clock - trip / 2)
     except ChannelError as error:
         return _trouble(error)
     except UNREADABLE:
         said = {}
-    text = f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}"
-    return Link(False, "stranger", text, _SAME_LINE)
+    return Link(False, "stranger", f"it says that it is machine {plain(said.get('number'), 20)}, not {rank}")
 
 
 def _trouble(error: ChannelError) -> Link:
-    return Link(False, error.kind, getattr(error, "detail", str(error)), error.remedy)
+    return Link(False, error.kind, getattr(error, "detail", str(error)))
+
+
+def _remedy(link: Link, address: str, port: int) -> str:
+    """By this machine's own account: other machines send what stands in the way, and no line to type."""
+    if link.kind != "absent":
+        return remedy_for(link.kind, address or "THAT_MACHINE", port)
+    mend = "if it was typed there, a firewall may drop it (here: sudo ufw allow from THAT_MACHINE to any port "
+    return f"{mend}{port} proto tcp); --machines A,B tells more"
 
 
 def _clock(rank: int, found: Cluster) -> float | None:
@@ -252,14 +264,14 @@ def check(found: Cluster, machines: Nodes, lines: Mapping[int, str], seconds: fl
     findings += [_check_missing(rank, found, machines, lines[rank], seconds) for rank in absent]
     for one, other in itertools.combinations(found.nodes, 2):
         findings += _check_pair(one, other, found, machines)
-    return [*findings, *(_check_reduced(found) if len(here) > 1 else [])]
+    return [*findings, *(_check_reduced(found, machines) if len(here) > 1 else [])]
 
 
 def _check_missing(rank: int, found: Cluster, machines: Nodes, line: str, seconds: float) -> Finding:
     calls = {node.host: found.links[node.rank, rank] for node in found.nodes if (node.rank, rank) in found.links}
     why = "; ".join(f"{caller} says: {link.detail}" for caller, link in calls.items())
     text = f"{machines.name_of(rank)} did not come within {seconds:.0f} s{f'. {why}' if why else ''}"
-    mend = next((f"; {link.remedy}" for link in calls.values()), "")
+    mend = next((f"; {_remedy(link, machines.address_of(rank), machines.port)}" for link in calls.values()), "")
     return Finding("links", f"machine {rank}", "fail", text, f"on it type: {line}{mend}")
 
 
@@ -275,37 +287,41 @@ def _check_pair(one: Node, other: Node, found: Cluster, machines: Nodes) -> list
             address = machines.address_of(called.rank) or called.address
             text = f"{caller.host} does not reach {called.host} at {address}:{machines.port}{works}. "
             text += f"{caller.host} says: {link.detail}"
-            mend = _mend(caller, called, link, machines.port)
+            mend = _mend(caller, called, link, machines)
             lines.append(Finding("links", f"{caller.rank} -> {called.rank}", "fail", text, mend))
     return lines
 
 
-def _mend(caller: Node, called: Node, link: Link, port: int) -> str:
-    here, source = f"on {called.host}: ", shlex.quote(caller.address or "THAT_MACHINE")
+def _mend(caller: Node, called: Node, link: Link, machines: Nodes) -> str:
+    here, port = f"on {called.host}: ", machines.port
+    source = shlex.quote(machines.address_of(caller.rank) or "THAT_MACHINE")
     if link.kind == "stranger" or not called.listens:
         return f"{here}`sudo ss -ltnp 'sport = :{port}'` shows what holds the port; or another --main_process_port"
     if link.kind in ("silent", "refused"):
         way = "drops" if link.kind == "silent" else "rejects"
         every = f"(a firewall {way} it; a run needs every port: sudo ufw allow from {source})"
         return f"{here}sudo ufw allow from {source} to any port {port} proto tcp  {every}"
-    return f"on {caller.host}: {link.remedy}"
+    return f"on {caller.host}: {_remedy(link, machines.address_of(called.rank), port)}"
 
 
-def _check_reduced(found: Cluster) -> list[Finding]:
+def _check_reduced(found: Cluster, machines: Nodes) -> list[Finding]:
     if found.not_reduced:
         return [Finding("all-reduce", "gloo", "note", f"not tried: {found.not_reduced}")]
     said = [found.reduced.get(node.rank) or {} for node in found.nodes]
-    backends = dict.fromkeys(itertools.chain(*said))
-    return [_check_backend(backend, found.nodes, [one.get(backend) or {} for one in said]) for backend in backends]
+    return [
+        _check_backend(backend, found.nodes, [one.get(backend) or {} for one in said], machines)
+        for backend in ("gloo", "nccl")
+        if any(backend in one for one in said)
+    ]
 
 
-def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[str, Any]]) -> Finding:
+def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[str, Any]], machines: Nodes) -> Finding:
     """`said`: how the all-reduce went on each machine."""
     wrong = [f"{node.host}: {plain(one.get('error', 'no word'), 300)}"
              for node, one in zip(nodes, said, strict=True) if one.get("ok") is not True]  # fmt: skip
     if wrong:
         text = f"failed between the machines ({'; '.join(wrong)})"
-        return Finding("all-reduce", backend, "fail", text, _mend_all_reduce(backend, nodes))
+        return Finding("all-reduce", backend, "fail", text, _mend_all_reduce(backend, nodes, machines))
     latency = max(one["latency_ms"] for one in said)
     slowest = min(one["mbytes_per_second"] for one in said)
     text = f"16 MB summed over {len(nodes)} machines at {slowest / 125:.1f} Gbit/s, a single number in {latency:.2f} ms"
@@ -317,9 +333,10 @@ def _check_backend(backend: str, nodes: Sequence[Node], said: Sequence[Mapping[s
     return Finding("all-reduce", backend, "warn", text, f"a faster interface, if there is one: {faster}")
 
 
-def _mend_all_reduce(backend: str, nodes: Sequence[Node]) -> str:
+def _mend_all_reduce(backend: str, nodes: Sequence[Node], machines: Nodes) -> str:
     """Every port is needed, over the interface that leads to the others, in packets that pass."""
-    other, interface = shlex.quote(nodes[1].address), shlex.quote(nodes[0].interface or "NAME")
+    other, interface = machines.address_of(nodes[1].rank) or "THAT_MACHINE", nodes[0].interface or "NAME"
+    other, interface = shlex.quote(other), shlex.quote(interface)
     mend = f"on {nodes[0].host}: sudo ufw allow from {other}, and so on each for all others; "
     mend += f"export {backend.upper()}_SOCKET_IFNAME={interface}; "
     mend += f"`ping -M do -s 1472 {other}` shows whether large packets pass (else a smaller MTU)"

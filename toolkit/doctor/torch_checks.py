@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from toolkit.launch import network
+from toolkit.launch.rank_rendezvous import serve_store
+
 _LATENCY_REPEATS, _BANDWIDTH_REPEATS = 10, 3
 _BANDWIDTH_BYTES = 16 << 20
 NO_ANSWER = "no answer in"
@@ -73,7 +76,10 @@ def _all_reduce(rank: int, world: int, address: str, port: int, backend: str, ti
     from torch import distributed
 
     if not distributed.is_initialized():
-        store = distributed.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False)
+        if rank == 0:
+            store = serve_store(address, network.listen(port, network.address_to_listen(address, local=False)), timeout)
+        else:
+            store = distributed.TCPStore(address, port, None, False, timeout)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     group = distributed.new_group(backend=backend, timeout=timeout)
     device = "cuda:0" if backend == "nccl" else "cpu"

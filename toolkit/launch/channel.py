@@ -1,15 +1,17 @@
 """JSON messages of bounded size between two processes over TCP, after each has shown that it knows the same token.
 
-Framing and the HMAC challenges are those of `multiprocessing.connection`: the token itself is never sent, and nothing
-received is unpickled or executed.
+Framing is that of `multiprocessing.connection`. The token itself is never sent, and nothing received is unpickled or
+executed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import queue
+import secrets
 import shlex
 import socket
 import struct
@@ -18,17 +20,21 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from typing import Any
 
 from toolkit.errors import plain
 from toolkit.launch.environment import seconds_of
-from toolkit.launch.network import address_towards
+from toolkit.launch.network import address_towards, ipv4_of
 
 MAX_BYTES = 1 << 20
 # Connections that have still to prove the token: of all addresses, and of one.
 MOST_GREETED, MOST_GREETED_OF_ONE = 128, 32
 Message = dict[str, Any]
+_NONCE_BYTES, _MOST_PROOF_BYTES = 32, 256
+_TRANSLATED = (
+    "reached this machine by an address that is translated on the way: give each machine's own (`hostname -I`)"
+)
 
 
 class ChannelError(Exception):
@@ -45,7 +51,7 @@ class ClosedError(ChannelError):
 class TokenError(ChannelError):
     """The peer does not know the token."""
 
-    kind, remedy = "token", "give the same --token on all machines"
+    kind, remedy = "token", "set TOOLKIT_TOKEN to the same secret on all machines, or on none"
 
 
 class UnreachableError(ChannelError):
@@ -53,18 +59,24 @@ class UnreachableError(ChannelError):
 
     def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
         super().__init__(f"{address}:{port}: {detail}")
-        self.kind, self.detail, name = kind, detail, shlex.quote(address)
-        here = address_towards(address) or "THIS_MACHINE"
-        self.remedy = {
-            "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
-            "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
-            "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
-            f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
-            f"between the machines, {port} among them)",
-            "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
-            "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
-            "address right (`hostname -I` on that machine)?",
-        }[kind]
+        self.kind, self.detail, self.remedy = kind, detail, remedy_for(kind, address, port)
+
+
+def remedy_for(kind: str, address: str, port: int) -> str:
+    """What to look at and to type for what stands in the way; empty for what this version does not know."""
+    here, name = address_towards(address) or "THIS_MACHINE", shlex.quote(address)
+    remedies = {
+        "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
+        "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
+        "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
+        f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
+        f"between the machines, {port} among them)",
+        "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
+        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
+        "address right (`hostname -I` on that machine)?",
+        **{error.kind: error.remedy for error in (ChannelError, TokenError)},
+    }
+    return remedies.get(kind, "")
 
 
 class Channel(contextlib.AbstractContextManager["Channel"]):
@@ -73,11 +85,12 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         try:
-            self.peer, self.own = (str(end()[0]) for end in (connected.getpeername, connected.getsockname))
+            self.peer, self.own = (ipv4_of(end()[0]) for end in (connected.getpeername, connected.getsockname))
             """The peer's address, and the one of this machine that the connection uses."""
             connected.settimeout(None)
             _keep_alive(connected, seconds_of("peer_timeout"))
             self._messages = Connection(connected.dup().detach())
+            self._broken = ""
         except OSError as error:  # the peer has hung up already
             connected.close()
             raise ClosedError(f"the other side is gone: {error.strerror or error}") from error
@@ -120,15 +133,39 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
         return message
 
     def authenticate(self, token: str, seconds: float, answers: bool) -> None:
-        """Both sides prove that they know the token. Raises ChannelError, and closes, where one does not."""
-        steps = (deliver_challenge, answer_challenge) if answers else (answer_challenge, deliver_challenge)
+        """Both sides prove that they know the token. Raises ChannelError, and closes, where one does not.
+
+        What is signed says who called whom, and from where: no proof is good on another connection, or sent back.
+        """
         try:
-            for step in steps:
-                with self._within(seconds, socket.SO_RCVTIMEO):
-                    step(self._messages, token.encode(errors="replace"))
+            with self._within(seconds, socket.SO_RCVTIMEO):
+                (self._answer if answers else self._call)(token.encode(errors="replace"))
         except ChannelError:
             self.close()
             raise
+
+    def _answer(self, token: bytes) -> None:
+        ends = f"{self.peer} {self.own} {self._socket.getsockname()[1]}".encode()
+        self._messages.send_bytes(nonce := secrets.token_bytes(_NONCE_BYTES))
+        reply = self._messages.recv_bytes(_MOST_PROOF_BYTES)
+        nonces, proof, named = nonce + reply[:_NONCE_BYTES], reply[_NONCE_BYTES:64], reply[64:]
+        knows = hmac.compare_digest(proof, _signature(token, "call", nonces, named))
+        if knows and named == ends:
+            return self._messages.send_bytes(_signature(token, "answer", nonces, ends))
+        self._messages.send_bytes(b"ends" if knows else b"token")
+        raise ChannelError(f"{self.peer} {_TRANSLATED}") if knows else AuthenticationError
+
+    def _call(self, token: bytes) -> None:
+        nonces = self._messages.recv_bytes(_NONCE_BYTES) + (nonce := secrets.token_bytes(_NONCE_BYTES))
+        if len(nonces) != 2 * _NONCE_BYTES:
+            raise AuthenticationError
+        ends = f"{self.own} {self.peer} {self._socket.getpeername()[1]}".encode()
+        self._messages.send_bytes(nonce + _signature(token, "call", nonces, ends) + ends)
+        reply = self._messages.recv_bytes(_MOST_PROOF_BYTES)
+        if reply == b"ends":
+            raise ChannelError(f"{self.peer} says that this machine {_TRANSLATED}")
+        if not hmac.compare_digest(reply, _signature(token, "answer", nonces, ends)):
+            raise AuthenticationError
 
     @contextlib.contextmanager
     def _within(self, seconds: float | None, option: int) -> Iterator[None]:
@@ -138,6 +175,9 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(microseconds, 10**6)))
             yield
         except (EOFError, ConnectionResetError, BrokenPipeError) as error:
+            time.sleep(0.05)  # a cut connection is told to one thread, which may be sending; another one reads an end
+            if self._broken:
+                raise ChannelError(f"{self.peer} is gone: {self._broken}") from error
             raise ClosedError(f"{self.peer} closed the connection") from error
         except BlockingIOError as error:
             raise ChannelError(f"{self.peer} said nothing in time") from error
@@ -146,9 +186,15 @@ class Channel(contextlib.AbstractContextManager["Channel"]):
             raise TokenError(f"{self.peer} {text}") from error
         except (OSError, AssertionError) as error:
             if isinstance(error, OSError) and error.errno is not None:
+                self._broken = str(error.strerror)
                 raise ChannelError(f"{self.peer} is gone: {error.strerror}") from error
             text = "sent something that is not a message of ours: another program's port?"
             raise ChannelError(f"{self.peer} {text}") from error
+
+
+def _signature(token: bytes, role: str, nonces: bytes, ends: bytes) -> bytes:
+    """`ends`: the addresses of who calls, and of who is called, and the port called."""
+    return hmac.digest(token, role.encode() + nonces + ends, "sha256")
 
 
 def _printable(value: Any) -> Any:
@@ -225,6 +271,7 @@ class Listener(contextlib.AbstractContextManager["Listener"]):
             except OSError:  # closed; or this process has too many open files
                 time.sleep(0.05)
                 continue
+            address = ipv4_of(address)
             if self._allowed and address not in self._allowed:
                 self.refused[address] = "its address is not one of the machines that were named"
                 connected.close()

@@ -128,8 +128,19 @@ def _launcher_set_threads(env: Mapping[str, str]) -> bool:
 
 def _sets_threads(line: Sequence[str]) -> bool:
     asked = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
-    by_torch = any(word.startswith("torch.distributed.") or Path(word).name == "torchrun" for word in line[:4])
-    return by_torch or (accelerate_arguments(line) is not None and not asked)
+    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not asked)
+
+
+def _is_torchrun(line: Sequence[str]) -> bool:
+    return any(word.startswith("torch.distributed.") or Path(word).name == "torchrun" for word in line[:4])
+
+
+def typed_launcher(pid: int) -> bool:
+    """Whether this process is an `accelerate launch` or a `torchrun`; a notebook, or Ray, can start processes too."""
+    with contextlib.suppress(psutil.Error):
+        line = psutil.Process(pid).cmdline()
+        return _is_torchrun(line) or accelerate_arguments(line) is not None
+    return False
 
 
 def _tasks_here(env: Mapping[str, str], name: str) -> int:

@@ -60,6 +60,11 @@ def stopped_by(number: int) -> None:
     _stopped = 128 + number
 
 
+def has_stopped() -> bool:
+    """Whether `stopped_by` was called."""
+    return _stopped != 0
+
+
 def once_more() -> None:
     """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
     global _again
@@ -233,10 +238,9 @@ def _leave_group() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
         give_up(_stopped)
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if grouped or _stopped:  # nobody who stopped it waits until Python has taken down what was imported: seconds
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_stopped)
-    if _stopped:
-        sys.exit(_stopped)

@@ -15,6 +15,8 @@ from pathlib import Path
 INTERRUPTED = 130
 # Names the file in which a run leaves its exit code for our own launcher, where it is not to be started again.
 ENDED_FILE = "TOOLKIT_ENDED_FILE"
+# The process id of our own launcher.
+LAUNCHER_PID = "TOOLKIT_LAUNCHER_PID"
 # as torch's launchers, Open MPI, Hydra and Slurm name it
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -21,13 +22,16 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed import run as elastic
+from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.compat import require
+from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
-from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, raise_again, say_interrupted
+from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
+from toolkit.launch.rank_rendezvous import serve_store
 from toolkit.plain_yaml import read_yaml
 
 # How long processes that were told to stop have for their checkpoint.
@@ -53,24 +57,61 @@ def launch(given: Sequence[str]) -> NoReturn:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
-    if arguments.max_restarts:  # a store that outlives an attempt would tell the next one the addresses of the last
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     signal.signal(signal.SIGUSR1, _pass_on)  # a scheduler's warning; it would end this process and leave the others
     with tempfile.TemporaryDirectory() as folder:
         ended = Path(folder) / "ended"
-        os.environ[ENDED_FILE] = str(ended)
+        os.environ |= {ENDED_FILE: str(ended), LAUNCHER_PID: str(os.getpid())}
         arguments.config_file = str(_without_ours(Path(arguments.config_file), Path(folder)))
-        code = _launch(arguments, ended)
+        code = _launch(arguments, ended, _kills_for_memory())
     _end_typed_launcher(code)
-    sys.exit(code)
+    sys.stdout.flush()
+    os._exit(code)  # to take down what was imported takes Python a second
 
 
 def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
     """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
     launchers of several machines would wait for each other, deaf to signals."""
-    given.nnodes, given.node_rank, given.rdzv_endpoint = "1", 0, ""
-    given.standalone, given.local_addr = True, "127.0.0.1"  # at a port that is free
+    given.nnodes, given.node_rank, given.rdzv_endpoint, given.standalone = "1", 0, "", False
+    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
+    given.rdzv_backend, given.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
     return given
+
+
+class _OneNode(rendezvous.RendezvousHandler):
+    """Of a launcher that is alone. torch's own (c10d) listens on all addresses and unpickles what is written there."""
+
+    NAME = "one_node"
+
+    def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+
+    def get_backend(self) -> str:
+        return self.NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The processes connect to the store, so that no port has to be free until they are there."""
+        return True
+
+    def next_rendezvous(self) -> rendezvous.RendezvousInfo:
+        """A new store for each attempt: an old one would give it the addresses of the last."""
+        store = serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
+        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
 
 
 def _without_ours(path: Path, folder: Path) -> Path:
@@ -83,7 +124,7 @@ def _without_ours(path: Path, folder: Path) -> Path:
     return copy
 
 
-def _launch(arguments: argparse.Namespace, ended: Path) -> int:
+def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
     """The exit code. `ended` is there where the processes said themselves how they ended, and with which code."""
     try:
         launch_command(arguments)
@@ -91,9 +132,9 @@ def _launch(arguments: argparse.Namespace, ended: Path) -> int:
         rank, failure = error.get_first_failure()
         if nodes := requested_nodes():  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
-        return _code_of(failure.exitcode, f"rank {rank}")
+        return _code_of(failure.exitcode, f"rank {rank}", kills)
     except subprocess.CalledProcessError as error:
-        return _code_of(error.returncode, "the process")
+        return _code_of(error.returncode, "the process", kills)
     except (SignalException, KeyboardInterrupt) as error:
         if isinstance(error, SignalException):  # torch's launcher forgets those that it was just starting
             _pass_on(signal.SIGTERM, None)  # silent while Python starts, which SIGINT is not
@@ -117,11 +158,23 @@ def _pass_on(number: int, _: FrameType | None) -> None:
             child.send_signal(number)
 
 
-def _code_of(exit_code: int, who: str) -> int:
-    """A worker that ended by itself has said why; one that was killed could not."""
+def _kills_for_memory() -> int:
+    """How many processes the system has ended for lack of memory since it started; 0 where it does not count them."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
+    return 0
+
+
+def _code_of(exit_code: int, who: str, kills: int) -> int:
+    """A worker that ended by itself has said why; one that was killed could not. `kills`: see `_kills_for_memory`, as
+    the run began."""
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        hint = ": probably by the system, for lack of memory (`dmesg | tail`)" if exit_code == -9 else ""
+        name, hint = signal.Signals(-exit_code).name, ""
+        if exit_code == -signal.SIGKILL:
+            hint = ", by a user, a scheduler or a program that guards memory (the system has ended nothing itself)"
+            if _kills_for_memory() > kills:
+                hint = ": probably by the system, for lack of memory (`dmesg | tail`)"
         again = "the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
         print(f"error: {who} on {socket.gethostname()} was ended by {name}{hint}; {again}", file=sys.stderr)
     return exit_code if exit_code > 0 else 1

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from toolkit import versions
-from toolkit.errors import UserError, listing
+from toolkit.errors import UserError, listing, plain
 from toolkit.launch import failure_detector, network
 from toolkit.launch.channel import (
     ChannelError,
@@ -35,9 +35,10 @@ from toolkit.launch.environment import TIMEOUTS, Place, seconds_of
 from toolkit.launch.failure_detector import Peer
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join, until_reached
+from toolkit.launch.restarts import attempt, most_restarts
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 # How long one that cannot take part waits for the others: they start at the same time, or have met already.
 _EARLY_SECONDS, _LATE_SECONDS = 20.0, 5.0
@@ -47,32 +48,47 @@ _kept: list[Any] = []
 _exchanges = 0
 
 
+class _EndedError(UserError):
+    """Rank 0 was there."""
+
+
 def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> None:
     """Returns once all are there and alike; from then on each knows when another one fails (see `failure_detector`).
 
     Raises UserError, within `seconds` and a little more, naming who is missing or what is not the same. `failure` is
     why this process cannot take part: all others hear it.
     """
-    if place.world_size == 1 or failure_detector.current is not None:  # a second accelerator of the same processes
+    if failure_detector.current is not None:  # a second accelerator of the same processes
+        return
+    if place.world_size == 1:
+        if not _kept and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():  # DeepSpeed's group of one
+            _open_store(place, time.monotonic() + seconds, seconds)
+            network.choose_interface(network.LOOPBACK)
         return
     _check_master(place)
     for name in TIMEOUTS:
         seconds_of(name)  # the detector's threads could tell nobody that it is no number
     deadline = time.monotonic() + seconds
-    store = _open_store(place, deadline, seconds)
     me = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
     hello: Message = {"number": place.rank, "world_size": place.world_size, "peer": asdict(me), "failure": failure,
                       "versions": versions.comparable(script)}  # fmt: skip
-    # a second rank 0 reaches the first one's store, at the address that was named: both hear it by its hello
-    claim = f"{me.node} {me.pid}"
-    coordinates = place.rank == 0 and store.compare_set("rank 0", "", claim) == claim.encode()
-    found = (_coordinate if coordinates else _join)(store, place, hello, deadline, seconds)
+    while True:
+        store = _open_store(place, deadline, seconds)
+        # a second rank 0 reaches the first one's store, at the address that was named: both hear it by its hello
+        claim = f"{me.node} {me.pid}"
+        coordinates = place.rank == 0 and store.compare_set(f"rank 0/{attempt()}", "", claim) == claim.encode()
+        try:
+            found = (_coordinate if coordinates else _join)(store, place, hello, deadline, seconds)
+            break
+        except _EndedError:  # started again, it says in a new store, or in its launcher's, where it listens then
+            if not most_restarts() or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
     if found.fault:
         raise UserError(found.fault)
     peers = [Peer(**said["peer"]) for said in found.hellos.values()]
     failure_detector.start(peers, place.rank, found.channels)
-    if len({peer.node for peer in peers}) > 1:
-        found.choose_interface()
+    network.choose_interface(found.own_address() if len({peer.node for peer in peers}) > 1 else network.LOOPBACK)
 
 
 def exchange(place: Place, value: Any) -> list[Any]:
@@ -82,8 +98,7 @@ def exchange(place: Place, value: Any) -> list[Any]:
         return [value]
     global _exchanges
     _exchanges, store = _exchanges + 1, _kept[-1]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [f"toolkit/exchange/{attempt}/{_exchanges}/{rank}" for rank in range(place.world_size)]
+    keys = [f"{_exchanges}/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], json.dumps(value))
     store.wait(keys, timedelta(seconds=seconds_of("ddp_timeout")))
     return [json.loads(store.get(key)) for key in keys]
@@ -122,8 +137,11 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
         _await_server(address, port, place, deadline - time.monotonic(), seconds)
     timeout = timedelta(seconds=max(10.0, deadline - time.monotonic()))
     try:
-        store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
-    except DistNetworkError as error:
+        if serves:
+            store = serve_store(address, network.listen(port, _address_to_listen(place)), timeout)
+        else:
+            store = TCPStore(address, port, None, False, timeout)
+    except (DistNetworkError, OSError) as error:
         if serves and not network.is_own(address):
             raise UserError(f"rank 0 on {socket.gethostname()} reached nobody at {_elsewhere(address)}") from error
         if not serves or not (holder := network.holder_of(port)):
@@ -134,7 +152,22 @@ def _open_store(place: Place, deadline: float, seconds: float) -> Store:
             "--master_port (deepspeed, torchrun), MASTER_PORT (mpirun, srun)"
         ) from error
     _kept.append(store)
-    return PrefixStore(f"toolkit/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # not by attempt: launchers of several machines may count differently
+    return PrefixStore("toolkit/rendezvous", store)
+
+
+def serve_store(address: str, server: socket.socket, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """torch's store, where this socket listens: by itself it listens on all addresses. `address` leads there."""
+    from torch.distributed import TCPStore
+
+    port, descriptor = server.getsockname()[1], server.detach()  # the store closes it
+    return TCPStore(
+        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )
+
+
+def _address_to_listen(place: Place) -> str:
+    return network.address_to_listen(os.environ["MASTER_ADDR"], local=place.local_world_size == place.world_size)
 
 
 def _await_server(address: str, port: int, place: Place, left: float, seconds: float) -> None:
@@ -171,8 +204,7 @@ def _doctor(*addresses: str) -> str:
 
 def _coordinate(store: Store, place: Place, hello: Message, deadline: float, seconds: float) -> Rendezvous:
     failure, nonce, mentioned = str(hello["failure"]), secrets.token_hex(16), False
-    nodes, one_node = requested_nodes(), place.local_world_size == place.world_size
-    server = network.listen(0, network.address_to_listen(os.environ["MASTER_ADDR"], local=one_node))
+    nodes, server = requested_nodes(), network.listen(0, _address_to_listen(place))
     known = {"port": server.getsockname()[1], "nonce": nonce, "host": hello["peer"]["host"], "size": place.world_size,
              "address": network.address_towards(os.environ["MASTER_ADDR"])}  # fmt: skip
 
@@ -183,6 +215,8 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
 
     def waiting(absent: Sequence[int], hellos: Sequence[Message], waited: float) -> str:
         nonlocal mentioned
+        if store.check([f"fault/{nonce}"]):
+            return plain(store.get(f"fault/{nonce}").decode(errors="replace"))
         if waited >= left:
             return failure or _missing(absent, hellos, place, seconds, listener.refused)
         if waited > _MENTION_SECONDS and not mentioned and not failure:
@@ -195,8 +229,15 @@ def _coordinate(store: Store, place: Place, hello: Message, deadline: float, sec
         left = deadline - time.monotonic()
         found = coordinate(listener, hello, place.world_size, left, compare, waiting)
         if found.fault:
-            store.set("fault", found.fault)  # for who is late, where a launcher keeps the store
+            store.set(f"fault/{nonce}", found.fault)  # for who is late, where a launcher keeps the store
+    _keep_for_exchange(store, nonce)
     return found
+
+
+def _keep_for_exchange(store: Store, nonce: str) -> None:
+    from torch.distributed import PrefixStore
+
+    _kept.append(PrefixStore(f"exchange/{nonce}", store))
 
 
 def _key(nonce: str) -> str:
@@ -283,28 +324,29 @@ def _join(store: Store, place: Place, hello: Message, deadline: float, seconds: 
     try:
         store.wait(["coordinator"], timedelta(seconds=left + VERDICT_SECONDS))
     except RuntimeError as error:
-        raise UserError(
+        raise _EndedError(
             f"{me} reached {address}:{os.environ['MASTER_PORT']} but heard nothing from rank 0 in "
             f"{left + VERDICT_SECONDS:.0f} s: it did not start, or has ended"
         ) from error
     known = json.loads(store.get("coordinator"))
+    fault, known["host"] = f"fault/{known['nonce']}", plain(known["host"])  # whoever reaches the store writes there
     # another rank 0 reached the store of this machine before this one had claimed it
     if place.rank == 0 and network.is_own(address):
         address = known["address"] or address
 
     def waiting(trouble: ChannelError, waited: float) -> None:
         if isinstance(trouble, TokenError):
-            raise UserError(
-                f"{me} found rank 0 on {known['host']}, and TOOLKIT_TOKEN is not the same on both: set it to the same "
-                "secret on all machines"
-            )
+            text = f"{me} found rank 0 on {known['host']}, and TOOLKIT_TOKEN is not the same on both"
+            store.set(fault, text := f"{text}: set it to the same secret on all machines")
+            raise UserError(text)
         if known["size"] != place.world_size:
             raise UserError(_unequal(known["host"], known["size"], me, place.world_size))
-        if store.check(["fault"]):
-            raise UserError(store.get("fault").decode())
+        if store.check([fault]):
+            raise UserError(plain(store.get(fault).decode(errors="replace")))
         if isinstance(trouble, ClosedError) or getattr(trouble, "kind", "") == "refused":
-            raise UserError(f"{me} had reached rank 0 on {known['host']}, which has ended since")
+            raise _EndedError(f"{me} had reached rank 0 on {known['host']}, which has ended since")
 
+    _keep_for_exchange(store, known["nonce"])
     try:
         return join(address, known["port"], _key(known["nonce"]), hello, left, waiting)
     except ChannelError as error:

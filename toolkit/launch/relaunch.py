@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.init import templates
-from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, users_threads, whole
+from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, typed_launcher, users_threads, whole
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.plain_yaml import read_yaml
@@ -173,7 +173,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
-    if place_of(os.environ).launcher in ("accelerate", "torchrun"):
+    if typed_launcher(os.getppid()):
         stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)

@@ -7,7 +7,6 @@ its verdict goes to all of them: who is there, or the fault for which they canno
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 import time
@@ -60,15 +59,9 @@ class Rendezvous(contextlib.AbstractContextManager["Rendezvous"]):
             self._try(number, lambda channel: channel.send({str(n): said for n, said in heard.items()}))
         return dict(sorted(heard.items()))
 
-    def choose_interface(self) -> None:
-        """gloo and NCCL use the interface by which the nodes reach each other, unless the user names another.
-
-        gloo otherwise looks its own host name up, which on Debian is 127.0.1.1, and waits there for the other node.
-        """
-        own = next((channel.own for channel in self.channels.values() if not network.is_loopback(channel.own)), "")
-        if interface := network.own_addresses().get(own):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without `=`, eth1 means eth10 too
+    def own_address(self) -> str:
+        """This node's, by which the nodes reach each other; empty where that is only itself."""
+        return next((channel.own for channel in self.channels.values() if not network.is_loopback(channel.own)), "")
 
     def _try(self, number: int, do: Callable[[Channel], Any]) -> Any:
         try:

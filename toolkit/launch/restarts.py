@@ -30,12 +30,18 @@ def started() -> str | None:
     return requested().get("started")
 
 
-def stop_with_parent() -> None:
-    """SIGTERM for this process when its parent ends; it stays so when another program takes the process over."""
-    if sys.platform == "linux":
+def stop_with_parent(parent: int | None = None) -> None:
+    """SIGTERM for this process when its parent ends; it stays so when another program takes the process over.
+
+    Nothing where `parent` is not its parent. To the kernel it is the thread that forked: that one has to wait.
+    """
+    parent = parent or os.getppid()
+    if sys.platform == "linux" and os.getppid() == parent:
         set_parent_death_signal = 1  # prctl(2), PR_SET_PDEATHSIG
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def give_up(code: int) -> None:

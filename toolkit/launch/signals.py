@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.launch import failure_detector
 from toolkit.launch.environment import seconds_of
-from toolkit.launch.failure import leave
+from toolkit.launch.failure import has_stopped, leave
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
@@ -83,7 +83,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _speak(self) -> None:
-        if self._speaks:  # os.write: a handler may not wait for a stream's lock
+        if self._speaks and not has_stopped():  # os.write: a handler may not wait for a stream's lock
             os.write(
                 2, f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n".encode()
             )

@@ -32,7 +32,7 @@ from toolkit.launch.environment import (
     users_threads,
 )
 from toolkit.launch.failure_detector import named_machines
-from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
 from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision, refuse_different
@@ -59,8 +59,8 @@ def make_accelerator(
     where nothing says otherwise. On a CPU auto tries a `layer` of the model's widths (`pretrained.layer_of`), or one of
     BERT-base. `options` go to `Accelerator`. Raises UserError when the world found is not the world asked for.
     """
-    if ENDED_FILE in os.environ:  # our launcher's: without it this process would train on with nobody to end it
-        stop_with_parent()
+    # of our launcher: without it this process would train on with nobody to end it
+    stop_with_parent(int(os.environ.get(LAUNCHER_PID, "-1")))
     span_nodes(os.environ)
     place = settle(os.environ)
     _check_devices(place)

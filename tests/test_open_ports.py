@@ -1,0 +1,160 @@
+"""What a run opens on the network: from its first moment to its last, by every way to start it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.hosts import ADDRESSES, TwoHosts
+from tests.runs import losses_of, run_of, wait_for_steps
+from tests.test_two_hosts import default_of
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
+
+SCRIPT = "recipes/cls.py"
+DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
+WAYS: dict[str, tuple[list[str], list[str]]] = {  # name -> (words before the settings, words behind them)
+    "python and a file": ([sys.executable, SCRIPT], DDP),
+    "python and a file, ZeRO-3": ([sys.executable, SCRIPT], ["--config_file", "accelerate_configs/zero3.yaml"]),
+    "accelerate launch, the file after": (["accelerate", "launch", SCRIPT], DDP),
+    "accelerate launch, the file before": (
+        ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", SCRIPT], []),
+    "deepspeed": (["deepspeed", "--num_gpus", "2", SCRIPT], []),
+    "deepspeed, one process": (["deepspeed", "--num_gpus", "1", SCRIPT], []),
+    "torchrun": (["torchrun", "--nproc_per_node", "2", SCRIPT], []),
+    "torchrun, as SECURITY.md has it": (["torchrun", "--master_port", "29501", "--nproc_per_node", "2", SCRIPT], []),
+}  # fmt: skip
+# What a launcher that was typed opens itself: SECURITY.md names it, and the line that closes it.
+LAUNCHERS_OWN = ("torchrun", "torchrun, as SECURITY.md has it", "accelerate launch, the file before")
+# Tries as any user of the machine may, at all places at once: reads the keys of a store that answers. What is no store
+# may leave torch waiting for good.
+CALLER = """
+import encodings.idna, os, signal, socket, sys
+from datetime import timedelta
+import torch.distributed as dist
+os.setuid(65534)
+for address, port in (place.rsplit(":", 1) for place in sys.argv[1:]):
+    if os.fork():
+        continue
+    signal.alarm(6)
+    socket.create_connection((address, int(port)), 3).close()
+    os.write(1, f"reached {address}:{port}\\n".encode())
+    store = dist.TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=4), wait_for_workers=False)
+    os.write(1, "".join(f"{key}\\n" for key in store.list_keys()).encode())
+    os._exit(0)
+for _ in sys.argv[1:]:
+    os.wait()
+"""
+
+
+@contextlib.contextmanager
+def watched(hosts: TwoHosts, command: Mapping[str, list[str]]) -> Iterator[tuple[Any, dict[str, set[str]]]]:
+    """(the processes, host -> every `address port inode` that listened there since they began); ends what is left."""
+    started, over = hosts.start_both(command), threading.Event()
+    seen: dict[str, set[str]] = {host: set() for host in started}
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            for host, process in started.items():
+                with contextlib.suppress(OSError):  # it has ended
+                    if Path(f"/proc/{process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink():
+                        seen[host] |= set(listening(process.pid))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield started, seen
+    finally:
+        over.set()
+        thread.join()
+        for host in started:
+            for process in hosts.processes(host):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        hosts.finish_both(started)
+
+
+@contextlib.contextmanager
+def running(hosts: TwoHosts, folder: Path, command: Mapping[str, list[str]]) -> Iterator[dict[str, set[str]]]:
+    """A run, from its first step on."""
+    with watched(hosts, command) as (started, seen):
+        wait_for_steps(folder, 1, started.values())
+        yield seen
+        wait_for_steps(folder, len(losses_of(folder)) + 20, started.values())  # what was done to it did no harm
+
+
+def listening(pid: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            place, state = line.split()[1], line.split()[3]
+            if state == "0A":
+                address, _, port = place.partition(":")
+                words = [int(address[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(address), 8)]
+                yield f"{ipaddress.ip_address(b''.join(words))} {int(port, 16)} socket:[{line.split()[9]}]"
+
+
+def call(hosts: TwoHosts, host: str, address: str, places: Iterable[str]) -> list[str]:
+    """What somebody without rights reads at these ports, calling from `host`."""
+    words = [f"{address}:{place.split()[1]}" for place in sorted(places)]
+    return hosts.run(host, [sys.executable, "-c", CALLER, *words], 120).succeeded().out.splitlines()
+
+
+def elsewhere(places: Iterable[str], *named: str) -> set[str]:
+    """Those that are not of the loopback, nor of an address that was named."""
+    found = {place: ipaddress.ip_address(place.split()[0]) for place in places}
+    return {place for place, address in found.items() if not address.is_loopback and str(address) not in named}
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_job: list[str]) -> list[str]:
+    return [*tiny_job, "--max_steps", "100000", "--global_batch_size", "12", "--eval_every", "100000"]
+
+
+@pytest.mark.parametrize("name", default_of(WAYS, "python and a file"))
+def test_one_machine_listens_to_itself_alone(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
+    before, behind = WAYS[name]
+    command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
+    with running(hosts, tmp_path / "run", {"a": command}) as seen:
+        launcher = min(hosts.processes("a"), key=lambda process: process.create_time())
+        its_own = {str(file.readlink()) for file in Path(f"/proc/{launcher.pid}/fd").iterdir() if name in LAUNCHERS_OWN}
+        ours = {place for place in seen["a"] if place.split()[2] not in its_own}
+        assert ours
+        assert elsewhere(ours) == set()
+        assert call(hosts, "b", ADDRESSES["a"], ours) == []
+        inside = call(hosts, "a", "127.0.0.1", seen["a"])
+    assert [line for line in inside if line.startswith("reached")]
+    assert [line for line in inside if "toolkit/" in line] or name == "deepspeed, one process"  # a store was read
+    # of all that stands in a store, this is what torch unpickles
+    assert [line for line in inside if "torch.rendezvous" in line] == [] or name == "torchrun"
+
+
+def test_two_machines_listen_on_the_addresses_that_were_named(
+    hosts: TwoHosts, settings: list[str], tmp_path: Path
+) -> None:
+    way = ["--config_file", "accelerate_configs/2node.yaml", "--machines", ",".join(ADDRESSES.values())]
+    words = [sys.executable, SCRIPT, *settings, "--output_dir", str(tmp_path / "run"), *way]
+    with running(hosts, tmp_path / "run", {"a": words, "b": words}) as seen:
+        pass
+    for host, address in ADDRESSES.items():
+        assert elsewhere(seen[host], address) == set()
+        assert elsewhere(seen[host]) != set()
+
+
+@pytest.mark.slow
+def test_predictions_listen_to_themselves_alone(
+    hosts: TwoHosts, tiny_job: list[str], reviews: Path, tmp_path: Path
+) -> None:
+    run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
+    words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
+    with watched(hosts, {"a": words}) as (started, seen):
+        hosts.finish(started["a"], 150).succeeded()
+    assert len(seen["a"]) > 1
+    assert elsewhere(seen["a"]) == set()
