@@ -178,7 +178,7 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "holds nothing" in fault_of(tmp_path)
     (tmp_path / "notes.txt").write_text("")
     assert "notes.txt" in fault_of(tmp_path)
-    assert "is a file" in fault_of(tmp_path / "notes.txt")
+    assert "name the folder it lies in" in fault_of(tmp_path / "notes.txt")
     (tmp_path / "latest").write_text("global_step1")
     assert "latest" in fault_of(tmp_path)
     (tmp_path / "tag" / "zero").mkdir(parents=True)
