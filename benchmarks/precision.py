@@ -1,6 +1,6 @@
 """bf16 and fp16 under every strategy: how far are they from fp32, against one process in the same precision?
 
-    python benchmarks/precision.py --write        (about 15 minutes on 2 cores)
+    python benchmarks/precision.py --write        (hours where the CPU emulates fp16)
 
 20 optimizer steps of MiniLM on English film reviews, without dropout, in global batches of 32, cut into 4 and into 16
 micro-batches on each process. For each way: the relative difference of a step's loss from fp32's in one process, the

@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
                 "divided by the micro-batch's size", "other-micro-batches"),
     "randomness": ({LOGITS: DROPOUT}, "random numbers of its own", "other-randomness"),
     "unwrapped": ({LOGITS: LOGITS.replace("model(", "accelerator.unwrap_model(model)(")},
-                  "a forward pass around it", "ddp"),
+                  "a forward pass around the prepared model", "ddp"),
 }  # fmt: skip
 
 

@@ -196,7 +196,7 @@ def _reason_of_strategy(trial: Trial, one: Trial) -> str:
     if trial.tokens != one.tokens:
         return "its steps take other samples: a loader or an order of its own; step.micro_batches takes the same ones"
     if trial.difference_from(one, 1) <= trial.allowed:
-        return "only the first step is the same: a parameter outside the prepared model, or an optimizer of whole ones"
+        return "only the first step is the same: an optimizer of whole parameters, or state of one process alone"
     if math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
-        return "another gradient: a parameter outside the prepared model, or a forward pass around it (model.module)"
+        return "another gradient: a forward pass around the prepared model (model.module, unwrap_model)"
     return "the first loss is another one: weights of a layer that each process begins with numbers of its own (a seed)"
