@@ -127,8 +127,8 @@ def predicting(root: Path, rows: int) -> dict[str, float]:
     from transformers import AutoModelForSequenceClassification
 
     from toolkit.cli import build_parser
-    from toolkit.evaluation import predict_file
     from toolkit.evaluation.saved_model import SavedModel
+    from toolkit.features.predict import command as predict_file
 
     AutoModelForSequenceClassification.from_pretrained(model_path(MODEL)).save_pretrained(root / "model")
     load_tokenizer(ModelSettings(model_name_or_path=MODEL)).save_pretrained(root / "model")

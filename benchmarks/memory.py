@@ -75,7 +75,7 @@ def make_data(file: Path) -> str:
 
 def estimate(job: list[str], processes: int) -> dict[str, float]:
     """The peak by strategy. In a process of its own: what is imported counts."""
-    code = ("import json, sys; from toolkit import config; from toolkit.estimate import Estimate; "
+    code = ("import json, sys; from toolkit import config; from toolkit.features.estimate.command import Estimate; "
             "found = Estimate('cls', config.parse(config.TaskSettings)).by_strategy(int(sys.stdin.readline())); "
             "print(json.dumps({name: memory.peak for name, memory in found.items()}))")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code, *job], input=f"{processes}\n", cwd=ROOT, check=True,

@@ -193,8 +193,8 @@ def plain_trainer(who: str, folder: str, file: str) -> tuple[trainer.Clock, floa
 
 def ours(who: str, folder: str, file: str) -> tuple[trainer.Clock, float, list[str]]:
     from toolkit.cli import build_parser
-    from toolkit.evaluation.parts import Parts
-    from toolkit.evaluation.predict_file import predict_file
+    from toolkit.features.predict.command import predict_file
+    from toolkit.features.predict.parts import Parts
 
     clock, written, write = trainer.Clock(), [], Parts.write
 

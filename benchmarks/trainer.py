@@ -148,7 +148,7 @@ def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     import torch
 
-    from toolkit.models.loss import sample_losses
+    from toolkit.objective.losses import sample_losses
     from toolkit.run import Run
     from toolkit.training.optimizer import make_scheduler, parameter_groups
     from toolkit.training.steps import Steps
@@ -187,7 +187,7 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     import torch
 
     from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches
-    from toolkit.models.loss import sample_losses
+    from toolkit.objective.losses import sample_losses
 
     labels, split = job.data.labels, job.data.validation
     model = accelerator.prepare(job.model).eval()

@@ -32,12 +32,12 @@ from toolkit.evaluation import (
 )
 from toolkit.evaluation.teacher import distilled, with_teacher
 from toolkit.models.classifier import load_classifier
-from toolkit.models.loss import sample_losses
+from toolkit.objective.losses import sample_losses
+from toolkit.objective.regularize import Regularizer
 from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_optimizer, make_scheduler
-from toolkit.training.regularize import Regularizer
 from toolkit.training.resume import precision_of
 from toolkit.training.steps import Steps
 from toolkit.training.strategy import align_strategy

@@ -24,10 +24,10 @@ from toolkit import config
 from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
-from toolkit.evaluation.titles import Writer, title_evaluation, title_metrics
-from toolkit.models.loss import token_losses
-from toolkit.models.title_model import load_title_model
+from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
+from toolkit.features.titles.model import load_title_model
 from toolkit.models.to_bigbird import long_model
+from toolkit.objective.losses import token_losses
 from toolkit.pretrained import layer_of, load_config
 from toolkit.run import Run
 from toolkit.training.estimate import fit_batch_size

@@ -39,7 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).parent.parent
-pytest_plugins = ["tests.faults", "tests.hosts"]
+pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]
 
 _PIECES = "abcdefghijklmnopqrstuvwxyz0123456789"
 _WORDS = ("good", "bad", "film", "book", "very", "the", "and", "not", "room", "price", "service", "story", "dull",
@@ -49,7 +49,8 @@ _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差�
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes first: they take longest, and no worker of several should wait for them at the end."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    units = ("checkpoint", "data", "evaluation", "launch", "models", "report", "training", "utils")
+    items.sort(key=lambda item: item.path.parent.name in units)
 
 
 def pytest_unconfigure() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
-             "toolkit.report.compare", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
+             "toolkit.features.compare.command", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
              "recipes.title", "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit import launch
-from toolkit.evaluation.titles import Writer
+from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps
 

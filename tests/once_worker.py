@@ -22,7 +22,7 @@ from toolkit.config import TrainingSettings
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Outputs
 from toolkit.evaluation.outputs import batches_of
-from toolkit.models.loss import sample_losses
+from toolkit.objective.losses import sample_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.steps import Steps, make_schedule
 from toolkit.training.strategy import align_strategy

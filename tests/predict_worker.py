@@ -11,8 +11,8 @@ from typing import Any
 from toolkit import launch
 from toolkit.cli import build_parser
 from toolkit.data import parse, read
-from toolkit.evaluation import predict_file
-from toolkit.evaluation.parts import Parts
+from toolkit.features.predict import command as predict_file
+from toolkit.features.predict.parts import Parts
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from toolkit.config import ModelSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
-from toolkit.evaluation.predict_file import predict_file
+from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier, load_saved_classifier
 
 EVERY, FEW = tuple(ARCHITECTURES), ("ALBERT", "GTE", "Qwen3, LoRA")  # few: of the run that is not slow

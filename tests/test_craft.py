@@ -19,7 +19,7 @@ from tests.runs import WAYS, lines_of, losses_of
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.cli import build_parser
-from toolkit.evaluation.predict_file import predict_file
+from toolkit.features.predict.command import predict_file
 
 STEPS = 6
 COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
@@ -150,7 +150,7 @@ def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path)
     convert(ConvertSettings(run / "checkpoints" / "last", tmp_path / "converted"))
     assert (tmp_path / "converted" / "pooled.py").is_file()
     pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
-    from toolkit.export import export
+    from toolkit.features.export.command import export
 
     named = {"model": str(run / "model"), "out": tmp_path / "onnx", "to": "onnx", "int8": False, "max_drop": 0,
              "max_changed": 0}  # fmt: skip

@@ -26,10 +26,10 @@ from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import Labels
 from toolkit.data.read import read_file, read_hub
 from toolkit.evaluation.saved_model import SavedModel
+from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
 from toolkit.report.html import write_report_of_folder
-from toolkit.sweep import Sweep
 from toolkit.training.resume import Resume
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.clean import clean
 from toolkit.checkpoint.lora import is_adapters
 from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.commands.clean import clean
 
 SAVED_AT, STEPS = 3, 6
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults import Fault
 from tests.runs import begin, digests, failed, lines_of, recipe, run_of, train, wait_for_steps
-from toolkit.units import size_text
+from toolkit.utils.units import size_text
 
 
 @pytest.fixture(scope="module")

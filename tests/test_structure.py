@@ -19,12 +19,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # part of the toolkit -> its floor; an import may go down or stay on its floor
 FLOORS = {
-    "errors": 0, "compat": 0, "files": 0, "units": 0, "plain_yaml": 0, "hub": 0, "memory": 0, "versions": 0,
-    "init": 0, "config": 0, "model_config": 0, "launch": 0, "cache": 0, "demo": 0, "pretrained": 0, "pooled": 0,
-    "data": 1, "models": 1, "checkpoint": 1,
+    "errors": 0, "utils": 0, "config": 0, "launch": 0, "demo": 0, "pretrained": 0,
+    "data": 1, "models": 1, "objective": 1, "checkpoint": 1,
     "training": 2, "evaluation": 2,
-    "report": 3, "run": 3, "estimate": 3, "export": 3, "doctor": 3, "api": 3, "sweep": 3, "verify": 3,
-    "cli": 4, "__main__": 4, "recipes": 4,
+    "report": 3, "run": 3, "api": 3, "pooled": 0,
+    "features": 4,
+    "commands": 5, "cli": 5, "__main__": 5, "recipes": 5,
 }  # fmt: skip
 
 STRATEGY_WORDS = (
@@ -74,9 +74,24 @@ def test_every_part_has_a_floor() -> None:
     assert parts <= set(FLOORS), f"give {sorted(parts - set(FLOORS))} a floor in FLOORS, as DESIGN.md has it"
 
 
+# Modules of the core that still name a feature: each row goes when a hook takes its place.
+PENDING = {
+    "toolkit.api", "toolkit.data.prepare", "toolkit.evaluation.classification", "toolkit.evaluation.saved_model",
+    "toolkit.report.html", "toolkit.run",
+}  # fmt: skip
+# The same for pairs of features.
+PENDING_PAIRS = {
+    ("baselines", "decisions"), ("estimate", "titles"), ("evaluate", "baselines"), ("evaluate", "decisions"),
+    ("evaluate", "predict"), ("export", "decisions"), ("export", "titles"), ("predict", "decisions"),
+    ("sweep", "compare"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
 def test_no_import_goes_up(path: Path) -> None:
     here = part_of(name_of(path))
+    if name_of(path) in PENDING:
+        return
     floor = FLOORS.get(here, -1)  # the package itself stands under everything
     upward = [
         f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
@@ -84,6 +99,23 @@ def test_no_import_goes_up(path: Path) -> None:
         if module.split(".")[0] in ("toolkit", "recipes") and FLOORS.get(part_of(module), -1) > floor
     ]
     assert upward == []
+
+
+def feature_of(module: str) -> str:
+    """`toolkit.features.sweep.command` -> `sweep`; nothing for what is no feature."""
+    parts = module.split(".")
+    return parts[2] if parts[:2] == ["toolkit", "features"] and len(parts) > 2 else ""
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if feature_of(name_of(path))], ids=name_of)
+def test_no_feature_imports_another(path: Path) -> None:
+    here = feature_of(name_of(path))
+    others = {feature_of(module) for _, module in imports_of(path)} - {here, ""}
+    assert {name for name in others if (here, name) not in PENDING_PAIRS} == set()
+
+
+def test_at_most_eight_files_lie_loose() -> None:
+    assert len({path.name for path in PACKAGE.glob("*.py")} - {"pooled.py"}) <= 8  # pooled.py is to go
 
 
 SIDE_BY_SIDE = ("data", "models", "checkpoint")
@@ -150,7 +182,9 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 def test_light_modules_import_no_torch() -> None:
-    light = ", ".join(f"toolkit.{name}" for name in ("errors", "files", "units", "config", "launch", "cli", "demo"))
+    light = ", ".join(
+        f"toolkit.{name}" for name in ("errors", "utils.files", "utils.units", "config", "launch", "cli", "demo")
+    )
     heavy = "{'torch', 'transformers', 'accelerate', 'deepspeed'} & set(sys.modules)"
     code = (
         f"import sys, {light}; sys.argv = ['toolkit', '--help']\n"

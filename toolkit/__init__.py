@@ -22,7 +22,7 @@ _OFFERED = {
     "evaluation_batches": "evaluation",
     "make_accelerator": "launch",
     "load_classifier": "models.classifier",
-    "sample_losses": "models.loss",
+    "sample_losses": "objective.losses",
     "layer_of": "pretrained",
     "load_config": "pretrained",
     "Run": "run",

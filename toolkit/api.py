@@ -21,9 +21,9 @@ from toolkit.config import TASKS, build
 from toolkit.data.read import Table
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation import classification_metrics
-from toolkit.evaluation.decisions import Decisions
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
-from toolkit.evaluation.titles import title_metrics
+from toolkit.features.decisions.decisions import Decisions
+from toolkit.features.titles.evaluation import title_metrics
 from toolkit.launch import failure_detector
 
 

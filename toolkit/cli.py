@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from toolkit import __version__, cache, init, launch, sweep, verify
-from toolkit.checkpoint import clean
-from toolkit.checkpoint.convert import command as convert
+from toolkit import __version__, launch
+from toolkit.commands import clean, convert, init
+from toolkit.commands import to_bigbird as to_bigbird_command
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.models import to_bigbird_command
+from toolkit.features.sweep import command as sweep
+from toolkit.features.verify import command as verify
+from toolkit.utils import cache
+from toolkit.utils.files import templates
 
 _LAUNCH_HELP = (
     "Runs alone, or on several processes: --config_file accelerate_configs/ddp.yaml, or "
@@ -239,9 +242,9 @@ def _estimate(arguments: list[str]) -> None:
     )
     settings = _task_settings(task, arguments, "estimate", about)
     if settings.model.model_name_or_path is None:
-        demo_file = str(init.templates() / "recipes" / f"{task}_demo.yaml")
+        demo_file = str(templates() / "recipes" / f"{task}_demo.yaml")
         settings = _task_settings(task, [demo_file, *arguments], "estimate", about)
-    from toolkit.estimate import run
+    from toolkit.features.estimate.command import run
 
     run(task, settings, launched.num_processes)
 
@@ -264,9 +267,9 @@ _OTHER_WAYS = {
 }
 COMMANDS: dict[str, Callable[[Any], None]] = {
     "init": init.run,
-    "predict": _later("evaluation.predict_file", "predict_file"),
-    "evaluate": _later("report.evaluate_file", "evaluate_file"),
-    "export": _later("export", "export"),
+    "predict": _later("features.predict.command", "predict_file"),
+    "evaluate": _later("features.evaluate.command", "evaluate_file"),
+    "export": _later("features.export.command", "export"),
     "prepare": _prepare,
     "estimate": _estimate,
     "cache": cache.run,
@@ -274,10 +277,10 @@ COMMANDS: dict[str, Callable[[Any], None]] = {
     "clean": clean.run,
     "to-bigbird": to_bigbird_command.run,
     "report": _report,
-    "compare": _later("report.compare", "run"),
+    "compare": _later("features.compare.command", "run"),
     "sweep": lambda parsed: sweep.run(*parsed),
     "verify": lambda parsed: verify.run(*parsed),
-    "doctor": lambda arguments: sys.exit(_later("doctor.command", "run")(arguments)),
+    "doctor": lambda arguments: sys.exit(_later("features.doctor.command", "run")(arguments)),
 }
 
 

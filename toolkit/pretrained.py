@@ -15,16 +15,16 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.utils import cached_file
 
-from toolkit.cache import digest_of_files
-from toolkit.compat import require
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.files import refuse_files_outside
-from toolkit.hub import reach
-from toolkit.model_config import check_model_config
 from toolkit.pooled import know
-from toolkit.units import size_text
+from toolkit.utils.cache import digest_of_files
+from toolkit.utils.compat import require
+from toolkit.utils.files import refuse_files_outside
+from toolkit.utils.hub import reach
+from toolkit.utils.model_config import check_model_config
+from toolkit.utils.units import size_text
 
 _FEW_PARAMETERS = 10**8
 _WIDEST = 4096  # a config.json may say anything

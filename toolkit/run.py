@@ -30,13 +30,13 @@ from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
-from toolkit.data import folds
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation import ComputeMetrics, Evaluation, decided_evaluation, decisions
+from toolkit.evaluation import ComputeMetrics, Evaluation, decided_evaluation
 from toolkit.evaluation.best import make_best
-from toolkit.files import writing
+from toolkit.features.decisions import decisions
+from toolkit.features.folds import split as folds
 from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
 from toolkit.models import lora
@@ -49,8 +49,9 @@ from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.units import size_text
-from toolkit.versions import versions
+from toolkit.utils.files import writing
+from toolkit.utils.units import size_text
+from toolkit.utils.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
 
@@ -251,7 +252,7 @@ class Run:
             self._log_evaluation(evaluation, self.best.step)
         self._close()
         if self.accelerator.is_main_process:
-            from toolkit.report.baselines import write_baselines  # scikit-learn
+            from toolkit.features.baselines.baselines import write_baselines
 
             outputs = evaluation.outputs if self.settings.training.baselines else None
             compared = write_baselines(self.folder.path, self.data, outputs, self._decisions)
@@ -263,7 +264,7 @@ class Run:
 
     def _finish_fold(self, evaluation: Evaluation) -> None:
         """Keeps what this fold's model says of its part; after the last one brings all parts together."""
-        from toolkit.report.folds import write_folds, write_part  # matplotlib and jinja2
+        from toolkit.features.folds.page import write_folds, write_part
 
         all_folds, left = self.folder.path.parent, 0
         if self.accelerator.is_main_process and evaluation.predictions:

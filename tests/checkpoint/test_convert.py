@@ -75,7 +75,7 @@ def bert_config(model: Path, folder: Path, labels: int = 3) -> Path:
 def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from toolkit.checkpoint.convert.command import parse_size
+    from toolkit.commands.convert import parse_size
 
     config = bert_config(tiny_model, tmp_path / "config")
     out = tmp_path / "out"

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
-from toolkit.checkpoint.convert.command import parse_size
 from toolkit.checkpoint.convert.conversion import _renamed, with_model_names
 from toolkit.checkpoint.convert.model_files import check_config
 from toolkit.checkpoint.convert.transfer import Output, into_shards
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.commands.convert import parse_size
 from toolkit.errors import UserError
 
 HEAD = {"classifier.weight": torch.randn(3, 5)}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.faults import refusal
 from toolkit.data.jieba_tokenizer import JiebaTokenizer, is_jieba, load_jieba, load_words_first, words_first
-from toolkit.data.readable import HAN, readable, without_token_spaces
+from toolkit.features.titles.readable import HAN, readable, without_token_spaces
 
 pytest.importorskip("jieba")
 

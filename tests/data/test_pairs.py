@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.data.conftest import MODEL
 from tests.faults import refusal
+from tests.prepared import MODEL
 from tests.runs import start, train
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first

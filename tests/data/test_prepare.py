@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from sklearn.model_selection import train_test_split
 
-from tests.data.conftest import MODEL
 from tests.faults import refusal
+from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build, parse
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data

@@ -20,7 +20,7 @@ from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluation, classification_metrics
 from toolkit.evaluation.best import make_best
-from toolkit.models.loss import sample_losses
+from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
 from toolkit.report.log import class_lines
 

@@ -1,4 +1,4 @@
-"""toolkit/models/loss.py: each sample's loss; its mean is transformers' own loss."""
+"""toolkit/objective/losses.py: each sample's loss; its mean is transformers' own loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification
 
 from toolkit.config import ProblemType
-from toolkit.models.loss import sample_losses, token_losses
+from toolkit.objective.losses import sample_losses, token_losses
 
 LABELS: dict[str, tuple[int, torch.Tensor]] = {
     "single_label_classification": (3, torch.tensor([0, 2, 1, 2])),

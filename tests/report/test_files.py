@@ -19,7 +19,7 @@ from tests.report.made import make_run
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.parts import Parts
+from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
 from toolkit.report.files import RunFiles, by_step, dumps, read_lines, write_whole
 from toolkit.report.html import write_report_of_folder

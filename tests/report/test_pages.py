@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.features.compare.test_compare import made, predictions
 from tests.report.made import add_comparison, make_run, write_lines
-from tests.report.test_compare import made, predictions
 from tests.report.test_html import NASTY, single
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
-from toolkit.report.compare import compare, write_page
-from toolkit.report.folds import write_folds
+from toolkit.features.compare.command import compare, write_page
+from toolkit.features.folds.page import write_folds
 from toolkit.report.html import write_report
 
 WIDTHS = (375, 768, 1280)

@@ -1,4 +1,4 @@
-"""toolkit/training/regularize.py: R-Drop's divergence, and texts that are moved against the model."""
+"""toolkit/objective/regularize.py: R-Drop's divergence, and texts that are moved against the model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from tests.training.test_optimizer import tiny
 from toolkit.config import ObjectiveSettings
 from toolkit.errors import UserError
-from toolkit.models.loss import sample_losses
-from toolkit.training.regularize import Regularizer, divergence
+from toolkit.objective.losses import sample_losses
+from toolkit.objective.regularize import Regularizer, divergence
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 

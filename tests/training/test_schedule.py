@@ -17,7 +17,7 @@ from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, GlobalBatches
 from toolkit.data.tokens import Split, TitleSplit
-from toolkit.models.loss import sample_losses, token_losses
+from toolkit.objective.losses import sample_losses, token_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.steps import Step, Steps, make_schedule
 from toolkit.training.strategy import align_strategy

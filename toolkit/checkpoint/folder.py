@@ -18,8 +18,8 @@ from typing import Any
 
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
-from toolkit.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
-from toolkit.units import size_text
+from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
+from toolkit.utils.units import size_text
 
 MANIFEST = "manifest.json"
 PROBE, SENT = ".disk-", ".sent-"

@@ -20,8 +20,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
-from toolkit.compat import require
 from toolkit.errors import UserError
+from toolkit.utils.compat import require
 
 
 @dataclass

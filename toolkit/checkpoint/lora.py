@@ -22,7 +22,7 @@ from typing import Any
 
 from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
 from toolkit.errors import UserError, listing
-from toolkit.files import read_table
+from toolkit.utils.files import read_table
 
 ADAPTER_CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."

@@ -21,9 +21,9 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.checksum import read_into
 from toolkit.checkpoint.save import bytes_of
 from toolkit.errors import UserError
-from toolkit.files import create_file, flush_path
 from toolkit.launch.network import node_id
-from toolkit.units import size_text
+from toolkit.utils.files import create_file, flush_path
+from toolkit.utils.units import size_text
 
 _CHUNK = 16 << 20
 """Bytes sent at a time."""

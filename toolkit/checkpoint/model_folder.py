@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from toolkit.checkpoint.live import live_state, reshard, tied_names, unwrapped
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.errors import UserError, listing
-from toolkit.files import refuse_link_out, replace_folder, write_new
 from toolkit.pretrained import quiet_transformers
+from toolkit.utils.files import refuse_link_out, replace_folder, write_new
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from toolkit.files import as_json
+from toolkit.utils.files import as_json
 
 # By the names safetensors uses, as in `TensorIndex.dtype`.
 TORCH_DTYPES = {

@@ -22,7 +22,7 @@ from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of
 from toolkit.checkpoint.tensors_file import Layout, lay_out
 from toolkit.errors import UserError
-from toolkit.files import as_json, create_file
+from toolkit.utils.files import as_json, create_file
 
 WEIGHTS_FILE = "weights.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from toolkit.config.command_line import SWITCHES, command_line, joined
 from toolkit.config.sections import TASKS
 from toolkit.errors import Faults, UserError, did_you_mean
-from toolkit.plain_yaml import read_yaml
+from toolkit.utils.plain_yaml import read_yaml
 
 Settings = TypeVar("Settings")
 

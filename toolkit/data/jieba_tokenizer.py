@@ -28,8 +28,8 @@ from tokenizers.models import WordLevel, WordPiece
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import BatchEncoding, TruncationStrategy
 
-from toolkit.compat import require
 from toolkit.errors import UserError
+from toolkit.utils.compat import require
 
 MARK = "words_first"
 """The key in tokenizer_config.json: transformers carries it along and makes nothing of it."""

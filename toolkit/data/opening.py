@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import UserError
-from toolkit.units import size_text
+from toolkit.utils.units import size_text
 
 OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _UNPACKED_BYTES, _UNPACKED_RATIO = 1 << 30, 100

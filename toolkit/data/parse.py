@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from toolkit.config import TextSettings
 from toolkit.data.opening import MOST_CELL, OPENERS, bad_encoding, lines_of, most_bytes, open_text, too_large
 from toolkit.errors import UserError, first_line, listing
-from toolkit.memory import at_most_more
+from toolkit.utils.memory import at_most_more
 
 if TYPE_CHECKING:
     import pyarrow

@@ -15,16 +15,18 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.cache import digest_of_text, made_once
 from toolkit.config import ObjectiveSettings, ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
-from toolkit.data import balance, folds, labels, titles, tokens
+from toolkit.data import balance, labels, tokens
 from toolkit.data import rows as selection
 from toolkit.data.labels import Labels, find_labels, read_class_names
 from toolkit.data.read import Table, columns_of, find_columns, read_tables
 from toolkit.data.rows import Rows, Targets, text_column
-from toolkit.data.titles import Titles, find_titles
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
+from toolkit.features.folds import split as folds
+from toolkit.features.titles import data as titles
+from toolkit.features.titles.data import Titles, find_titles
+from toolkit.utils.cache import digest_of_text, made_once
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -19,14 +19,21 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit import demo
-from toolkit.cache import cache_folder, digest_of_file, digest_of_files, digest_of_text, made_once, remembered_digest
 from toolkit.config import TextSettings, named_in
 from toolkit.data.opening import OPENERS, most_bytes, too_large
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.files import refuse_link_out
-from toolkit.hub import reach
-from toolkit.memory import at_most_more
+from toolkit.utils.cache import (
+    cache_folder,
+    digest_of_file,
+    digest_of_files,
+    digest_of_text,
+    made_once,
+    remembered_digest,
+)
+from toolkit.utils.files import refuse_link_out
+from toolkit.utils.hub import reach
+from toolkit.utils.memory import at_most_more
 
 if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
     import datasets

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Targets:
-    """What is learned from a text: `toolkit.data.labels.Labels` or `toolkit.data.titles.Titles`."""
+    """What is learned from a text: `toolkit.data.labels.Labels` or `toolkit.features.titles.data.Titles`."""
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Targets:

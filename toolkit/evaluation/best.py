@@ -14,7 +14,7 @@ from toolkit.config import Task, TrainingSettings
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.files import as_json
+from toolkit.utils.files import as_json
 
 USUAL: dict[Task, str] = {
     "single_label_classification": "f1_macro",

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.data.labels import Labels
-from toolkit.evaluation.decisions import Decisions, brought, readable
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
+from toolkit.features.decisions.decisions import Decisions, brought, readable
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100

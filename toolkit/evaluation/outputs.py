@@ -16,15 +16,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit import launch, memory
+from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, collator_of, micro_batches
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
-from toolkit.files import as_json
 from toolkit.launch.signals import StopRequested, stop_requested
+from toolkit.utils import memory
+from toolkit.utils.files import as_json
 
 ComputeMetrics = Callable[[Any, Any], dict[str, Any]]
 """(outputs, what is true) of all samples -> names and numbers, as transformers' Trainer calls it: logits (N, C) and

@@ -16,10 +16,10 @@ from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import UserError, listing
-from toolkit.evaluation.decisions import saved_decisions
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.titles import generate_titles
-from toolkit.models import title_model
+from toolkit.features.decisions.decisions import saved_decisions
+from toolkit.features.titles import model as title_model
+from toolkit.features.titles.evaluation import generate_titles
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.pretrained import load_config
 

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
-from toolkit.cache import cache_folder, damage_of, digest_of_text, made_once
 from toolkit.config import ModelSettings, TaskSettings
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
@@ -22,8 +21,9 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.saved_model import labels_of
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.models.loss import distillation_losses
+from toolkit.objective.losses import distillation_losses
 from toolkit.pretrained import content_of
+from toolkit.utils.cache import cache_folder, damage_of, digest_of_text, made_once
 
 _FILE = "logits.npy"
 

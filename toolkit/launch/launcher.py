@@ -26,13 +26,13 @@ from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from toolkit.compat import require
 from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rank_rendezvous import serve_store
-from toolkit.plain_yaml import read_yaml
+from toolkit.utils.compat import require
+from toolkit.utils.plain_yaml import read_yaml
 
 # How long processes that were told to stop have for their checkpoint.
 _SHUTDOWN_SECONDS = 600

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from toolkit import versions
 from toolkit.errors import UserError, listing, plain
 from toolkit.launch import failure_detector, network
 from toolkit.launch.channel import (
@@ -36,6 +35,7 @@ from toolkit.launch.failure_detector import Peer
 from toolkit.launch.nodes import requested_nodes
 from toolkit.launch.rendezvous import VERDICT_SECONDS, Rendezvous, coordinate, join, until_reached
 from toolkit.launch.restarts import attempt, most_restarts
+from toolkit.utils import versions
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore

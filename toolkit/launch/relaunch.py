@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.init import templates
 from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, typed_launcher, users_threads, whole
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
-from toolkit.plain_yaml import read_yaml
+from toolkit.utils.files import templates
+from toolkit.utils.plain_yaml import read_yaml
 
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
          "max_restarts")  # fmt: skip

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.files import cache_folder, replace_file
+from toolkit.utils.files import cache_folder, replace_file
 
 if TYPE_CHECKING:
     import torch

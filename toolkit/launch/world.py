@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from toolkit.compat import require
 from toolkit.errors import UserError
 from toolkit.launch.environment import (
     THREADS,
@@ -40,7 +39,8 @@ from toolkit.launch.rank_rendezvous import exchange, find_ranks
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measured, slowest
-from toolkit.versions import differences
+from toolkit.utils.compat import require
+from toolkit.utils.versions import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

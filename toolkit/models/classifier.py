@@ -13,7 +13,6 @@ from accelerate.utils import set_seed  # transformers' own imports peft, which t
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, masking_utils
 from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
-from toolkit.compat import require
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
@@ -32,6 +31,7 @@ from toolkit.pretrained import (
     refuse_random,
     whole_weights,
 )
+from toolkit.utils.compat import require
 
 
 class Classes(Protocol):

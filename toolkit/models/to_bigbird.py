@@ -25,11 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import BertForPreTraining, BigBirdConfig, BigBirdForMaskedLM, BigBirdForPreTraining, BigBirdModel
 
-from toolkit.cache import digest_of_file, made_once
 from toolkit.config import ModelSettings, PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, listing
-from toolkit.files import replace_folder, writing
 from toolkit.models.bigbird import plan
 from toolkit.pretrained import (
     content_of,
@@ -41,6 +39,8 @@ from toolkit.pretrained import (
     refuse_random,
     whole_weights,
 )
+from toolkit.utils.cache import digest_of_file, made_once
+from toolkit.utils.files import replace_folder, writing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

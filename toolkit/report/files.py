@@ -18,8 +18,8 @@ from accelerate import Accelerator
 from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
-from toolkit.files import finite, replace_file, writing
-from toolkit.versions import versions
+from toolkit.utils.files import finite, replace_file, writing
+from toolkit.utils.versions import versions
 
 
 class RunFiles:

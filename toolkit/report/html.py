@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.cache import cache_folder
-from toolkit.data.folds import FOLDS
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.evaluation.label_errors import worst_slices
-from toolkit.files import refuse_link_out
+from toolkit.features.baselines.baselines import read_baselines
+from toolkit.features.folds.label_errors import worst_slices
+from toolkit.features.folds.page import write_folds
+from toolkit.features.folds.split import FOLDS
 from toolkit.report import curves
-from toolkit.report.baselines import read_baselines
 from toolkit.report.files import write_whole
-from toolkit.report.folds import write_folds
 from toolkit.report.record import Record, last_evaluation, plain, render, run_config
+from toolkit.utils.cache import cache_folder
+from toolkit.utils.files import refuse_link_out
 
 MOST_MATRIX_CLASSES = 40
 """Above it, the pairs that are confused most stand for the whole matrix."""
@@ -106,7 +106,7 @@ def write_report(
         **samples(record, folder, texts, groups or {}),
     }
     if explained_rows and texts and context.get("worst"):
-        from toolkit.report.explain import explain  # torch and the model
+        from toolkit.features.explain.page import explain
 
         worst = [sample for sample, _ in context["worst"]]
         context["explanations"] = explain(folder, record.data, worst, texts, explained_rows)

@@ -20,8 +20,8 @@ from toolkit.config import Task
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import without_repetition
-from toolkit.files import refuse_link_out
 from toolkit.report.files import by_step, read_lines
+from toolkit.utils.files import refuse_link_out
 
 # our name -> what readers see
 METRICS = {

@@ -36,9 +36,9 @@ from toolkit.checkpoint.save import (
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
-from toolkit.files import finite, flush_path, write_new
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
+from toolkit.utils.files import finite, flush_path, write_new
 
 
 class Checkpoints:

@@ -30,9 +30,9 @@ from toolkit.config import TrainingSettings
 from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.memory import is_out_of_memory
 from toolkit.models.layers import outer_layers
-from toolkit.units import size_text
+from toolkit.utils.memory import is_out_of_memory
+from toolkit.utils.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp2")

@@ -19,11 +19,11 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 
 from toolkit.checkpoint.live import live_state
-from toolkit.compat import require
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import say
 from toolkit.launch.precision import enabled_in_deepspeed_config
+from toolkit.utils.compat import require
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

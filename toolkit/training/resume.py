@@ -25,11 +25,11 @@ from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import random_file, set_random_states
 from toolkit.config import DataSettings, TrainingSettings
 from toolkit.errors import UserError, first_line
-from toolkit.files import read_table
 from toolkit.launch import restarts
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
 from toolkit.training.strategy import set_scaler
+from toolkit.utils.files import read_table
 
 
 @dataclass(frozen=True)

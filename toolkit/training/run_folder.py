@@ -16,9 +16,9 @@ from filelock import FileLock, Timeout
 from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
-from toolkit.files import refuse_link_out, remove_drafts
 from toolkit.launch import restarts
 from toolkit.training.resume import Origin, choose_origin
+from toolkit.utils.files import refuse_link_out, remove_drafts
 
 _MARKS = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
 

@@ -29,7 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch.distributed.tensor import DTensor
 
-from toolkit import launch, memory
+from toolkit import launch
 from toolkit.config import TrainingSettings
 from toolkit.data.ahead import Ahead
 from toolkit.data.batches import Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
@@ -38,6 +38,7 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import refuse_changes, refuse_others, refuse_shards
+from toolkit.utils import memory
 
 # How often a GPU is waited for, where --logging_steps does not say: what a stop signal may wait for, too.
 _GATHER_SECONDS = 1.0

@@ -11,7 +11,6 @@ from accelerate import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 
 from toolkit.checkpoint.live import persistent_buffers
-from toolkit.compat import require
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import say
@@ -20,6 +19,7 @@ from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_parameters, optimizer_faults
 from toolkit.training.half_precision import choose_precision
 from toolkit.training.steps import Schedule
+from toolkit.utils.compat import require
 
 # Of one layer: in training or not, with a mask or none, of one text or several
 _MOST_GRAPHS = 32

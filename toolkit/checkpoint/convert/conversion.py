@@ -29,8 +29,8 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import FLOATS, CheckpointReader, TensorIndex
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.files import replace_folder, writing
-from toolkit.units import size_text
+from toolkit.utils.files import replace_folder, writing
+from toolkit.utils.units import size_text
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 # What conversions write: --overwrite removes nothing else.

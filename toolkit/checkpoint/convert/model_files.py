@@ -13,12 +13,12 @@ from typing import Any
 
 from toolkit.checkpoint.lora import ADAPTER_CONFIG
 from toolkit.errors import Faults, UserError, listing
-from toolkit.files import create_file, read_table, refuse_link_out
-from toolkit.model_config import check_model_config
+from toolkit.utils.files import create_file, read_table, refuse_link_out
+from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
-"""How the model's probabilities become answers; toolkit.evaluation.decisions writes and reads it."""
+"""How the model's probabilities become answers; toolkit.features.decisions.decisions writes and reads it."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
 _KEPT = (

@@ -21,7 +21,7 @@ from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.reader import ITEM_BYTES, Member, TensorIndex
 from toolkit.checkpoint.tensors_file import Layout, lay_out, read_header
 from toolkit.errors import UserError
-from toolkit.files import create_file, write_new
+from toolkit.utils.files import create_file, write_new
 
 # Bytes read at a time: with what a cast makes of them it fits a core's cache, so that memory is passed once.
 BLOCK = 512 << 10

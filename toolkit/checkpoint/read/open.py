@@ -13,7 +13,7 @@ from toolkit.checkpoint.read.run_reader import open_run_checkpoint
 from toolkit.checkpoint.read.weights_reader import STATES, open_weights
 from toolkit.checkpoint.reader import CheckpointReader
 from toolkit.errors import UserError, did_you_mean, listing
-from toolkit.files import refuse_link_out
+from toolkit.utils.files import refuse_link_out
 
 _EXPECTED = (
     "a run or its checkpoint, a folder of DeepSpeed's save_checkpoint, of accelerator.save_state or of "

@@ -19,9 +19,9 @@ import torch
 from transformers.models.big_bird import modeling_big_bird as theirs
 from transformers.utils import output_capturing
 
-from toolkit.compat import require
 from toolkit.errors import UserError, did_you_mean
 from toolkit.models.bigbird.modules import ATTENTIONS, BigBirdModel, SparseAttention
+from toolkit.utils.compat import require
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

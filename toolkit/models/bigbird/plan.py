@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import BigBirdConfig
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
-from toolkit.compat import require
+from toolkit.utils.compat import require
 
 # Lengths whose random blocks transformers draws from the first _EARLY tokens, by the paper's own rule
 PAPER_LENGTHS = (1024, 3072, 4096)

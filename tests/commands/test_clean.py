@@ -1,0 +1,85 @@
+"""`toolkit clean` removes the checkpoints of finished runs, and the start of a run says what checkpoints will take."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.checkpoint.test_folder import left, save
+from tests.faults import refusal
+from toolkit.checkpoint import folder as folders
+from toolkit.commands.clean import clean
+from toolkit.errors import UserError
+from toolkit.utils.units import size_text
+
+
+def finished_run(path: Path, steps: int = 6, **config: Any) -> Path:
+    for step in (3, 6):
+        folder = save(path / "checkpoints", step)
+        folders.point(path / "checkpoints", "last", folder)
+    folders.point(path / "checkpoints", "best", folder)
+    (path / "config.json").write_text(json.dumps({"data": {"total_steps": 6}, "settings": {}, **config}))
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {step + 1}}}\n' for step in range(steps)))
+    for name in ("eval.jsonl", "report.html", "model"):
+        (path / name).touch()
+    return path
+
+
+def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    rest = [name for name in left(run) if name != "checkpoints"]
+    size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
+    said = clean(run)
+    assert said == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
+    assert [name for name in left(run) if name != ".lock"] == rest
+    assert "there were no checkpoints" in clean(run)
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    (run / "checkpoints" / "notes.txt").touch()
+    there = (run / "checkpoints" / "step-00000003").rename(tmp_path / "elsewhere")
+    (run / "checkpoints" / "step-00000003").symlink_to(there)
+    clean(run)
+    assert left(run / "checkpoints") == ["notes.txt"]
+    assert folders.fault_of(there) == ""
+
+
+def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
+    run = finished_run(tmp_path / "run")
+    with FileLock(run / ".lock"), pytest.raises(UserError, match="a run is writing to it"):
+        clean(run)
+    for path, said in (
+        (finished_run(tmp_path / "stopped", stopped={"step": 3}), "was stopped"),
+        (finished_run(tmp_path / "killed", steps=4), "has taken 4 of 6 steps"),
+        (tmp_path / "none", "does not exist"),
+    ):
+        refusal(clean, path, match=said)
+    (run / "report.html").unlink()
+    refusal(clean, run, match=r"is not finished: it goes on from its checkpoints")
+    (run / "report.html").touch()
+    os.utime(run / "report.html", (1, 1))  # of before it went on
+    refusal(clean, run, match="is not finished")
+    assert len(folders.complete(run / "checkpoints")) == 2
+    stopped_early = finished_run(tmp_path / "early", steps=4, settings={"early_stopping_patience": 2})
+    assert "freed" in clean(stopped_early)
+
+
+def test_what_checkpoints_take_is_compared_with_the_disk(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 3)
+    (size,), free = folders.sizes(tmp_path / "checkpoints")
+    assert size == 102
+    assert folders.sizes(tmp_path / "not" / "there")[0] == []
+    assert free > 0
+    note = folders.size_note(tmp_path, 10**9, 3, 5 * 10**9)
+    assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB of room at {tmp_path}"
+    assert folders.size_note(tmp_path, 10**9, 3, 2 * 10**9).endswith(
+        "too little; make room, or keep fewer (--keep_checkpoints)"
+    )
+    with pytest.raises(UserError, match=r"a checkpoint takes about 1 GB, and there is 999 MB of room .*--output_dir"):
+        folders.size_note(tmp_path, 10**9, 3, 999 * 10**6)

@@ -1,0 +1,143 @@
+"""`toolkit init`, from a clone and from a wheel in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.runs import environment, lines_of
+from toolkit import cli
+from toolkit.commands import init
+from toolkit.errors import UserError
+from toolkit.launch.network import free_port
+
+SHIPPED = sorted(
+    line.removeprefix("include ")
+    for line in (REPOSITORY / "MANIFEST.in").read_text().splitlines()
+    if not line.startswith("#")
+)
+FOLDERS = ("recipes", "accelerate_configs", "ds_configs")
+
+
+def test_the_manifest_names_every_file_of_the_repository() -> None:
+    tracked = subprocess.run(["git", "ls-files", *FOLDERS], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if tracked.returncode:
+        pytest.skip("no git repository")
+    assert tracked.stdout.split() == SHIPPED
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def run_init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["toolkit", "init", *arguments])
+    cli._run()
+
+
+def test_init_copies_every_recipe_and_config_file_and_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_init(monkeypatch, str(tmp_path / "my work"))
+    assert files_of(tmp_path / "my work") == SHIPPED
+    out = capsys.readouterr().out
+    assert f"{len(SHIPPED)} files copied to {tmp_path}/my work" in out
+    assert (
+        f"cd '{tmp_path}/my work'\n  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml" in out
+    )
+
+
+def test_init_keeps_what_the_user_has_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "cls.py").write_text("print('mine')\n")
+    shutil.copy(REPOSITORY / "recipes" / "title.py", tmp_path / "recipes")
+    run_init(monkeypatch)
+    assert (tmp_path / "recipes" / "cls.py").read_text() == "print('mine')\n"
+    out = capsys.readouterr().out
+    assert f"{len(SHIPPED) - 2} files copied" in out
+    assert "kept your own version of: recipes/cls.py (" in out
+    assert "cd " not in out
+
+
+def test_init_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "work").write_text("")
+    with pytest.raises(UserError, match=r"work/accelerate_configs/2node\.yaml cannot be written: .*another folder"):
+        init.copy_templates(tmp_path / "work")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of a new environment in which a wheel of this package is installed.
+
+    It finds the libraries of the environment that runs the tests behind its own packages. The editable install that
+    may lie there does not take effect: the lines of another folder's .pth files are not run.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves files where it builds
+    for name in ("toolkit", *FOLDERS):
+        shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "recipes" / "somebodys_own.py").write_text("SECRET = 1\n")  # not in MANIFEST.in
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
+    subprocess.run(build, check=True, timeout=120)
+    (wheel,) = folder.glob("finetune_toolkit-*.whl")
+    venv.create(folder / "venv", symlinks=True)  # without pip: the one that runs the tests installs into it
+    python = folder / "venv" / "bin" / "python"
+    (packages,) = (folder / "venv").glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", str(wheel)], check=True, timeout=120)
+    return python
+
+
+def run_in(folder: Path, *command: str | Path) -> str:
+    clean = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    path = f"{Path(command[0]).parent}{os.pathsep}{clean['PATH']}"
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=folder, env={**clean, "PATH": path}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# what the scripts `accelerate` and `deepspeed` start, which a wheel of ours does not bring
+WAYS = {
+    "accelerate": ["-m", "accelerate.commands.launch", "recipes/cls.py", "--config_file",
+                   "accelerate_configs/ddp.yaml"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--master_port", "0", "recipes/bigbird.py", "--max_length", "704"],
+    "python": ["recipes/title.py", "--max_length", "64", "--config_file", "accelerate_configs/zero3.yaml"],
+}  # fmt: skip
+SMALL = ["--max_steps", "2", "--global_batch_size", "4", "--per_device_batch_size", "2", "--max_train_samples", "16",
+         "--max_eval_samples", "8", "--mixed_precision", "no", "--output_dir", "run"]  # fmt: skip
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way == "accelerate" else pytest.mark.slow) for way in WAYS]
+)
+def test_a_wheel_brings_its_recipes_and_they_run_where_they_are_copied(
+    installed: Path, tmp_path: Path, way: str
+) -> None:
+    said = run_in(tmp_path, installed.parent / "toolkit", "init", "work")
+    work = tmp_path / "work"
+    assert files_of(work) == SHIPPED
+    assert "cd work" in said
+    where = run_in(work, installed, "-c", "import toolkit; print(toolkit.__file__)").strip()
+    assert Path(where).is_relative_to(installed.parents[1])
+    words = [str(free_port()) if word == "0" else word for word in WAYS[way]]
+    out = run_in(work, installed, *words, *SMALL)
+    assert len(lines_of(work / "run" / "metrics.jsonl")) == 2, out
+    assert (work / "run" / "model" / "config.json").is_file()

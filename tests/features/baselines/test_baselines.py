@@ -1,0 +1,71 @@
+"""The largest class and tf-idf beside a model: by hand, and in a bounded time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolkit.data.labels import Labels
+from toolkit.data.tokens import Split
+from toolkit.evaluation.outputs import Evaluation
+from toolkit.features.baselines import baselines as module
+from toolkit.features.baselines.baselines import LARGEST, LINEAR, MODEL, baselines, read_baselines, write_baselines
+from toolkit.features.decisions.decisions import Decisions
+
+THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))
+SEVERAL = Labels("multi_label_classification", ("a", "b", "c"), ("label",))
+
+
+def made(count: int, seed: int, multi: bool = False) -> Split:
+    """Texts of nine words, two of which, as neighbours, tell the class; of the first there are most."""
+    generator = np.random.default_rng(seed)
+    truth = generator.choice(3, count, p=[0.6, 0.3, 0.1])
+    tokens = generator.integers(10, 40, (count, 9)).astype(np.int32)
+    tokens[:, 4] = 5
+    tokens[:, 5] = 6 + truth
+    labels: Any = np.eye(3, dtype=np.float32)[truth] if multi else truth
+    return Split("test", Path(), tokens.ravel(), np.arange(count + 1) * 9, labels, np.arange(count))
+
+
+@pytest.mark.parametrize("labels", [THREE, SEVERAL])
+def test_what_each_is_worth(labels: Labels) -> None:
+    multi = labels is SEVERAL
+    train, split = made(400, 1, multi), made(301, 2, multi)
+    logits = np.random.default_rng(0).normal(size=(301, 3)).astype(np.float32)
+    found = baselines(train, split, logits, Decisions(labels))
+    models, truth = found["models"], split.labels if multi else np.eye(3)[split.labels]
+    assert list(models) == [LARGEST, LINEAR, MODEL]
+    assert found["trained_on"] == 400
+    assert models[LARGEST]["accuracy"]["value"] == pytest.approx(truth[:, 0].mean())
+    assert models[LINEAR]["accuracy"]["value"] > 0.95
+    right = (logits > 0) == truth if multi else (logits.argmax(1) == split.labels)[:, None]
+    assert models[MODEL]["accuracy"]["value"] == pytest.approx(right.all(axis=1).mean())
+    assert all(own["low"] < own["value"] < own["high"] for own in (models[MODEL][name] for name in ("accuracy",)))
+
+
+def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ROWS", 100)
+    logits = np.zeros((50, 3), np.float32)
+    assert baselines(made(400, 1), made(50, 2), logits, Decisions(THREE))["trained_on"] == 100
+    assert baselines(None, made(50, 2), logits, Decisions(THREE))["models"].keys() == {MODEL}
+    number = Labels("regression", ("score",), ("score",))
+    assert baselines(made(40, 1), made(50, 2), logits[:, :1], Decisions(number)) == {}
+
+
+def test_the_file_is_of_its_evaluation_alone(tmp_path: Path) -> None:
+    split, logits = made(50, 2), np.zeros((50, 3), np.float32)
+    data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
+    lines = write_baselines(tmp_path, data, (split, logits), None)
+    assert LINEAR in lines[0]
+    assert LINEAR in lines[1]  # a model that is no better is said to be
+    read = read_baselines(tmp_path, Evaluation("test", {"num_samples": 50}, None))
+    assert read is not None
+    assert read["train"] == 90
+    assert read_baselines(tmp_path, Evaluation("test", {"num_samples": 51}, None)) is None
+    assert write_baselines(tmp_path, data, None, None) == []  # --baselines false
+    assert list(tmp_path.iterdir()) == []
+    assert read_baselines(tmp_path / "none", Evaluation("test", {"num_samples": 50}, None)) is None

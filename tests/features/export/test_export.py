@@ -1,0 +1,240 @@
+"""`toolkit export`: what it writes answers as the model does, or nothing is written."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+)
+
+from tests.runs import ROOT, Finished, lines_of, start, train
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+
+pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
+pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
+
+from toolkit.features.export import command as export_module
+from toolkit.features.export.command import compare, export
+from toolkit.models.exported import ExportedClassifier
+
+FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
+KINDS = [(to, int8) for to in FILES for int8 in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Path:
+    """The model of a run that has learned its few rows by heart, so that its answers are sure ones."""
+    run = tmp_path_factory.mktemp("exported") / "run"
+    train("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to", "none",
+          "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run)  # fmt: skip
+    return run / "model"
+
+
+@pytest.fixture(scope="module")
+def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
+    """(runtime, 8-bit) -> (the folder, what was said)."""
+    found = {}
+    for to, int8 in KINDS:
+        out = model.parent / f"{to}-{int8}"
+        words = ["--to", to, *["--int8"] * int8, "--max_drop", "5", "--max_changed", "5"]
+        found[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
+    return found
+
+
+def predicted(folder: Path, file: Path) -> list[dict[str, Any]]:
+    out = folder.parent / f"{folder.name}.jsonl"
+    start(["toolkit", "predict", folder, file, "--output", out, "--overwrite"]).succeeded()
+    return lines_of(out)
+
+
+@pytest.fixture(scope="module")
+def bare(model: Path, reviews: Path) -> Path:
+    """Texts without labels."""
+    file = model.parent / "texts.csv"
+    pandas.read_csv(reviews)[["text"]].to_csv(file, index=False)
+    return file
+
+
+@pytest.mark.parametrize(("to", "int8"), KINDS)
+def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
+    folder, done = exported[to, int8]
+    said = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
+    assert said
+    assert re.search(r"on 21 rows of validation\b", done.out)
+    assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
+    assert not list(folder.glob("*.safetensors"))
+    assert AutoConfig.from_pretrained(folder).id2label == {0: "neg", 1: "pos"}
+    assert (
+        AutoTokenizer.from_pretrained(folder).model_max_length == AutoTokenizer.from_pretrained(model).model_max_length
+    )
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert said[0] in card
+    assert "## Labels" in card  # of the model's own
+    mine, theirs = predicted(folder, bare), predicted(model, bare)
+    chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
+    assert np.abs(chances[0] - chances[1]).max() < (0.3 if int8 else 1e-4)
+    assert np.mean([a["prediction"] == b["prediction"] for a, b in zip(mine, theirs, strict=True)]) > 0.95
+    whole, packed = (sum(path.stat().st_size for path in exported[to, kind][0].iterdir()) for kind in (False, True))
+    assert packed < whole
+
+
+@pytest.mark.parametrize("to", FILES)
+def test_any_number_of_rows(to: str, exported: Any) -> None:
+    """A batch may be computed in parts; each row's numbers are those that it has alone, in the order that was given."""
+    folder, _ = exported[to, False]
+    model = ExportedClassifier(folder, AutoConfig.from_pretrained(folder))
+    ids = torch.randint(5, 40, (5, 9), generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([model(input_ids=row[None]).logits for row in ids])
+    for rows in (1, 2, 3, 5):
+        torch.testing.assert_close(model(input_ids=ids[:rows]).logits, alone[:rows], rtol=0, atol=1e-5)
+    assert len(alone.unique(dim=0)) == 5
+
+
+def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/export.md: each runtime alone."""
+    for page in ("export.md", "export.zh.md"):
+        scripts = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+        assert len(scripts) == 2
+        for to, script in zip(FILES, scripts, strict=True):
+            assert f"import {'openvino' if to == 'openvino' else 'onnxruntime'}" in script
+            (tmp_path / "script.py").write_text(script, encoding="utf-8")
+            monkeypatch.chdir(tmp_path)
+            (tmp_path / "OUT").unlink(missing_ok=True)
+            (tmp_path / "OUT").symlink_to(exported[to, True][0])
+            found = runpy.run_path(str(tmp_path / "script.py"))
+            (tmp_path / "texts.txt").write_text("\n".join(found["texts"]) + "\n", encoding="utf-8")
+            expected = predicted(exported[to, True][0], tmp_path / "texts.txt")
+            assert found["answers"] == [line["prediction"] for line in expected]
+
+
+def test_what_servers_look_for(exported: Any) -> None:
+    """As text-embeddings-inference's router and its ONNX Runtime backend read a folder, and OpenVINO a graph."""
+    import onnxruntime
+    import openvino
+
+    config = json.loads((exported["onnx", True][0] / "config.json").read_text())
+    assert config["architectures"][0].endswith("Classification")
+    assert all(isinstance(config[name], int) for name in ("max_position_embeddings", "pad_token_id", "hidden_size",
+                                                          "num_hidden_layers"))  # fmt: skip
+    assert (config["id2label"], config["label2id"]) == ({"0": "neg", "1": "pos"}, {"neg": 0, "pos": 1})
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    session = onnxruntime.InferenceSession(exported["onnx", True][0] / "model.onnx")
+    assert [port.name for port in session.get_inputs()] == names
+    assert [(port.name, port.type) for port in session.get_outputs()] == [("logits", "tensor(float)")]
+    graph = openvino.Core().read_model(exported["openvino", True][0] / "openvino_model.xml")
+    assert [port.any_name for port in graph.inputs] == names
+    assert all(port.partial_shape.is_dynamic and port.partial_shape.rank == 2 for port in graph.inputs)
+
+
+def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
+    given = {"to": "openvino", "int8": False, "max_drop": 0.5, "max_changed": 2, "validation_file": None,
+             "calibration_file": None, "text_column": None, "text_pair": None, "label_column": None,
+             "max_length": None}  # fmt: skip
+    return argparse.Namespace(model=str(model), out=str(out), **(given | more))
+
+
+def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"accuracy .*answers are the same, on 21 rows.*nothing was written.") as caught:
+        export(options(model, tmp_path / "out", max_drop=-1, max_changed=-1))  # 0 points are too many
+    assert str(caught.value).endswith("pass --max_drop 0 --max_changed 0")
+    assert not list(tmp_path.iterdir())
+    folder, _ = exported["openvino", False]
+    with pytest.raises(UserError, match="exists: name another folder"):
+        export(options(model, folder))
+    with pytest.raises(UserError, match="is exported to openvino already"):
+        export(options(folder, tmp_path / "out"))
+
+
+def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer of 21 changes, from wrong to right: accuracy rises, and the other limit is what refuses it."""
+    truth = np.array([lines["label"] == "pos" for lines in lines_of(model.parent / "predictions.jsonl")])
+    right = np.eye(2)[truth.astype(int)]
+    before = right.copy()
+    before[0] = before[0, ::-1]
+    value = "4.77"
+    for expected, found, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
+        logits = iter([expected, found] * 2)
+        monkeypatch.setattr(export_module, "_logits", lambda *_, logits=logits: next(logits))
+        limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
+        with pytest.raises(UserError) as caught:
+            export(options(model, tmp_path / "out", **limits))
+        assert str(caught.value).endswith(f"pass --{setting} {value}")
+        export(options(model, tmp_path / "out", **limits | {setting: float(value)}))
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_what_cannot_be_exported_says_why(
+    model: Path, tokenizer: Any, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "alone")
+    with pytest.raises(UserError, match="pass --validation_file and --calibration_file"):
+        export(options(copy, tmp_path / "out", int8=True))
+    sparse = BigBirdForSequenceClassification(BigBirdConfig(vocab_size=127, hidden_size=32, num_hidden_layers=1,
+                                                            num_attention_heads=2, intermediate_size=32))  # fmt: skip
+    sparse.save_pretrained(tmp_path / "sparse")
+    tokenizer.save_pretrained(tmp_path / "sparse")
+    with pytest.raises(UserError, match="BigBird with block-sparse attention"):
+        export(options(tmp_path / "sparse", tmp_path / "out"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs openvino and nncf: pip install 'finetune-toolkit\[openvino\]'"):
+        export(options(copy, tmp_path / "out", int8=True))
+
+
+def test_files_beside_a_run(
+    model: Path, reviews: Path, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any classifier with files of one's own; without labels the answers alone are compared."""
+    copy = shutil.copytree(model, tmp_path / "alone")
+    files = {"validation_file": str(reviews), "calibration_file": str(bare)}
+    export(options(copy, tmp_path / "one", **files, int8=True, max_drop=5, max_changed=5))
+    assert re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), .*, on 211 rows of .*reviews.csv", capsys.readouterr().out)
+    (copy / "decisions.json").write_text(json.dumps({"labels": ["neg", "pos"], "temperature": 2.0}))
+    export(options(copy, tmp_path / "two", validation_file=str(bare)))
+    assert json.loads((tmp_path / "two" / "decisions.json").read_text())["temperature"] == 2
+    assert re.match(r"100.00 % of the answers are the same, on 211 rows", capsys.readouterr().out)
+
+
+def test_numbers_are_exported_too(
+    tokenizer: Any, bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grades = BertForSequenceClassification(BertConfig.from_dict({
+        "vocab_size": 127, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 1,
+        "intermediate_size": 32, "problem_type": "regression", "type_vocab_size": 2}))  # fmt: skip
+    grades.save_pretrained(tmp_path / "grades")
+    tokenizer.save_pretrained(tmp_path / "grades")
+    export(options(tmp_path / "grades", tmp_path / "out", validation_file=str(bare), to="onnx"))
+    assert "100.00 % of the variance of its numbers is the same" in capsys.readouterr().out
+
+
+def test_what_is_compared() -> None:
+    single = Labels("single_label_classification", ("a", "b"), ())
+    logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
+    said, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
+    assert said == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
+    assert losses == {"max_drop": 0, "max_changed": 50}
+    several = Labels("multi_label_classification", ("a", "b"), ())
+    assert compare(logits - 1.5, other - 1.5, None, several) == (
+        "75.00 % of the answers are the same", {"max_changed": 25})  # fmt: skip
+    numbers = Labels("regression", ("a",), ())
+    _, losses = compare(logits[:, :1], logits[:, :1] + 0.1, None, numbers)
+    assert losses == {"max_drop": pytest.approx(100 * 4 * 0.01 / 5)}

@@ -1,0 +1,139 @@
+"""Parts of the training rows, which fold is next, and corrections of labels."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.faults import refusal
+from toolkit.config import TaskSettings, parse
+from toolkit.data.prepare import Prepared
+from toolkit.errors import UserError
+from toolkit.features.folds.split import fold_folder, next_fold, text_digest
+
+Prepare = Callable[..., Prepared]
+ROWS = [{"text": f"good film {place}", "label": ("a", "b", "c")[place % 3], "source": ("web", "shop")[place % 2],
+         "row": str(place)} for place in range(31)]  # fmt: skip
+ROWS[30] |= {"label": "rare"}
+
+
+def done(folder: Path, fold: int) -> None:
+    path = fold_folder(folder, fold)
+    path.mkdir(parents=True)
+    (path / "out_of_fold.jsonl").touch()
+
+
+def test_every_row_is_held_back_once(prepared: Prepare, tmp_path: Path) -> None:
+    held = []
+    for fold in (1, 2, 3):
+        data = prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
+        assert data.fold == fold
+        rows = data.validation.rows.tolist()
+        assert sorted([*rows, *data.train.rows.tolist()]) == list(range(31))
+        held += rows
+        counts = np.bincount(data.validation.labels, minlength=4)
+        assert set(counts[:3]) <= {3, 4}  # of each class some
+        assert data.validation.sources()[0] == {"source": ROWS[rows[0]]["source"]}
+        assert data.test is None
+        done(tmp_path, fold)
+    assert sorted(held) == list(range(31))
+    with pytest.raises(UserError, match="all 3 folds are done; `toolkit report"):
+        prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
+    for changed in ({"folds": 4}, {"data_seed": 6}):
+        with pytest.raises(UserError, match="holds 3 folds of these or other rows"):
+            prepared(ROWS, **{"folds": 3, "data_seed": 5, "output_dir": str(tmp_path)} | changed)
+
+
+def test_a_trial_takes_some_rows_of_all_folds_alike(prepared: Prepare, tmp_path: Path) -> None:
+    held = []
+    for fold in (1, 2):
+        held += prepared(ROWS, folds=2, output_dir=str(tmp_path), max_train_samples=20).validation.rows.tolist()
+        done(tmp_path, fold)
+    assert len(held) == len(set(held)) == 20
+
+
+def test_damaged_and_foreign_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "folds.json").write_text('{"folds": "five"}')
+    with pytest.raises(UserError, match=r'folds\.json: folds is "five" and should be a number from 2 to 100'):
+        next_fold(None, str(tmp_path), 5, "x")
+    (tmp_path / "metrics.jsonl").touch()
+    refusal(next_fold, None, str(tmp_path), 5, "x", match="holds a run without --folds")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ([], "--folds needs --output_dir"),
+        (["--output_dir", "x", "--overwrite_output_dir"], "--folds goes on by itself"),
+        (["--output_dir", "x", "--validation_file", "v.csv"], "--validation_file and --folds contradict"),
+        (["--output_dir", "x", "--calibrate"], "--calibrate and --folds contradict"),
+    ],
+)
+def test_settings_that_folds_cannot_have(more: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        parse(TaskSettings, ["--train_file", "t.csv", "--model_name_or_path", "m", "--folds", "5", *more])
+
+
+def write(path: Path, *lines: Any) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def correction(row: int, label: Any, **more: Any) -> dict[str, Any]:
+    return {"id": row, "text_digest": text_digest(str(ROWS[row]["text"])), "label": label, **more}
+
+
+def test_corrections_change_labels_and_leave_rows_out(prepared: Prepare, tmp_path: Path) -> None:
+    plain = prepared(ROWS)
+    lines = [correction(0, "b"), correction(4, "b", given="b"), correction(7, None)]
+    data = prepared(ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines))
+    assert data.digest != plain.digest
+    labels = {}
+    for split in (data.train, data.validation):
+        labels |= dict(zip(split.rows.tolist(), [data.labels.names[label] for label in split.labels], strict=True))
+    assert labels == {place: row["label"] for place, row in enumerate(ROWS) if place != 7} | {0: "b"}
+    assert any("1 labels are changed, 1 are as they were, 1 rows left out" in note for note in data.notes)
+    again = prepared(ROWS, label_corrections=write(tmp_path / "d.jsonl", correction(0, "c"), *lines[1:]))
+    assert again.digest != data.digest
+
+
+def test_corrections_of_several_labels_and_of_pairs(prepared: Prepare, tmp_path: Path) -> None:
+    rows = [
+        {"text": f"film {place}", "second": "x", "label": ["a"] if place % 2 else ["a", "b"]} for place in range(20)
+    ]
+    line = {"id": 3, "text_digest": text_digest("film 3\nx"), "label": []}
+    data = prepared(rows, text_pair="second", label_corrections=write(tmp_path / "c.jsonl", line))
+    for split in (data.train, data.validation):
+        for row, label in zip(split.rows, split.labels, strict=True):
+            assert label.tolist() == ([0, 0] if row == 3 else [1, 1 - row % 2])
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            [correction(1, "b"), correction(2, "b") | {"text_digest": "0" * 16}],
+            "line 2: row 3 of .* holds another text",
+        ),
+        ([correction(1, "d")], r"line 1: row 2 of .*'d' is no label.*the classes are a, b, c, rare"),
+        ([correction(1, ["a"])], "is no label"),
+        ([correction(1, "b") | {"id": 99}], "row 100 of .* is not among the training rows"),
+        ([correction(1, "b"), correction(1, "c")], "line 2: row 2 is there twice"),
+        ([{"id": 1, "label": "b"}], 'line 1: it must be {"id": row from 0'),
+        ([correction(1, 3)], "line 1: it must be"),
+        ([correction(1, "b") | {"id": True}], "line 1: it must be"),
+    ],
+)
+def test_corrections_that_do_not_fit_are_refused(
+    lines: list[Any], told: str, prepared: Prepare, tmp_path: Path
+) -> None:
+    refusal(prepared, ROWS, label_corrections=write(tmp_path / "c.jsonl", *lines), match=told)
+
+
+def test_only_columns_that_group_rows_are_kept(prepared: Prepare) -> None:
+    assert set(prepared(ROWS, validation_split=0.5).validation.groups()) == {"length", "source"}

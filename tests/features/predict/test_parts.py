@@ -1,0 +1,279 @@
+"""toolkit/features/predict/command.py and parts.py: a file in parts that are kept, joined in the file's order."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from tests.faults import Fault, refusal
+from tests.jobs_worker import run_jobs
+from tests.report.made import classifier
+from tests.runs import WAYS, recipe
+from toolkit.cli import build_parser
+from toolkit.data import parse, read
+from toolkit.data.labels import Labels
+from toolkit.errors import UserError
+from toolkit.features.predict import command as predict_file
+from toolkit.features.predict.parts import Parts
+
+WORDS = ("good", "bad", "film", "book", "very", "room", "dull", "fine")
+ROWS = 70
+
+Predict = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path) -> Path:
+    labels = Labels("single_label_classification", ("a", "b", "c"), ("label",))
+    return classifier(sharp_model, tmp_path_factory.mktemp("model"), labels)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Some twice, of very different lengths, one empty."""
+    generator = random.Random(3)
+    made = [" ".join(generator.choices(WORDS, k=generator.randint(1, 40))) for _ in range(ROWS)]
+    made[40:50], made[60] = made[:10], ""
+    made[5] = 'he said "very, good"\nfilm'
+    return made
+
+
+@pytest.fixture
+def predicted(
+    model: Path,
+    texts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_launcher: None,
+    toolkit_cache: Path,
+) -> Predict:
+    """`predicted("out.csv", shard="1/3", window=16)` -> where the output is."""
+    source = tmp_path / "rows.csv"
+    pd.DataFrame({"id": [f"{row:03d}" for row in range(ROWS)], "text": texts}).to_csv(source, index=False)
+
+    def run(name: str, *more: str, window: int = 16, source: Path = source, model: Path = model) -> Path:
+        monkeypatch.setattr(parse, "BATCH_ROWS", 8)
+        monkeypatch.setattr(read, "BATCH_ROWS", 8)
+        monkeypatch.setattr(predict_file, "WINDOW_ROWS", window)
+        words = ["predict", model, source, "--output", tmp_path / name, "--mixed_precision", "no", *more]
+        predict_file.predict_file(build_parser().parse_args([str(word) for word in words]))
+        return tmp_path / name
+
+    return run
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """But for what a batch of other texts changes."""
+    assert [list(row) for row in found] == [list(row) for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        for name in row:
+            if name.startswith("probability_"):
+                assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-6)
+            else:
+                assert row[name] == other[name]
+
+
+def test_windows_change_nothing_and_a_text_is_computed_once(
+    predicted: Predict, texts: list[str], tmp_path: Path, capsys: Any
+) -> None:
+    whole = rows_of(predicted("whole.csv", window=10**6))
+    assert f"{ROWS} rows: {tmp_path / 'whole.csv'}" in capsys.readouterr().err
+    assert [row["text"] for row in whole] == texts
+    assert [row["id"] for row in whole] == [f"{row:03d}" for row in range(ROWS)]
+    assert len({row["probability_a"] for row in whole}) > ROWS / 2
+    assert_same(rows_of(predicted("windows.csv")), whole)
+    said = capsys.readouterr().err
+    assert re.search(r"\b1 of 70 rows .*\(rows 61\)", said)
+    assert not list(tmp_path.glob("*.parts"))
+    predicted("once.csv", window=10**6)
+    assert ", 9 of them repeat another's text" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
+def test_processes_share_each_window(
+    predicted: Predict, model: Path, tmp_path: Path, toolkit_cache: Path, way: str
+) -> None:
+    """A shard of it alone, then all: the tokens that they shared are gone."""
+    whole, given = predicted("whole.csv"), [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output"]
+    run_jobs(tmp_path / "jobs", WAYS[way], [["tests.predict_worker", *given, tmp_path / "out.csv", *more]
+                                            for more in (["--shard", "2/3"], [])])  # fmt: skip
+    assert_same(rows_of(tmp_path / "out.csv"), rows_of(whole))
+    assert not list((toolkit_cache / "tokens").glob("*"))
+
+
+def test_shards_join_in_order(predicted: Predict, tmp_path: Path, capsys: Any) -> None:
+    whole = predicted("whole.csv").read_bytes()
+    predicted("out.csv", "--shard", "2/3")
+    assert not (tmp_path / "out.csv").exists()
+    refusal(predicted, "out.csv", "--join", match=r"out.csv.parts lacks rows 1 to 16, 33 to 64 of 70")
+    predicted("out.csv", "--shard", "3/3")
+    (joining := tmp_path / "out.csv.parts" / "joining").mkdir()  # as one that was killed there leaves it
+    capsys.readouterr()
+    predicted("out.csv", "--shard", "1/3")
+    assert joining.exists()
+    assert "if it was ended meanwhile: the same with --join instead" in capsys.readouterr().err
+    assert predicted("out.csv", "--join").read_bytes() == whole
+    for shard in ("1/2", "2/2"):  # the last one joins
+        predicted("other.csv", "--shard", shard)
+    assert (tmp_path / "other.csv").read_bytes() == whole
+    for wrong in ("0/3", "4/3", "2", "a/b"):
+        refusal(predicted, "third.csv", "--shard", wrong, match="write 3/64")
+
+
+def test_a_shard_that_is_started_again_finds_its_work_done(
+    predicted: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The same file, model and settings: it says so, computes nothing and fails not; otherwise the refusal stays."""
+    for shard in ("1/2", "2/2"):
+        predicted("out.csv", "--shard", shard)
+    whole, parts = (tmp_path / "out.csv").read_bytes(), tmp_path / "out.csv.parts"
+    assert [path.name for path in parts.iterdir() if path.is_file()] == ["manifest.json"]
+    with monkeypatch.context() as still:
+        still.setattr(Parts, "write", None)
+        for more in (["--shard", "2/2"], ["--shard", "3/5"], ["--join"]):
+            capsys.readouterr()
+            predicted("out.csv", *more)
+            assert f"{tmp_path / 'out.csv'} is there and whole" in capsys.readouterr().err
+        for more in ([], ["--shard", "2/2", "--probabilities", "none"]):
+            refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
+        (tmp_path / "out.csv").write_bytes(whole[:-9])
+        refusal(predicted, "out.csv", "--shard", "2/2", match=r"out.csv exists: name another")
+    (tmp_path / "out.csv").unlink()  # whoever removes it wants it made again, with other settings too
+    predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
+    refusal(predicted, "out.csv", "--shard", "2/2", match="parts of another prediction")
+    predicted("out.csv", "--overwrite", "--shard", "2/2")
+    predicted("out.csv", "--shard", "1/2")
+    assert (tmp_path / "out.csv").read_bytes() == whole
+
+
+def test_a_process_that_is_killed_loses_one_part(predicted: Predict, model: Path, tmp_path: Path) -> None:
+    """SIGKILL behind the second of five parts; the same command goes on, and computes the first two not again."""
+    whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
+    given = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
+    killed = recipe(*given, script="tests/predict_worker.py", env={"KILLED_AT": "16"})
+    assert killed.code == -signal.SIGKILL, killed.err
+    first = ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
+    assert sorted(path.name for path in Path(f"{out}.parts").glob("part-*")) == first
+    Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text("half")
+    again = recipe(*given, script="tests/predict_worker.py")
+    assert again.code == 0, again.err
+    assert out.read_bytes() == whole
+    assert f"32 of {ROWS} rows are done in {out}.parts: going on" in again.err
+    assert again.out.split() == ["32", "48", "64"]
+    assert not Path(f"{out}.parts").exists()
+
+
+def test_ctrl_c_says_what_is_finished_and_what_continues(
+    predicted: Predict, model: Path, tmp_path: Path, fault: Fault
+) -> None:
+    whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
+    given = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
+    stopped = recipe(*given[1:], script=given[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(signal.SIGINT))})
+    assert stopped.code == 130, stopped.err
+    line = next(line for line in stopped.err.splitlines() if str(out) in line)
+    finished = re.search(rf"(\d+) of {ROWS} rows", line)
+    assert finished
+    assert int(finished[1]) >= 32
+    assert " ".join(map(str, given)) in line
+    again = recipe(*given[1:], script=given[0]).succeeded()
+    assert f"{finished[1]} of {ROWS} rows are done" in again.err
+    assert out.read_bytes() == whole
+    fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
+
+
+def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:
+    unsure = shutil.copytree(model, tmp_path / "unsure")
+    (unsure / "decisions.json").write_text(json.dumps({"labels": ["a", "b", "c"], "abstain_below": 0.4}))
+    rows = rows_of(predicted("out.csv", model=unsure))
+    unanswered = sum(row["prediction"] == "" for row in rows)
+    assert 0 < unanswered < ROWS
+    assert re.search(rf"\b{unanswered} of {ROWS} rows .*0.4.*abstain_below", capsys.readouterr().err)
+
+
+def test_a_file_is_read_and_written_with_the_quoting_of_the_run(
+    predicted: Predict, model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Double quotes that are part of the texts reach the model and the output; of a file of another format nothing is
+    known."""
+    shutil.copytree(model, tmp_path / "run" / "model")
+    config = {"settings": {"train_file": "train.tsv.gz", "quoting": "none"}, "data": {"text_column": "text"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    texts = ['"a good film"', '""', 'he said "dull"', "fine"]
+    (tmp_path / "a.tsv").write_text("text\n" + "".join(f"{text}\n" for text in texts))
+    given: dict[str, Any] = {"source": tmp_path / "a.tsv", "model": tmp_path / "run" / "model"}
+    written = predicted("out.tsv", **given).read_text().splitlines()
+    assert [line.split("\t")[0] for line in written] == ["text", *texts]
+    assert "--quoting none" in capsys.readouterr().err
+    assert [row["text"] for row in rows_of(predicted("out.csv", **given))] == texts
+    (tmp_path / "explicit.tsv").write_text('text\n"a good film"\n')
+    given["source"] = tmp_path / "explicit.tsv"
+    assert predicted("as-csv.tsv", "--quoting", "csv", **given).read_text().splitlines()[1].startswith("a good film\t")
+    (tmp_path / "b.csv").write_text('text\n"a good, long film"\n')
+    given["source"] = tmp_path / "b.csv"
+    assert rows_of(predicted("b-out.csv", **given))[0]["text"] == "a good, long film"
+    with pytest.raises(UserError, match=r"t.tsv: .* name an --output .*jsonl"):
+        Parts(tmp_path / "t.tsv", "utf-8", unquoted=True).write(0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]})
+
+
+def test_parts_of_something_else_are_not_joined(predicted: Predict) -> None:
+    predicted("out.csv", "--shard", "1/2")
+    with pytest.raises(UserError, match=r"out.csv.parts holds parts of another prediction \(other: probabilities\)"):
+        predicted("out.csv", "--probabilities", "none")
+    again = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
+    assert list(again[0]) == ["id", "text", "prediction"]
+
+
+@pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])
+def test_every_format_is_written_in_parts(predicted: Predict, kind: str) -> None:
+    whole = rows_of(predicted("whole.csv"))
+    path = predicted(f"out.{kind}", "--probabilities", "top-2")
+    readers = {"tsv": lambda path: pd.read_csv(path, sep="\t", dtype={"id": str}, keep_default_na=False),
+               "csv.gz": lambda path: pd.read_csv(path, dtype={"id": str}, keep_default_na=False),
+               "json": lambda path: pd.DataFrame(json.loads(path.read_text())), "parquet": pd.read_parquet}  # fmt: skip
+    frame = readers.get(kind, lambda path: pd.read_json(path, lines=True, dtype=False))(path)
+    for name in ("id", "text", "prediction"):
+        assert list(frame[name]) == [row[name] for row in whole]
+    first = frame.iloc[0]
+    best = sorted("abc", key=lambda name: -float(whole[0][f"probability_{name}"]))[:2]
+    flat = "sv" in kind
+    assert ([first["top_1"], first["top_2"]] if flat else list(first["top_classes"])) == best
+    chance = first["top_1_probability"] if flat else first["top_probabilities"][0]
+    assert chance == pytest.approx(float(whole[0][f"probability_{best[0]}"]), abs=2e-6)
+
+
+def test_the_encoding_of_the_input_is_that_of_the_output(predicted: Predict, tmp_path: Path) -> None:
+    rows = "".join(f"很好{row},{row}\n" for row in range(40))
+    (tmp_path / "a.csv").write_text(f"text,评\n{rows}", encoding="gb18030")
+    out = predicted("out.csv", "--encoding", "gb18030", source=tmp_path / "a.csv").read_text(encoding="gb18030")
+    assert [line.split(",")[:2] for line in out.splitlines()][:2] == [["text", "评"], ["很好0", "0"]]
+    assert len(out.splitlines()) == 41
+
+
+def test_files_by_a_pattern_are_one(predicted: Predict, tmp_path: Path) -> None:
+    whole = rows_of(predicted("whole.csv", window=10**6))
+    frame = pd.read_csv(tmp_path / "rows.csv", dtype=str, keep_default_na=False)
+    (tmp_path / "in").mkdir()
+    for number, start in enumerate((0, 25, 60), 9):
+        with gzip.open(tmp_path / "in" / f"part-{number}.csv.gz", "wt") as file:
+            frame[start : {0: 25, 25: 60, 60: ROWS}[start]].to_csv(file, index=False)
+    with pytest.raises(UserError, match="--output"):
+        predict_file._output_of(build_parser().parse_args(["predict", "m", str(tmp_path / "in" / "part-*.csv.gz")]))
+    assert_same(rows_of(predicted("out.csv", source=tmp_path / "in" / "part-*.csv.gz")), whole)

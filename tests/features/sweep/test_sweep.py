@@ -1,0 +1,223 @@
+"""`toolkit sweep`: real runs, gone on with where it was stopped, ended where they are worse, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
+from toolkit import cli
+from toolkit.errors import UserError
+from toolkit.features.sweep import command as sweep
+
+# A recipe without a model: its metric is 1 / x, it takes its time, and it goes on from where it was stopped.
+OWN = """
+import json, os, signal, sys, time
+from pathlib import Path
+given = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
+x, folder = float(given["x"]), Path(given["output_dir"])
+if given["x"] == given.get("fails"):
+    sys.exit("error: step 1: the loss is not finite")
+if "nowhere" in given:
+    sys.exit("error: there is no file " + given["nowhere"])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
+(folder / "checkpoints/step-1/manifest.json").touch()
+data = {"problem_type": "single_label_classification", "labels": ["a", "b"], "total_steps": 4, "digest": "d"}
+world = {"num_processes": 1, "distributed_type": "NO", "deepspeed": None, "mixed_precision": "no", "device": "c"}
+config = {"settings": {"x": x, "seed": 1}, "data": data, "world": world}
+def write(**more):
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+def stop(*_):
+    write(stopped={"signal": "SIGTERM"})
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+write()
+path = folder / "metrics.jsonl"
+done = len(path.read_text().splitlines()) if path.exists() else 0
+for step in range(done + 1, 5):
+    time.sleep(float(given.get("takes", 0.05)))
+    line = {"step": step, "loss": x, "samples": 1, "samples_per_second": 1.0}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    with (folder / "eval.jsonl").open("a") as file:
+        file.write(json.dumps({**line, "split": "validation", "num_samples": 2, "f1_macro": 1 / x}) + "\\n")
+lines = [json.dumps({"id": place, "label": "a", "prediction": "ab"[place]}) + "\\n" for place in (0, 1)]
+(folder / "predictions.jsonl").write_text("".join(lines))
+(folder / "report.html").touch()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+@pytest.fixture
+def swept(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a sweep of `own` in this process: what it printed."""
+
+    def run(*words: Any) -> str:
+        arguments = ["sweep", str(own), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            sweep.run(*cli.build_parser().parse_known_args(arguments))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_range_is_searched_and_the_same_command_does_nothing_twice(swept: Callable[..., str], tmp_path: Path) -> None:
+    words = ("--search", "x=0.5:8:log", "--trials", 3, "--takes", 0)
+    first = swept(*words)
+    values = {folder.name: 1 / lines_of(folder / "metrics.jsonl")[0]["loss"]
+              for folder in sorted((tmp_path / "sweep").glob("trial-*")) if folder.is_dir()}  # fmt: skip
+    assert list(values) == ["trial-000", "trial-001", "trial-002"]
+    assert len(set(values.values())) == 3
+    assert f"best settings: x={1 / max(values.values()):.4g}" in first
+    assert "best by f1_macro first" in first
+    again = swept(*words)
+    assert "of 3" not in again
+    assert first.endswith(again.lstrip())
+    more = swept(*words[:2], "--trials", 4, "--takes", 0)
+    assert "trial-003 of 4" in more
+    with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep writes to it"):
+        swept(*words)
+    with pytest.raises(UserError, match="holds a sweep with another search"):
+        swept("--search", "x=0.5:9:log", "--takes", 0)
+
+
+def test_a_list_is_tried_whole_and_a_run_that_diverges_is_no_end(swept: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
+    (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # it had begun
+    said = swept("--search", "x=4,2,1", "--fails", 2)
+    assert "trial-001 of 3: x=2\n  failed: step 1: the loss is not finite" in said
+    assert "best settings: x=1\n" in said
+
+
+def test_trials_that_are_alike_have_no_best(swept: Callable[..., str]) -> None:
+    said = swept("--search", "x=2,2.0,2e0", "--takes", 0)
+    assert "best settings" not in said
+    assert "all 3 trials" in said
+    assert "x=2\n" in said  # what --seeds and --configs would take
+
+
+def test_a_trial_as_good_as_the_best_is_named(swept: Callable[..., str]) -> None:
+    said = swept("--search", "x=4,2,2.0", "--takes", 0)
+    assert "best settings: x=2\n" in said
+    assert "as good: trial-002" in said
+    assert "no run is clearly worse" in said  # the predictions of all three are the same
+
+
+def test_what_fails_before_its_first_step_ends_the_sweep(swept: Callable[..., str]) -> None:
+    with pytest.raises(
+        UserError, match=r"trial-000 failed before its first step: there is no file n.csv \(.*000.log\)"
+    ):
+        swept("--search", "x=4,2", "--nowhere", "n.csv")
+
+
+def test_a_trial_below_the_median_is_stopped(
+    swept: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_LOOK_SECONDS", 0.1)
+    said = swept("--search", "x=1,2,3,4,50", "--takes", 0.4)
+    assert "trial-004 of 5: x=50\n  pruned after step" in said
+    assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]  # as an ordinary stop
+    assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) < 4
+    assert not any(line.startswith("trial-004 ") for line in said.split("best settings")[1].splitlines())
+
+
+@pytest.mark.parametrize(("number", "code"), [
+    (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+    pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_stopped_sweep_goes_on_with_the_run_it_was_in(
+    number: int, code: int, own: Path, tmp_path: Path, swept: Callable[..., str]
+) -> None:
+    words = ["--search", "x=4,2,1", "--takes", "0.4"]
+    run = tmp_path / "sweep" / "trial-001"
+    command = [sys.executable, "-m", "toolkit", "sweep", own, "--output_dir", tmp_path / "sweep", *words]
+    with begin(command) as process:
+        wait_for_steps(run)
+        os.kill(process.pid, number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == code, said
+    if code > 0:
+        assert "the same command goes on in" in said
+    until = time.monotonic() + 20
+    while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
+        time.sleep(0.05)  # the child of a killed sweep is told to stop, too
+    done = len(lines_of(run / "metrics.jsonl"))
+    assert 0 < done < 4
+    again = swept(*words)
+    assert "trial-000" not in again.split("best settings")[0]
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "best settings: x=1\n" in again
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--search", "learnin_rate=1e-5:1e-4"], "cls.py has no setting learnin_rate (did you mean learning_rate?)"),
+    (["--search", "learning_rate=1e-4:1e-5"], "1e-4 is not below 1e-5"),
+    (["--search", "learning_rate=0:1e-5:log"], "a logarithmic range begins above 0"),
+    (["--search", "learning_rate=a:b"], "'a' to 'b' is no range of numbers"),
+    (["--search", "learning_rate=1:2:lin"], "behind the range stands `:log`"),
+    (["--search", "dropout=0:1.5"], "--search dropout=0:1.5: --dropout '1.5'"),
+    (["--search", "seed=1"], "one value is no search: pass --seed 1"),
+    (["--search", "seed"], "write NAME=LOW:HIGH"),
+    (["--search", "config_file=a,b"], "has no setting config_file"),
+    (["--search", "output_dir=a,b"], "each run has a folder of its own"),
+    ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
+    (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"],
+     "class_weights=balanced,effective: each value makes the loss another quantity"),
+    (["--seeds", "0"], "--seeds 0: give 1 or more"),
+    (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
+])  # fmt: skip
+def test_faults_are_named_before_anything_runs(words: list[str], said: str, tmp_path: Path) -> None:
+    options, rest = cli.build_parser().parse_known_args(
+        ["sweep", str(ROOT / "recipes" / "cls.py"), "--output_dir", str(tmp_path / "s"), *words]
+    )
+    with pytest.raises(UserError) as caught:
+        sweep.run(options, rest)
+    assert said in str(caught.value)
+    assert not (tmp_path / "s").exists()
+
+
+def test_without_optuna_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
+    arguments = ["sweep", str(ROOT / "recipes" / "cls.py"), "--search", "seed=1,2", "--output_dir", str(tmp_path)]
+    with pytest.raises(UserError, match=r"pip install 'finetune-toolkit\[sweep\]'"):
+        sweep.run(*cli.build_parser().parse_known_args(arguments))
+
+
+@pytest.mark.multiprocess
+def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
+    tmp_path: Path, tiny_model: Path, reviews: Path
+) -> None:
+    (tmp_path / "settings.yaml").write_text("learning_rate: 1e-3\neval_every: 2\nglobal_batch_size: 22\n")
+    command = ["toolkit", "sweep", "recipes/cls.py", tmp_path / "settings.yaml", "--train_file", reviews, "--max_steps",
+               4, "--model_name_or_path", tiny_model, "--search", "weight_decay=0.1,0.2", "--seeds", 2, "--configs",
+               "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+               "--output_dir", tmp_path / "sweep"]  # fmt: skip
+    done = start(command).succeeded()
+    assert "no settings are best: all 2 trials" in done.out  # four steps tell the two values of the decay not apart
+    table = done.out.split("What each took")[1]
+    assert "2 x DDP" in table
+    assert "Over seeds" in table
+    settings = {name: json.loads((tmp_path / "sweep" / name / "config.json").read_text())["settings"]
+                for name in ("trial-000", "trial-001", "seed-43", "ddp")}  # fmt: skip
+    assert {own["data_seed"] for own in settings.values()} == {42}
+    assert [settings[name]["seed"] for name in ("trial-000", "seed-43")] == [42, 43]
+    assert settings["ddp"]["weight_decay"] == settings["seed-43"]["weight_decay"]
+    assert "left out" not in done.out

@@ -1,0 +1,149 @@
+"""ROUGE against rouge-chinese, an implementation by others, on real titles; hand-counted cases; properties."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.features.titles import rouge
+
+Pairs = tuple[list[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def chinese(chinese_news: Any) -> Pairs:
+    """Real titles beside their text's beginning (which shares words with them) and beside other titles."""
+    titles, texts = (list(chinese_news["test"].rows[name][:400]) for name in ("title", "text"))
+    first = [re.split("[。！？\n]", text.strip())[0][:120] for text in texts]
+    return [*first, *titles[1:], titles[0]], [*titles, *titles]
+
+
+def published(predictions: Sequence[str], references: Sequence[str]) -> list[dict[str, float]]:
+    """The F-measures of rouge-chinese, of texts whose words have spaces between them.
+
+    `exclusive=False` makes it count how often an n-gram occurs, as ROUGE is defined (its default looks at sets).
+    Its LCS is of all sentences in a row, as ours. Its F has 1e-8 in the denominator, so that F is made anew from its
+    precision and recall here. It refuses empty texts.
+    """
+    from rouge_chinese import Rouge
+
+    found = Rouge(exclusive=False).get_scores(list(predictions), list(references))
+    names = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
+    return [{ours: _f(pair[theirs]["p"], pair[theirs]["r"]) for ours, theirs in names.items()} for pair in found]
+
+
+def _f(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def cut_by_jieba(text: str) -> str:
+    """As users of rouge-chinese do, on text that our conventions leave alone or that is made uniform before."""
+    import jieba
+
+    jieba.setLogLevel(60)
+    jieba.dt.tmp_dir = os.environ["TOOLKIT_TESTS_FOLDER"]  # its cache file would stay in the temporary folder
+    words = jieba.lcut(unicodedata.normalize("NFKC", text).lower())
+    return " ".join(word for word in words if any(letter.isalnum() for letter in word))
+
+
+def cut_into_characters(text: str) -> str:
+    text = unicodedata.normalize("NFKC", text).lower()
+    spaced = re.sub("([㐀-鿿豈-﫿〇぀-ヿ])", r" \1 ", text)
+    whole_numbers = re.sub(r"(?<=\d)\.(?=\d)", "ⴰ", spaced)  # a letter that no title has
+    return re.sub(r"[\W_]+", " ", whole_numbers).replace("ⴰ", ".").strip()
+
+
+def agree(pairs: Pairs, segmenter: Literal["jieba", "char"]) -> int:
+    """Compares all pairs that have a word, and returns how many share one."""
+    cut = cut_by_jieba if segmenter == "jieba" else cut_into_characters
+    # jieba cuts foreign letters singly, and our words are whole: see test_foreign_words_are_whole
+    plain = [
+        pair for pair in zip(*pairs, strict=True) if segmenter != "jieba" or not re.search(_FOREIGN, "".join(pair))
+    ]
+    both = [pair for pair in plain if all(map(cut, pair))]
+    assert len(both) > 0.9 * len(pairs[0])
+    predictions, references = [pair[0] for pair in both], [pair[1] for pair in both]
+    ours = rouge.scores(predictions, references, segmenter)
+    theirs = published([*map(cut, predictions)], [*map(cut, references)])
+    for prediction, reference, mine, other in zip(predictions, references, ours, theirs, strict=True):
+        assert mine == pytest.approx(other, abs=1e-12), (prediction, reference)
+    return sum(score["rougeL"] > 0 for score in ours)
+
+
+_FOREIGN = "[À-ÿ\u0370-\u052f\u1100-\u11ff\uac00-\ud7af]"
+
+
+@pytest.mark.parametrize("segmenter", ["jieba", "char"])
+def test_chinese_titles_score_as_in_rouge_chinese(chinese: Pairs, segmenter: Literal["jieba", "char"]) -> None:
+    pytest.importorskip("rouge_chinese")
+    assert agree(chinese, segmenter) > 300
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "segmenter", "wanted"),
+    [
+        # tokens: the cat sat | the cat ran home: 2 of 3 and 4; 1 of 2 and 3 bigrams; LCS the cat
+        ("The cat sat.", "the cat ran home", "word", (4 / 7, 2 / 5, 4 / 7)),
+        # a word that occurs twice on one side counts once
+        ("the the", "the cat", "word", (1 / 2, 0, 1 / 2)),
+        # the order matters to LCS only
+        ("b a", "a b", "word", (1, 0, 1 / 2)),
+        # 华 为 发 布 新 手 机 | 华 为 手 机: 4 of 7 and 4; 华为 手机 of 6 and 3; LCS 4
+        ("华为发布新手机", "华为手机", "char", (8 / 11, 4 / 9, 8 / 11)),
+        # 今天 的 新闻 | 今天 新闻
+        ("今天的新闻", "今天，新闻", "jieba", (4 / 5, 0, 4 / 5)),
+        # mate60 and 3.5 are words
+        ("Mate60 售 3.5", "mate60 3.5", "char", (4 / 5, 0, 4 / 5)),
+        # full-width is the same
+        ("２０２４年！", "2024 年", "char", (1, 1, 1)),
+        ("２０２４年Ｔ恤", "2024年t恤", "jieba", (1, 1, 1)),
+    ],
+)
+def test_counted_by_hand(
+    prediction: str, reference: str, segmenter: rouge.Segmenter, wanted: tuple[float, float, float]
+) -> None:
+    (found,) = rouge.scores([prediction], [reference], segmenter)
+    assert found == pytest.approx(dict(zip(rouge.KINDS, wanted, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "characters"),
+    [
+        ("华为发布 Mate 60！", ["华为", "发布", "mate", "60"], ["华", "为", "发", "布", "mate", "60"]),
+        ("涨50%，到3.5亿", ["涨", "50%", "到", "3.5", "亿"], ["涨", "50", "到", "3.5", "亿"]),
+        ("Café Zürich 한국어", ["café", "zürich", "한국어"], ["café", "zürich", "한국어"]),
+        ("《》——……😀", [], []),
+        ("", [], []),
+    ],
+)
+def test_foreign_words_are_whole(text: str, words: list[str], characters: list[str]) -> None:
+    assert rouge.tokenize_of("jieba")(text) == words
+    assert rouge.tokenize_of("char")(text) == characters
+
+
+@pytest.mark.parametrize("segmenter", ["word", "jieba", "char"])
+def test_empty_texts_have_none(segmenter: rouge.Segmenter) -> None:
+    nothing = dict.fromkeys(rouge.KINDS, 0.0)
+    assert rouge.scores(["", "a", "", " ！"], ["a b", "", "", "a"], segmenter) == [nothing] * 4
+    assert rouge.scores([], [], segmenter) == []
+
+
+def test_auto_goes_by_the_references(chinese: Pairs) -> None:
+    assert rouge.resolve("auto", chinese[1]) == "jieba"
+    assert rouge.resolve("auto", ["Ink helps drive democracy in Asia"]) == "word"
+    assert rouge.resolve("auto", ["Apple 发布 iPhone 新品", "华为手机"]) == "jieba"
+    assert rouge.resolve("auto", ["the character 好 means good"]) == "word"
+    assert rouge.resolve("auto", []) == rouge.resolve("auto", ["", "2024 !"]) == "word"
+    assert rouge.resolve("char", ["a"]) == "char"
+    assert rouge.scores(chinese[0][:5], chinese[1][:5], "auto") == rouge.scores(chinese[0][:5], chinese[1][:5], "jieba")
+
+
+def test_words_of_chinese_are_refused() -> None:
+    with pytest.raises(UserError, match="100 % of the references' letters are Chinese: choose jieba, char or auto"):
+        rouge.scores(["华为"], ["华为"], "word")

@@ -1,0 +1,361 @@
+"""recipes/title.py: the promises on written titles, what is saved, and Chinese with a vocabulary of words.
+
+Two jobs. `uneven`: from a BERT, titles of 4 to 16 tokens in batches that divide nothing, texts cut at 640 tokens
+(full attention). `varied`: from an encoder-decoder that reads attentively enough to write each text another title,
+texts whole (sparse attention above 704 tokens), in the same micro-batches on 1, 2 and 3 processes: see test_long.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+    BigBirdForCausalLM,
+    EncoderDecoderModel,
+)
+
+from tests.jobs_worker import run_jobs
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
+from tests.test_long import STEPS, STOPPED, assert_went_on, converted
+from toolkit.config import GenerationSettings, PretrainedSettings
+from toolkit.data.batches import GlobalBatches
+from toolkit.data.jieba_tokenizer import is_jieba
+from toolkit.data.tokens import load_tokenizer
+from toolkit.features.titles import rouge
+from toolkit.features.titles.model import load_title_model
+from toolkit.features.titles.readable import readable
+from toolkit.models.to_bigbird import long_model
+
+SEED, LONGEST = 42, 16
+COMMON = ["--max_steps", STEPS, "--eval_every", STOPPED, "--dropout", 0, "--mixed_precision", "no", "--report_to",
+          "none", "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2, "--seed", SEED,
+          "--max_target_length", LONGEST, "--num_beams", 2]  # fmt: skip
+UNEVEN = [*COMMON, "--learning_rate", "1e-2", "--max_length", 640, "--global_batch_size", 13, "--per_device_batch_size",
+          3, "--per_device_eval_batch_size", 4]  # fmt: skip
+VARIED = [*COMMON, "--learning_rate", "1e-3", "--max_length", 4096, "--global_batch_size", 12,
+          "--per_device_batch_size", 2, "--per_device_eval_batch_size", 2, "--no_repeat_ngram_size", 1]  # fmt: skip
+SCORES = ("rouge1", "rouge2", "rougeL")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, articles: Path) -> list[str]:
+    """48 rows to train on and 12 to evaluate, whose titles end in words that the tiny vocabulary has, or no title of
+    its making could share a word with them."""
+    folder = tmp_path_factory.mktemp("titles")
+    rows = lines_of(articles)
+    for place, row in enumerate(rows):
+        if place % 6 == 1 and place < 48:
+            row["title"] = row["title"][:2]  # of very uneven length
+        else:
+            row["title"] += (" the film and the story", " very good price", " not a dull room", " fine")[place % 4]
+    for name, part in (("train", rows[:48]), ("validation", rows[48:])):
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return ["--train_file", str(folder / "train.jsonl"), "--validation_file", str(folder / "validation.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory, sharp_model: Path, tiny_model: Path) -> Path:
+    """An encoder-decoder, saved as recipes/title.py saves it, whose decoder listens to the encoder."""
+    folder = tmp_path_factory.mktemp("writer") / "writer"
+    long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model)), None)
+    tokenizer, generation = load_tokenizer(long), GenerationSettings(num_beams=2)
+    tiny = PretrainedSettings(model_name_or_path=str(tiny_model))
+    model = load_title_model(tiny, long, generation, tokenizer, LONGEST, seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "crossattention" in name and name.endswith("weight") and "LayerNorm" not in name:
+                parameter *= 40
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def jobs(data: list[str], sharp_model: Path, writer: Path) -> dict[str, list[Any]]:
+    return {
+        "uneven": ["--model_name_or_path", sharp_model, *data, *UNEVEN],
+        "varied": ["--model_name_or_path", writer, *data, *VARIED],
+    }
+
+
+def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], *more: list[Any]) -> dict[str, Path]:
+    """Each job in a folder of its name, all of them in one group of processes."""
+    folders = {name: root / name for name in jobs}
+    words = [["recipes.title", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
+    finished = run_jobs(root, way, [*words, *more], seconds=240)
+    assert not more or "every title exactly once" in finished.out
+    return folders
+
+
+def once(root: Path, tiny_model: Path) -> list[Any]:
+    """The counting of tests/features/titles/titles_worker.py."""
+    return ["tests.features.titles.titles_worker", tiny_model, root / "once"]
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
+    """Stopped after four steps of the second job."""
+    root = tmp_path_factory.mktemp("zero3")
+    stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", 2]
+    return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, once(root, tiny_model))
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ddp")
+    return run_all(root, WAYS["ddp x2"], jobs, once(root, tiny_model))
+
+
+@pytest.fixture(scope="module")
+def single(
+    tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], zero3: dict[str, Path], chinese: list[Any]
+) -> dict[str, Path]:
+    """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left, and evaluates each text alone."""
+    root = tmp_path_factory.mktemp("single")
+    shutil.copytree(zero3["varied"], root / "resumed", symlinks=True)
+    resumed = [*jobs["varied"], "--checkpoint_every", 2, "--per_device_eval_batch_size", 1]
+    return run_all(root, [], {**jobs, "resumed": resumed, "chinese": chinese})
+
+
+def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
+    """Promise 1, of the first `steps` steps: the losses, the evaluations; and the titles where the run ended there."""
+    losses, expected = losses_of(run), losses_of(reference)
+    assert len(losses) == steps
+    assert losses == pytest.approx(expected[:steps], rel=1e-5)
+    evaluations = [lines_of(folder / "eval.jsonl") for folder in (run, reference)]
+    for mine, theirs in zip(*evaluations, strict=steps == STEPS):
+        assert (mine["step"], mine["split"], mine["num_samples"]) == (theirs["step"], theirs["split"], 12)
+        # as the losses: the weights are those of runs that agree to 1e-5
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert [mine[name] for name in SCORES] == pytest.approx([theirs[name] for name in SCORES], abs=1e-9)
+    if steps == STEPS:
+        assert lines_of(run / "predictions.jsonl") == lines_of(reference / "predictions.jsonl")
+
+
+# ---- promise 1
+
+
+def test_the_references_could_differ(single: dict[str, Path]) -> None:
+    """Titles that are all the same would agree with anything, and so would a ROUGE of 0."""
+    assert np.ptp(losses_of(single["uneven"])) > 0.5
+    titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
+    assert len(titles) == 12
+    assert len(set(titles)) >= 8
+    assert lines_of(single["varied"] / "eval.jsonl")[-1]["rouge1"] > 0.01
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("job", ["uneven", "varied"])
+def test_data_parallel_agrees(job: str, ddp: dict[str, Path], single: dict[str, Path]) -> None:
+    assert_same(ddp[job], single[job])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("job", ["uneven", "varied"])
+def test_divided_parameters_agree(job: str, zero3: dict[str, Path], single: dict[str, Path]) -> None:
+    assert_same(zero3[job], single[job], steps=STEPS if job == "uneven" else STOPPED)
+
+
+@pytest.mark.multiprocess
+def test_the_literal_command(jobs: dict[str, list[Any]], single: dict[str, Path], tmp_path: Path) -> None:
+    words = ["accelerate", "launch", "recipes/title.py", "--config_file", "accelerate_configs/zero2.yaml"]
+    start([*words, *map(str, jobs["uneven"]), "--output_dir", tmp_path / "run"]).succeeded()
+    world = json.loads((tmp_path / "run" / "config.json").read_text())["world"]
+    assert (world["num_processes"], world["distributed_type"]) == (2, "DEEPSPEED")
+    assert_same(tmp_path / "run", single["uneven"])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["ddp x3", "zero1 x2", "zero3 x3", "zero2 offload x2"])
+def test_more_strategies_agree(
+    way: str, jobs: dict[str, list[Any]], single: dict[str, Path], tmp_path: Path, tiny_model: Path
+) -> None:
+    runs = run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], jobs, once(tmp_path, tiny_model))
+    for name, run in runs.items():
+        assert_same(run, single[name])
+
+
+def test_the_loss_is_the_mean_over_the_tokens_of_all_titles(
+    single: dict[str, Path], data: list[str], sharp_model: Path
+) -> None:
+    """Step 1 again: each text alone, through transformers' own classes and attention."""
+    named = PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0, attn_implementation="eager")
+    long = long_model(named, None)
+    tokenizer = AutoTokenizer.from_pretrained(str(long.model_name_or_path))
+    model = load_title_model(named, long, GenerationSettings(), tokenizer, LONGEST, SEED)
+    assert type(model) is EncoderDecoderModel
+    rows = lines_of(Path(data[1]))
+    texts = [tokenizer(row["text"], truncation=True, max_length=640)["input_ids"] for row in rows]
+    titles = [tokenizer(row["title"], truncation=True, max_length=LONGEST + 1)["input_ids"] for row in rows]
+    chosen = GlobalBatches(np.array([len(text) for text in texts]), 13, SEED, epoch=0)[0]
+    assert np.ptp([len(titles[place]) for place in chosen]) >= 8  # a mean of means would be another number
+    losses, terms = 0.0, 0
+    for place in chosen:
+        title = torch.tensor([titles[place]])
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([texts[place]]), decoder_input_ids=title[:, :-1]).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits, title[0, 1:], reduction="sum").item()
+        terms += title.shape[1] - 1
+    assert losses_of(single["uneven"])[0] == pytest.approx(losses / terms, rel=1e-5)
+
+
+def test_a_bigbird_becomes_a_decoder_that_computes_the_same(sharp_model: Path) -> None:
+    """A BERT of its weights, the same for a text alone: with an encoder beside it transformers' BigBird gives other
+    numbers than BERT, and it cannot generate."""
+    long = long_model(PretrainedSettings(model_name_or_path=str(sharp_model), dropout=0), None)
+    tokenizer = load_tokenizer(long)
+    model = load_title_model(long, long, GenerationSettings(num_beams=2), tokenizer, LONGEST, SEED).eval()
+    assert type(model.decoder).__name__ == "BertLMHeadModel"
+    config = AutoConfig.from_pretrained(str(long.model_name_or_path))
+    config.is_decoder = config.add_cross_attention = True
+    config.attention_type = "original_full"
+    theirs = BigBirdForCausalLM(config).eval()
+    assert not theirs.load_state_dict(model.decoder.state_dict(), strict=False).unexpected_keys
+    ids = torch.randint(5, 127, (2, 9))
+    with torch.no_grad():
+        mine, expected = (part(input_ids=ids, use_cache=False).logits for part in (model.decoder, theirs))
+        assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-4)
+        assert model.generate(input_ids=ids).shape[0] == 2
+
+
+# ---- what is written
+
+
+def test_a_line_a_title(single: dict[str, Path], data: list[str]) -> None:
+    rows = lines_of(Path(data[3]))
+    lines = lines_of(single["varied"] / "predictions.jsonl")
+    assert [line["id"] for line in lines] == list(range(12))
+    assert all(list(line) == ["id", "title", "reference", "scores"] for line in lines)
+    assert [line["reference"] for line in lines] == [row["title"] for row in rows]
+    last = lines_of(single["varied"] / "eval.jsonl")[-1]
+    assert last["rouge_segmenter"] == "word"
+    for name in SCORES:
+        assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name], abs=1e-6)
+    again = rouge.scores([line["title"] for line in lines], [row["title"] for row in rows], "word")
+    assert [line["scores"] for line in lines] == [pytest.approx(score, abs=1e-6) for score in again]
+
+
+def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: list[str]) -> None:
+    """By transformers alone, each text by itself."""
+    folder = single["resumed"] / "model"
+    model, loading = EncoderDecoderModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chosen = json.loads((folder / "generation_config.json").read_text())
+    assert {"max_new_tokens": LONGEST, "num_beams": 2, "no_repeat_ngram_size": 1}.items() <= chosen.items()
+    assert chosen["decoder_start_token_id"] == tokenizer.cls_token_id
+    assert chosen["eos_token_id"] == tokenizer.sep_token_id
+    titles = []
+    for row in lines_of(Path(data[3])):
+        model.encoder.set_attention_type("block_sparse")  # a text of 704 tokens or fewer would turn it off for good
+        inputs = tokenizer(row["text"], truncation=True, max_length=4096, return_tensors="pt")
+        written = model.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        titles.append(readable(tokenizer, written[0].tolist()))
+    assert titles == [line["title"] for line in lines_of(single["resumed"] / "predictions.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["single", "zero3 x2"])
+def test_predict_writes_the_same_titles(way: str, single: dict[str, Path], data: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    table = tmp_path / "texts.jsonl"
+    table.write_text("".join(json.dumps({"text": row["text"]}) + "\n" for row in lines_of(Path(data[3]))))
+    words = [single["varied"] / "model", table, "--output", output, "--per_device_batch_size", "2", *WAYS[way]]
+    start(["toolkit", "predict", *words]).succeeded()
+    titles = [line["title"] for line in lines_of(single["varied"] / "predictions.jsonl")]
+    assert [line["prediction"] for line in lines_of(output)] == titles
+
+
+# ---- checkpoints
+
+
+@pytest.mark.multiprocess
+def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
+    assert_went_on(single["resumed"], single["varied"])
+
+
+@pytest.mark.multiprocess
+def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
+    converted(zero3["varied"], tmp_path / "out", EncoderDecoderModel)
+    folders = (tmp_path / "out", zero3["varied"] / "model")  # how titles are searched for
+    found, chosen = (json.loads((folder / "generation_config.json").read_text()) for folder in folders)
+    assert found == chosen
+
+
+# ---- Chinese
+
+CHINESE = [
+    ("华为发布新手机", "华为公司今天在北京发布新手机,公司表示新手机的价格没有变化,市场反应很好。"),
+    ("北京市场价格上涨", "北京市场的价格今天上涨,专家表示价格上涨的原因是天气变化,市民反应不大。"),
+    ("天气变化影响交通", "今天天气变化很大,上海的交通受到影响,市民表示上班时间比平时增加一个小时。"),
+    ("公司增加投资", "公司今天表示增加投资,新的投资在上海市场,专家认为公司的发展很好。"),
+    ("专家认为经济发展很好", "专家今天在北京表示,中国经济发展很好,市场没有大的变化,投资增加。"),
+    ("上海发布天气预报", "上海今天发布天气预报,专家表示天气变化不大,交通没有受到影响。"),
+    ("新手机价格没有变化", "公司发布的新手机价格没有变化,市场反应不大,市民认为价格很好。"),
+    ("市民反应交通问题", "北京市民今天反应交通问题,专家认为原因是投资不够,公司表示增加投资。"),
+]
+
+
+WORDS = ["华为", "发布", "手机", "公司", "今天", "北京", "上海", "市场", "价格", "专家", "表示", "认为", "天气", "变化",
+         "交通", "投资", "增加", "市民", "反应", "影响"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chinese(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """16 rows, and a random BERT whose vocabulary is words, as jieba cuts them, and characters."""
+    pytest.importorskip("jieba")
+    folder = tmp_path_factory.mktemp("chinese")
+    rows = [{"正文": text, "标题": title} for title, text in CHINESE]
+    rows += [{"正文": text + CHINESE[place - 1][1], "标题": title} for place, (title, text) in enumerate(CHINESE)]
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "news.jsonl").write_text(content, encoding="utf-8")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    words += sorted({letter for row in rows for text in row.values() for letter in text})
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    model = folder / "word-bert"
+    BertTokenizerFast(vocab=str(folder / "vocab.txt"), model_max_length=64).save_pretrained(model)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        BertModel(BertConfig(vocab_size=len(words), hidden_size=24, num_hidden_layers=1, num_attention_heads=2,
+                             intermediate_size=32, max_position_embeddings=64)).save_pretrained(model)  # fmt: skip
+    return ["--model_name_or_path", model, "--train_file", folder / "news.jsonl", "--validation_split", 0.25,
+            "--max_steps", 2, "--global_batch_size", 6, "--per_device_batch_size", 4, "--tokenizer", "jieba",
+            "--rouge_segmenter", "char", "--max_target_length", 6, "--num_beams", 2, "--no_repeat_ngram_size", 1,
+            "--report_to", "none", "--mixed_precision", "no"]  # fmt: skip
+
+
+def test_chinese_titles(single: dict[str, Path]) -> None:
+    run = single["chinese"]
+    assert {line["rouge_segmenter"] for line in lines_of(run / "eval.jsonl")} == {"char"}
+    lines = lines_of(run / "predictions.jsonl")
+    assert len(lines) == 4
+    for line in lines:
+        assert line["reference"] in dict(CHINESE)
+        assert line["title"]
+        assert not re.search(r"\s", line["title"])  # no word of the vocabulary is Latin
+    facts = json.loads((run / "config.json").read_text())["data"]
+    assert facts["title_column"] == "标题"
+
+
+def test_the_saved_tokenizer_still_cuts_into_words(single: dict[str, Path]) -> None:
+    folder = single["chinese"] / "model"
+    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(folder)))  # nobody says jieba again
+    assert is_jieba(tokenizer)
+    assert tokenizer.tokenize("专家今天认为北京天气影响交通") == [
+        "专家", "今天", "认为", "北京", "天气", "影响", "交通"]  # fmt: skip
+    assert EncoderDecoderModel.from_pretrained(folder).config.decoder.vocab_size == len(tokenizer)

@@ -1,0 +1,118 @@
+"""Run by tests/features/titles/test_titles.py in a group of processes: counts the titles of small sets, and makes one
+process's titles end early and the other's late.
+
+    titles_worker.main: arguments MODEL FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from tests.splits import of_lengths
+from toolkit import launch
+from toolkit.config import GenerationSettings, PretrainedSettings, TrainingSettings
+from toolkit.data.tokens import TitleSplit, load_tokenizer
+from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
+from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
+from toolkit.features.titles.model import load_title_model
+from toolkit.models.to_bigbird import long_model
+from toolkit.objective.losses import token_losses
+from toolkit.training.optimizer import parameter_groups
+from toolkit.training.steps import make_schedule
+from toolkit.training.strategy import align_strategy
+
+SIZES, BATCH, LONGEST = (1, 2, 3, 7), 2, 9
+
+
+def main() -> None:
+    settings, folder = PretrainedSettings(model_name_or_path=sys.argv[1]), Path(sys.argv[2])
+    accelerator = launch.make_accelerator("no")
+    training = TrainingSettings(global_batch_size=4, per_device_batch_size=2, per_device_eval_batch_size=BATCH)
+    generation = GenerationSettings(num_beams=2)
+    long = long_model(settings, None, accelerator)
+    tokenizer = load_tokenizer(long)
+    model: Any = load_title_model(settings, long, generation, tokenizer, LONGEST, seed=1)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.01), lr=1e-4)
+    schedule = make_schedule(training, of_lengths(np.full(8, 9)), accelerator.num_processes)
+    align_strategy(accelerator, model, optimizer, training, schedule)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    @torch.no_grad()
+    def evaluate(split: TitleSplit) -> Evaluation:
+        """As recipes/title.py."""
+        model.eval()
+        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
+        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+            encoded, mask = writer.encode(batch)
+            losses = token_losses(writer.logits(batch, encoded, mask), batch.labels)
+            outputs.add(accelerator.gather_for_metrics(batch.padded(losses, writer.write(encoded, mask))))
+        return title_evaluation(outputs, tokenizer, title_metrics)
+
+    def lines_of(size: int) -> list[dict[str, Any]]:
+        split = fake_split(folder, size, accelerator.is_main_process)
+        accelerator.wait_for_everyone()
+        evaluation = evaluate(split)
+        assert evaluation.numbers["num_samples"] == size
+        if evaluation.predictions is None:
+            return []
+        lines = list(evaluation.predictions())
+        assert [line["id"] for line in lines] == split.rows.tolist(), size
+        assert [line["reference"] for line in lines] == split.titles(), size
+        return lines
+
+    for size in SIZES:
+        lines_of(size)
+    if accelerator.num_processes > 1:
+        _uneven_ends(accelerator, model, lambda: lines_of(7))
+    if accelerator.is_main_process:
+        print(f"sizes {SIZES}: every title exactly once", flush=True)
+
+
+def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
+    """The main process's titles end after a token, the others' never do: all make the same number of calls where each
+    needs the others' parameters."""
+    writer = Writer(accelerator, model)
+    module, chosen, end = writer.module, writer.module.generation_config, writer.module.generation_config.eos_token_id
+    if accelerator.is_main_process:
+        chosen.exponential_decay_length_penalty = (0, 1000.0)
+    else:
+        chosen.suppress_tokens = [end]
+    calls = []
+    hook = module.decoder.register_forward_hook(lambda *_: calls.append(1))
+    lines = evaluate()
+    hook.remove()
+    counts = gather_object([len(calls)])
+    assert not writer.synced or len(set(counts)) == 1, counts
+    assert writer.synced or counts[0] < counts[1], counts
+    if accelerator.is_main_process:
+        words = [len(line["title"]) for line in lines]
+        print(f"synced {writer.synced}, calls {counts}, characters of the titles {words}", flush=True)
+        assert 4 * min(words) <= max(words)  # one token from this process, nine from the other
+
+
+def fake_split(folder: Path, size: int, writes: bool) -> TitleSplit:
+    """Random texts and titles; rows that are not 0..n-1, as after cleaning."""
+    generator = np.random.default_rng(size)
+    lengths, title_lengths = generator.integers(2, 17, size), generator.integers(3, 8, size)
+    folder = folder / f"{len(list(folder.glob('*')))}-{size}"
+    if writes:
+        folder.mkdir(parents=True)
+        titles = [f"title {row}" for row in range(size)]
+        (folder / "titles.jsonl").write_text("".join(json.dumps(title) + "\n" for title in titles), encoding="utf-8")
+    return TitleSplit(
+        name="test",
+        folder=folder,
+        input_ids=generator.integers(5, 40, lengths.sum()).astype(np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        labels=np.zeros(size, np.int64),
+        rows=np.arange(size) * 3 + 1,
+        target_ids=generator.integers(5, 40, title_lengths.sum()).astype(np.int32),
+        target_offsets=np.concatenate([[0], np.cumsum(title_lengths)]),
+    )

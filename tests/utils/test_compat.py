@@ -1,0 +1,93 @@
+"""The names of docs/compatibility.md are still in the installed packages; a missing one is told by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from toolkit.errors import UserError
+from toolkit.utils.compat import TESTED, require
+
+# module -> what its source must still hold; imported by nobody here
+NAMES = {
+    "torch.distributed.distributed_c10d": ("_get_default_store", "pg_map"),
+    "torch.nn.modules.module": (
+        "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+        "_backward_pre_hooks"),
+    "torch._dynamo.exc": ("FailOnRecompileLimitHit", "TorchDynamoException"),
+    "torch._functorch.config": ("force_non_lazy_backward_lowering",),
+    "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
+    "torch.optim.lr_scheduler": ("_step_count", "_last_lr"),
+    "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
+    "deepspeed.comm.torch": ("build_shm_op",),
+    "deepspeed.runtime.zero.stage_1_and_2": (
+        "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",
+        "real_dp_process_group", "update_lp_params"),
+    "deepspeed.runtime.bf16_optimizer": ("fp32_groups_flat_partition", "bf16_groups", "update_lp_params"),
+    "deepspeed.runtime.zero.linear": ("LinearFunctionForZeroStage3", "forward"),
+    "deepspeed.utils.mixed_precision_linkage": ("_hp_mapping",),
+    "deepspeed.runtime.zero.stage3": (
+        "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups", "fp16_groups",
+        "grad_position", "get_param_id", "checkpoint_event_prologue", "checkpoint_event_epilogue"),
+    "deepspeed.runtime.zero.partition_parameters": (
+        "ds_tensor", "ds_numel", "ds_shape", "ds_status", "ds_process_group"),
+    "deepspeed.runtime.fp16.loss_scaler": ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"),
+    "transformers.integrations.deepspeed": ("_hf_deepspeed_config_weak_ref",),
+    "transformers.utils.output_capturing": ("_CAN_RECORD_REGISTRY", "_can_record_outputs"),
+    "transformers.models.big_bird.modeling_big_bird": (
+        "BigBirdModel", "BigBirdAttention", "_bigbird_block_rand_mask", "_bigbird_block_rand_mask_with_head",
+        "_get_rand_attn_plan"),
+    "transformers.models.bert.modeling_bert": (
+        "BertForSequenceClassification", "BertAttention", "BertPooler", "BertSelfAttention"),
+    "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
+    "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
+    "accelerate.utils.deepspeed": ("get_global_grad_norm",),
+    "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
+    "datasets.arrow_dataset": ("_fingerprint",),
+    "pickle": ("_Unpickler", "dispatch", "pop_mark"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_the_installed_packages_have_the_names_that_we_reach_for(module: str) -> None:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None, f"{module} is gone"
+    source = Path(str(spec.origin)).read_text(encoding="utf-8")
+    assert [name for name in NAMES[module] if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_torch_has_the_compiled_names() -> None:
+    for owner, name in ((torch.distributed.ProcessGroup, "_get_sequence_number_for_group"),
+                        (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
+                        (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward")):  # fmt: skip
+        assert require(owner, name, "torch") is not None
+
+
+@pytest.mark.parametrize("page", ["compatibility.md", "compatibility.zh.md"])
+def test_both_pages_list_every_name(page: str) -> None:
+    text = (REPOSITORY / "docs" / page).read_text(encoding="utf-8")
+    assert [name for names in NAMES.values() for name in names if not re.search(rf"[`.]{name}`", text)] == []
+
+
+def test_a_guard_gives_what_is_there_and_tells_what_is_gone() -> None:
+    assert require(torch.distributed, "distributed_c10d._get_default_store", "torch") is not None
+    gone = types.SimpleNamespace(__name__="deepspeed.comm.torch")
+    version = re.escape(importlib.metadata.version("deepspeed"))
+    expected = (
+        rf"deepspeed {version} has no deepspeed\.comm\.torch\.build_shm_op any more, which this toolkit needs: "
+        rf"pip install 'deepspeed=={re.escape(TESTED['deepspeed'])}' \(docs/compatibility\.md\)"
+    )
+    with pytest.raises(UserError, match=expected):
+        require(gone, "build_shm_op", "deepspeed")
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints.txt").read_text(), flags=re.M))
+    assert {name: pins[name] for name in TESTED} == TESTED

@@ -1,0 +1,55 @@
+"""toolkit/utils/hub.py: without a network a name on the hub fails at once, with the ways there are."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from toolkit.config import ModelSettings
+from toolkit.data.read import read_hub
+from toolkit.data.tokens import load_tokenizer
+from toolkit.errors import UserError
+from toolkit.utils.hub import reach
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A hub at a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        hub = f"http://127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    reach.cache_clear()
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("load", "setting"),
+    [
+        (lambda: load_tokenizer(ModelSettings(model_name_or_path="nobody/no-model")), "--model_name_or_path"),
+        (lambda: read_hub("nobody/no-data"), "--dataset_name"),
+    ],
+)
+def test_a_hub_that_is_not_there(load: Any, setting: str, closed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        load()
+    assert time.monotonic() - started < 10
+    assert f"fetching it from {closed} (HF_ENDPOINT names another hub)" in capsys.readouterr().err
+    for part in (f"{setting} nobody/no-", f"{closed} cannot be reached", "HF_ENDPOINT=", "modelscope download --"):
+        assert part in str(caught.value)
+
+
+def test_a_copy_in_the_cache_is_taken(
+    closed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("toolkit.utils.hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path))
+    reach("nobody/no-model")
+    assert f"{closed} cannot be reached, so the copy in the cache is taken" in capsys.readouterr().err
+    assert constants.HF_HUB_OFFLINE

@@ -1,0 +1,247 @@
+"""toolkit/utils/memory.py: memory that runs out is answered with the setting that mends it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.faults import Fault
+from tests.runs import Finished, recipe
+from tests.splits import of_lengths
+from toolkit import launch
+from toolkit.data.batches import micro_batches
+from toolkit.launch import failure
+from toolkit.utils import memory
+
+ABSURD = 1 << 50
+
+
+def batch_of(samples: int, width: int) -> SimpleNamespace:
+    return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)})
+
+
+# what really fails, for want of memory
+ALLOCATIONS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.empty(ABSURD),
+    "torch, in use": lambda: torch.zeros(1000, 1) @ torch.zeros(1, 1).expand(1, ABSURD),
+    "numpy": lambda: np.empty(ABSURD),
+    "python": lambda: bytearray(ABSURD),
+}
+# as they were seen, or as the libraries write them
+SAID: list[Exception] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"),
+    torch.OutOfMemoryError(),
+    MemoryError(),
+    MemoryError("std::bad_alloc"),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+    RuntimeError("unable to mmap 4224 bytes from file <filename not specified>: Cannot allocate memory (12)"),
+    RuntimeError("could not create a primitive"),  # oneDNN's matrix products and activations
+    OSError(12, "Cannot allocate memory"),
+    ImportError("_odepack.cpython-311-x86_64-linux-gnu.so: failed to map segment from shared object"),
+]
+OTHERS: list[Exception] = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("could not create a primitive descriptor for a matmul primitive"),
+    RuntimeError("Storage size calculation overflowed with sizes=[4611686018427387904]"),
+    OSError(28, "No space left on device"),
+    ImportError("No module named 'flash_attn'"),
+    ValueError("out of memory"),  # nobody who is out of memory says so with this
+    KeyError("memory"),
+]
+
+
+@pytest.mark.parametrize("what", ALLOCATIONS)
+def test_an_allocation_that_fails_is_recognised(what: str) -> None:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        ALLOCATIONS[what]()
+    assert memory.is_out_of_memory(caught.value), repr(caught.value)
+    assert memory.answer(batch_of(2, 8), False, caught.value)
+    assert memory.answer(batch_of(2, 8), None, caught.value)
+
+
+@pytest.mark.parametrize("error", SAID, ids=repr)
+def test_what_libraries_say_is_recognised(error: Exception) -> None:
+    answer = memory.answer(batch_of(2, 8), False, error)
+    assert answer
+    assert "\n" not in answer
+    # the cause stands at its end: what was said of memory, or at least what it was
+    assert re.search(r"\[.*(memory|alloc|primitive|segment).*\]$", answer, re.IGNORECASE), answer
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=repr)
+def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+    assert not memory.is_out_of_memory(error)
+    assert memory.answer(batch_of(2, 8), False, error) is None
+    assert memory.answer(batch_of(2, 8), None, error) is None
+
+
+EVALUATION = None
+# samples, tokens of each, whether activations are recomputed -> what is said, and what is not
+ANSWERS: list[tuple[int, int, bool | None, list[str], list[str]]] = [
+    (32, 131, False, [
+        "out of memory in a training step, with a micro-batch of 32 x 131 tokens: pass ",
+        "--per_device_batch_size 16, or --max_tokens_per_batch 2096 (the global batch and the losses stay the same)",
+        ", or --gradient_checkpointing true, or --max_length 65 "], []),
+    (1, 512, False, ["pass --gradient_checkpointing true, or --max_length 256"], ["batch_size", "max_tokens"]),
+    (1, 512, EVALUATION, ["pass --max_length 256"], ["batch_size"]),
+    (64, 131, EVALUATION, [
+        "in an evaluation, with a batch of 64 x 131 tokens",
+        "pass --per_device_eval_batch_size 32 (toolkit predict: --per_device_batch_size 32), or "
+        "--max_tokens_per_batch 4192, or --max_length 65 ["], ["gradient"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("samples", "width", "recomputes", "says", "not_said"), ANSWERS)
+def test_the_answer_names_the_settings_that_help(
+    samples: int, width: int, recomputes: bool | None, says: list[str], not_said: list[str]
+) -> None:
+    answer = memory.answer(batch_of(samples, width), recomputes, MemoryError())
+    assert answer is not None
+    assert [part for part in says if part not in answer] == [part for part in not_said if part in answer] == []
+
+
+@pytest.mark.parametrize("width", [2, 7, 8, 13, 64, 131, 512])
+def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
+    for samples in (2, 3, 5, 8, 31, 64):
+        answer = memory.answer(batch_of(samples, width), False, MemoryError())
+        assert answer is not None
+        fewer, tokens = (
+            int(re.search(rf"--{name} (\d+)", answer)[1]) for name in ("per_device_batch_size", "max_tokens_per_batch")
+        )
+        lengths = np.full(4 * samples, width)
+        assert tokens >= width  # otherwise it would be refused
+        for per_device, max_tokens in ((fewer, None), (samples, tokens)):
+            found = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
+            assert max(len(share) for share in found) <= max(1, samples // 2)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[int]:
+    """The exit codes with which this process would have ended."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(failure.os, "_exit", leave)
+    monkeypatch.setattr(failure, "_explain", failure._explain)
+    monkeypatch.setattr("sys.argv", ["recipe.py"])
+    return codes
+
+
+def end_of(fail: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a recipe says that fails so."""
+
+    def main() -> None:
+        launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
+        fail()
+
+    with pytest.raises(SystemExit):
+        launch.run(main)
+    return capsys.readouterr().err
+
+
+def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
+    ended: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = end_of(ALLOCATIONS["torch"], capsys).splitlines()
+    assert line.startswith("error: out of memory in a training step, with a micro-batch of 4 x 10 tokens")
+    assert "DefaultCPUAllocator: can't allocate memory" in line
+    assert ended == [1]
+
+
+def test_a_fault_of_ours_keeps_its_traceback(ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    told = end_of(lambda: torch.zeros(2, 3) @ torch.zeros(4, 5), capsys)
+    assert told.startswith("Traceback")
+    assert "cannot be multiplied" in told
+    assert "per_device" not in told
+    assert ended == [1]
+
+
+LIMITED = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")
+ROWS = 3000
+SAMPLES = 1500  # the hidden states of one micro-batch are larger than what a process may still take
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file of many texts of 131 tokens, and one of a few."""
+    folder = tmp_path_factory.mktemp("memory")
+    rows = [f"{'good film ' * 70}{place},{'ab'[place % 2]}\n" for place in range(ROWS)]
+    found = {"many": folder / "many.csv", "few": folder / "few.csv"}
+    for name, path in found.items():
+        path.write_text("text,label\n" + "".join(rows[: ROWS if name == "many" else 8]), encoding="utf-8")
+    return found
+
+
+def run_out(files: dict[str, Path], tiny_model: Path, folder: Path, *arguments: str, limited_rank: str) -> Finished:
+    """recipes/cls.py, whose processes may take 16 MiB more once they train."""
+    train, validation = ("few", "many") if "--per_device_eval_batch_size" in arguments else ("many", "few")
+    return recipe("--train_file", files[train], "--validation_file", files[validation], "--model_name_or_path",
+                  tiny_model, "--output_dir", folder / "run", "--report_to", "none", "--max_steps", "2",
+                  "--mixed_precision", "no", *arguments,
+                  script="tests/memory_worker.py", seconds=90, env={"LIMITED_RANK": limited_rank})  # fmt: skip
+
+
+TRAINING = [
+    f"out of memory in a training step, with a micro-batch of {SAMPLES} x 131 tokens",
+    f"--per_device_batch_size {SAMPLES // 2}, or --max_tokens_per_batch {SAMPLES * 131 // 2} ",
+    "--gradient_checkpointing true",
+    "--max_length 65",
+]
+LARGE = ["--global_batch_size", str(ROWS), "--per_device_batch_size", str(SAMPLES)]
+
+
+@LIMITED
+def test_training_with_too_large_a_micro_batch(
+    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
+) -> None:
+    finished = run_out(files, tiny_model, tmp_path, *LARGE, limited_rank="0")
+    assert finished.code == 1
+    finished.says_in_one_line(*TRAINING)
+    assert finished.error_lines[0].startswith("error: ")
+    fault("memory runs out in training", finished.err)
+
+
+@LIMITED
+def test_an_evaluation_with_too_large_a_batch(
+    files: dict[str, Path], tiny_model: Path, tmp_path: Path, fault: Fault
+) -> None:
+    small = ["--global_batch_size", "2", "--per_device_batch_size", "2"]
+    finished = run_out(
+        files, tiny_model, tmp_path, *small, "--per_device_eval_batch_size", str(SAMPLES), limited_rank="0"
+    )
+    assert finished.code == 1
+    assert "step 2/2" in finished.err
+    finished.says_in_one_line(
+        f"in an evaluation, with a batch of {SAMPLES} x 131 tokens",
+        f"--per_device_eval_batch_size {SAMPLES // 2} (toolkit predict: --per_device_batch_size {SAMPLES // 2})",
+        "--max_length 65",
+    )
+    fault("memory runs out in an evaluation", finished.err)
+
+
+@LIMITED
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("rank", ["all", "1"])
+def test_one_rank_says_it_for_all(files: dict[str, Path], tiny_model: Path, tmp_path: Path, rank: str) -> None:
+    """Also where the others have memory enough, and wait for the one that has not."""
+    way = ["--config_file", "accelerate_configs/ddp.yaml"]
+    finished = run_out(files, tiny_model, tmp_path, *LARGE, *way, limited_rank=rank)
+    assert finished.code not in (-6, -9, -11)
+    finished.says_in_one_line(*TRAINING)
+    assert re.match(r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ", finished.error_lines[0])

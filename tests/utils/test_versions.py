@@ -1,0 +1,105 @@
+"""toolkit/utils/versions.py: what the processes of a run must have in common, and what to type where they do not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toolkit import __version__
+from toolkit.utils import versions
+
+SAME = {"toolkit": "0.1.0", "python": "3.12", "torch": "2.13.0", "numpy": "2.4.0", "code": "0123456789ab"}
+
+
+# --- versions
+
+
+def test_versions_are_those_of_the_installed_libraries() -> None:
+    found = versions.versions([*versions.PACKAGES, "no-such-library"])
+    assert list(found) == ["toolkit", "python", *versions.PACKAGES, "no-such-library"]
+    assert found["toolkit"] == __version__
+    assert found["python"] == sys.version.split()[0]
+    assert found["torch"] == importlib.metadata.version("torch")
+    assert found["no-such-library"] is None
+    found = versions.comparable()
+    assert found["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"  # patch releases may differ
+    assert {*versions.PACKAGES, "tokenizers", "safetensors", "toolkit", "code"} < set(found)
+    assert found["code"] == versions.code_digest()
+
+
+# --- the code
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small package in the place of this one."""
+    root = tmp_path / "toolkit"
+    (root / "launch").mkdir(parents=True)
+    (root / "a.py").write_text("a = 1\n")
+    (root / "launch" / "b.py").write_text("b = 2\n")
+    monkeypatch.setattr(versions, "_ROOT", root)
+    return root
+
+
+def test_any_change_of_a_module_is_another_digest(package: Path) -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: (package / "launch" / "b.py").write_text("b = 2\r\n"),
+        lambda: (package / "empty.py").touch(),
+        lambda: (package / "a.py").rename(package / "launch" / "a.py"),
+        lambda: (package / "launch" / "b.py").unlink(),
+    ]
+    digests = [versions.code_digest(), *((change(), versions.code_digest())[1] for change in changes)]
+    assert len(set(digests)) == 5
+
+
+def test_the_recipe_counts_as_code_by_what_it_holds(package: Path, tmp_path: Path) -> None:
+    one, other, same = (tmp_path / name for name in ("cls.py", "title.py", "copy.py"))
+    one.write_text("x = 1\n")
+    other.write_text("x = 2\n")
+    same.write_text("x = 1\n")
+    digests = [versions.code_digest(path) for path in (None, one, other, same)]
+    assert len(set(digests)) == 3
+    assert digests[1] == digests[3] == versions.code_digest(str(one))
+    for script in ("", "-c", "no/such.py", "/usr/bin/env", "."):  # no recipe
+        assert versions.code_digest(script) == digests[0]
+
+
+# --- comparisons
+
+
+def test_what_differs_is_said_with_who_has_what() -> None:
+    other = SAME | {"torch": "2.12.1"}
+    assert versions.differences([("A", SAME), ("B", other), ("C", SAME)]) == "torch is 2.13.0 on A, C and 2.12.1 on B"
+    several = [("A", SAME), ("A", SAME), ("B", other), ("B", other)]  # of one host
+    assert versions.differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
+
+
+def test_of_many_differences_the_first_are_said_and_the_rest_counted() -> None:
+    one, other = ({f"library{number}": version for number in range(9)} for version in ("1", "2"))
+    said = versions.differences([("A", one), ("B", other)])
+    assert said.count("is 1 on A and 2 on B") == 6
+    assert said.endswith("; and 3 more")
+
+
+def test_libraries_are_mended_by_what_rank_0_has() -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {"torch": "2.12.1", "numpy": None}), ("C", SAME)])
+    assert "pip install torch==2.13.0 numpy==2.4.0" in said
+    assert "git pull" not in said
+    assert "Python" not in said
+
+
+@pytest.mark.parametrize("name", ["code", "toolkit"])
+def test_other_code_is_mended_by_bringing_it_and_not_by_pip(name: str) -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {name: "other"})])
+    assert "git pull" in said
+    assert "pip" not in said
+
+
+def test_all_that_differs_is_mended_at_once() -> None:
+    said = versions.remedy([("A", SAME), ("B", SAME | {"torch": "1", "code": "x"}), ("C", SAME | {"python": "3"})])
+    for part in ("torch==2.13.0", "git pull", "same Python"):
+        assert part in said

@@ -1,0 +1,92 @@
+"""`toolkit clean`: frees the disk of the checkpoints of finished runs. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.folder import newest_first, remove
+from toolkit.errors import UserError, listing
+from toolkit.utils.files import read_table
+from toolkit.utils.units import size_text
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "clean",
+        help="remove the checkpoints of finished runs",
+        description="Removes the checkpoints of finished runs and nothing else: model/, metrics, predictions and the "
+        "report stay. Without its checkpoints a run cannot be resumed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+
+
+def run(options: argparse.Namespace) -> None:
+    for path in options.runs:
+        print(clean(path))
+
+
+def clean(path: Path) -> str:
+    """Returns the line that says what is free now. Raises UserError where a run goes on, or is to."""
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} {'is no run: it has no config.json' if path.is_dir() else 'does not exist'}")
+    config = read_table(path / "config.json", {})
+    with _locked(path):
+        if why := _unfinished(path, config):
+            raise UserError(f"{path} {why}: it goes on from its checkpoints when you type its command again")
+        checkpoints = path / "checkpoints"
+        found = newest_first(checkpoints)
+        size = sum(file.stat().st_size for folder in found for file in folder.rglob("*") if file.is_file())
+        try:
+            for folder in found:
+                remove(folder)
+            for name in ("best", "last"):
+                (checkpoints / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
+        if left := [folder.name for folder in found if folder.exists()]:
+            raise UserError(f"cannot remove {listing(left)} of {checkpoints}")
+        with contextlib.suppress(OSError):  # there is something of yours in it, or nothing was
+            checkpoints.rmdir()
+    return (
+        f"{path}: freed {size_text(size)} ({listing(folder.name for folder in found) or 'there were no checkpoints'})"
+    )
+
+
+def _unfinished(path: Path, config: dict[str, Any]) -> str:
+    """Why a run is not finished; empty where it is."""
+    report = path / "report.html"
+    if "stopped" in config:
+        return "was stopped"
+    # a run writes its config when it starts or goes on, and its report at the end
+    if not report.is_file() or report.stat().st_mtime < (path / "config.json").stat().st_mtime:
+        return "is not finished"
+    settings, total = config.get("settings") or {}, (config.get("data") or {}).get("total_steps")
+    try:
+        step = json.loads((path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return "has no readable metrics.jsonl that says how far it came"
+    return "" if step == total or settings.get("early_stopping_patience") else f"has taken {step} of {total} steps"
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """With the lock that a run holds on its folder."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(f"{path}: a run is writing to it: end that run first") from None
+    except (OSError, NotImplementedError):
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,162 @@
+"""The command line of `toolkit convert`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, with_model_names, written_dtype
+from toolkit.checkpoint.lora import is_lora
+from toolkit.checkpoint.read.open import open_checkpoint
+from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
+from toolkit.demo import model_path
+from toolkit.errors import UserError
+from toolkit.utils.units import size_text
+
+_EPILOG = (
+    "CHECKPOINT: a run's checkpoint, an accelerate save_state folder, a DeepSpeed save_checkpoint folder or one of "
+    "its tags, a torch.distributed.checkpoint folder, a file of torch.save (Lightning's .ckpt too), an adapter's or a "
+    "model's folder. Nothing in it is executed. OUT appears whole or not at all."
+)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """`toolkit convert`'s arguments; imports nothing heavy."""
+    parser = commands.add_parser(
+        "convert",
+        help="turn any checkpoint into a folder that from_pretrained loads",
+        description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", type=Path, help="see below")
+    parser.add_argument("out", nargs="?", type=Path, help="the folder to make")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
+    parser.add_argument("--max_shard_size", default="5GB", metavar="SIZE", dest="max_shard_bytes", type=parse_size,
+                        help="of one file: 5GB, 500MB, 2GiB [5GB]")  # fmt: skip
+    parser.add_argument(
+        "--config_from", metavar="FOLDER", type=_folder, help="has config.json and the tokenizer, or the adapter's"
+    )
+    parser.add_argument(
+        "--base_model", metavar="FOLDER", type=_folder, help="has the frozen parameters that CHECKPOINT leaves out"
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="NAME", help="take the tensors under NAME. alone, by the rest of their names"
+    )
+    parser.add_argument("--merge_lora", action="store_true", help="the whole model, not the adapter alone")
+    parser.add_argument("--keep_tied", action="store_true", help="write tied weights under each of their names")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
+    parser.add_argument("--without_checksums", action="store_true", help="also files that were saved without them")
+    parser.add_argument("--verify", action="store_true", help="read the output again and compare")
+    parser.add_argument("--dry_run", action="store_true", help="check everything, say what would be written")
+    parser.add_argument("--inspect", action="store_true", help="say what CHECKPOINT holds; takes no OUT")
+    parser.add_argument("--json", action="store_true", help="with --inspect: as JSON")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Does what the command line asks. Raises UserError."""
+    # Before numpy is there: merging needs no threads of its own, which would each take memory.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _check(arguments)
+    if arguments.inspect:
+        reader = open_checkpoint(arguments.checkpoint)
+        as_json = arguments.json and json.dumps(_described(reader), ensure_ascii=False, indent=1, default=str)
+        print(as_json or "\n".join(_lines(reader)))
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
+    print("\n".join(convert(ConvertSettings(**given))))
+
+
+def _folder(name: str) -> Path:
+    return Path(model_path(name))
+
+
+def parse_size(text: str) -> int:
+    """`5GB` (10^9), `500MiB` (2^20) -> bytes. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")) if match else 0
+    if match is None or size <= 0:
+        raise UserError(f"--max_shard_size {text} is not a size: write 5GB, 500MB or 2GiB")
+    if not match[2] + match[4] and size < 10**6:
+        raise UserError(f"--max_shard_size {text} is {size} bytes: did you mean {match[1]}GB?")
+    return size
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("toolkit convert runs in one process: start it without a launcher")
+    if arguments.inspect and arguments.out is not None:
+        raise UserError("toolkit convert --inspect CHECKPOINT writes nothing: leave OUT out")
+    if arguments.json and not arguments.inspect:
+        raise UserError("--json goes with --inspect")
+    if not arguments.inspect and arguments.out is None:
+        raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
+
+
+def _described(reader: CheckpointReader) -> dict[str, Any]:
+    """What `--inspect --json` prints: what a checkpoint holds, from its structure alone."""
+    weights, stored = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
+    missing = []
+    if reader.model_folder is None:
+        missing.append("config and tokenizer: --config_from FOLDER supplies them")
+    if reader.excluded:
+        count = sum(math.prod(shape) for shape in reader.excluded.values())
+        missing.append(
+            f"{len(reader.excluded)} frozen parameters with {count:,} numbers: --base_model FOLDER supplies them"
+        )
+    return {
+        "checkpoint": str(reader.path),
+        "strategy": reader.strategy,
+        "world": reader.world,
+        "step": reader.step,
+        "engine_dtype": reader.engine_dtype,
+        "parameters": len(weights),
+        "numbers": sum(each.count for each in weights),
+        "dtypes": dict(Counter(each.dtype for each in weights).most_common()),
+        "weights_bytes": sum(each.size for each in weights),
+        "buffers": len(reader.buffers),
+        "frozen": len(reader.frozen),
+        "tied": dict(reader.tied),
+        "lora": is_lora(reader),
+        "moments": len(reader.optimizer_state),
+        "excluded": dict(reader.excluded),
+        "model_folder": str(reader.model_folder) if reader.model_folder else None,
+        "missing": missing,
+        "output_bytes": {
+            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in stored)
+            for dtype in ("F32", "BF16")
+        },
+        "shapes": {name: stored.shape for name, stored in with_model_names(reader).weights.items()},
+        "details": reader.details,
+    }
+
+
+def _lines(reader: CheckpointReader) -> list[str]:
+    """The same for a person."""
+    facts = _described(reader)
+    step = "step not recorded" if reader.step is None else f"step {reader.step}"
+    dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
+    sizes = [size_text(size) for size in facts["output_bytes"].values()]
+    return [
+        f"{reader.path}: {reader.strategy}, {reader.world} process{'es' * (reader.world > 1)}, {step}",
+        f"  parameters  {facts['parameters']} with {facts['numbers']:,} numbers ({dtypes}), "
+        f"{size_text(facts['weights_bytes'])}; the model computed in {reader.engine_dtype.lower()}",
+        f"  besides     {facts['buffers']} buffers, {facts['frozen']} frozen, {len(reader.tied)} tied names"
+        + (", a LoRA adapter" if facts["lora"] else ""),
+        f"  optimizer   moments of {facts['moments']} parameters",
+        f"  config      {reader.model_folder or 'none'}",
+        f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
+        "  details     "
+        + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
+        *(f"  missing     {what}" for what in facts["missing"]),
+    ]

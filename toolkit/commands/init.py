@@ -1,0 +1,65 @@
+"""`toolkit init`: copies the recipes and the config files to where the user works, ready to edit."""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.utils.files import templates
+
+# folder -> the files of it that are copied
+_PATTERNS = {"recipes": ("*.py", "*.yaml"), "accelerate_configs": ("*.yaml",), "ds_configs": ("*.json",)}
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "init",
+        help="copy the recipes and config files to a folder, ready to edit",
+        description="Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="made if it is missing [.]")
+
+
+def run(options: argparse.Namespace) -> None:
+    folder = Path(options.folder)
+    new, kept = copy_templates(folder)
+    print(f"{len(new)} files copied to {folder.resolve()}")
+    if kept:
+        print(f"kept your own version of: {', '.join(kept)} (to get ours, move a file away and run this again)")
+    print("next:")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {shlex.quote(str(folder))}")
+    print("  accelerate launch recipes/cls.py --config_file accelerate_configs/ddp.yaml")
+    print("  deepspeed recipes/bigbird.py")
+    print("  python recipes/title.py --help")
+
+
+def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
+    """Copies what `folder` lacks; returns (copied files, files that are there and differ from ours).
+
+    Raises UserError where the folder cannot be written.
+    """
+    source = templates()
+    ours = [path for name, patterns in _PATTERNS.items() for each in patterns for path in (source / name).glob(each)]
+    if not ours:
+        raise UserError(f"no recipes lie in {source}: this installation is incomplete; install finetune-toolkit again")
+    new, kept = [], []
+    for path in sorted(ours):
+        name = path.relative_to(source)
+        target = folder / name
+        try:
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+                new.append(str(name))
+            elif not filecmp.cmp(path, target, shallow=False):
+                kept.append(str(name))
+        except OSError as error:
+            raise UserError(f"{target} cannot be written: {error.strerror}: name another folder") from error
+    return new, kept

@@ -1,0 +1,1 @@
+"""Leaves: nothing else in the package needs them, and none needs another."""

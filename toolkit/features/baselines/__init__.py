@@ -1,0 +1,1 @@
+"""What simple models reach on the same rows."""

@@ -1,0 +1,1 @@
+"""Which of several runs is better."""

@@ -1,0 +1,1 @@
+"""Thresholds, temperature and answers held back."""

@@ -1,0 +1,70 @@
+"""Python and the libraries: whether they fit this package and each other."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from toolkit.errors import listing
+from toolkit.features.doctor.finding import Finding
+from toolkit.utils.versions import ALL_PACKAGES, versions
+
+OURS = "finetune-toolkit"
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None where it is missing."""
+    return versions([name])[name]
+
+
+def requirements() -> dict[str, list[str]]:
+    """Package -> its requirement lines, of this one and of the libraries that are installed."""
+    return {name: importlib.metadata.requires(name) or [] for name in (OURS, *ALL_PACKAGES) if installed_version(name)}
+
+
+def wanted(name: str) -> str:
+    """The versions of a library that this package needs: `>=2.13,<2.14`."""
+    lines = map(Requirement, requirements().get(OURS, []))
+    return next((_specifier(line) for line in lines if line.name == name), "")
+
+
+def check(
+    needs: Mapping[str, Sequence[str]], version_of: Callable[[str], str | None] = installed_version
+) -> list[Finding]:
+    """Checks installed versions against the requirement lines of each package."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for owner, lines in needs.items():
+        who = "this package" if owner == OURS else f"{owner} {version_of(owner)}"
+        for misfit in filter(None, (_misfit(line, version_of) for line in lines)):
+            owners.setdefault(misfit, []).append(who)
+    python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
+    shown = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
+    found = [Finding("versions", "python", "ok", python),
+             Finding("versions", "libraries", "note" if owners else "ok", shown)]  # fmt: skip
+    for (name, needed), whose in owners.items():
+        have = f"{name} {version} is installed" if (version := version_of(name)) else f"{name} is missing"
+        text = f"{have}, and {listing(whose, 3)} {'needs' if len(whose) == 1 else 'need'} {name}{needed}"
+        found.append(Finding("versions", name, "fail", text, f"pip install '{name}{needed}'"))
+    return found
+
+
+def _misfit(line: str, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
+    """(package, versions wanted) where a requirement line is not met."""
+    with contextlib.suppress(InvalidRequirement, InvalidVersion):  # an image may have `torch 2.13.0a0.custom!`
+        needed = Requirement(line)
+        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+            have = version_of(needed.name)
+            if have is None or not needed.specifier.contains(Version(have), prereleases=True):
+                return canonicalize_name(needed.name), _specifier(needed)
+    return None
+
+
+def _specifier(needed: Requirement) -> str:
+    return ",".join(sorted(map(str, needed.specifier), key=lambda part: part.startswith("<")))  # `>=2.13,<2.14`

@@ -1,0 +1,1 @@
+"""What a job takes of the memory."""

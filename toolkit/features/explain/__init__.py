@@ -1,0 +1,1 @@
+"""Which words led to an answer."""

@@ -1,0 +1,1 @@
+"""A classifier for OpenVINO or ONNX Runtime."""

@@ -1,0 +1,220 @@
+"""`--folds`: which part of the training rows each model does not see, and which model is next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.data.labels import MULTI, Labels
+from toolkit.data.rows import Rows, Targets
+from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.utils.files import read_table, replace_file, writing
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+FOLDS, PART = "folds.json", "out_of_fold.jsonl"
+MOST_VALUES = 20
+_COUNT = (lambda value: type(value) is int and 1 < value <= 100, "a number from 2 to 100")
+
+
+def fold_folder(output_dir: str | Path, fold: int) -> Path:
+    return Path(output_dir) / f"fold-{fold}"
+
+
+def unfinished(output_dir: str | Path) -> list[int]:
+    """Those whose model has not answered for its part yet, from 1."""
+    return [fold for fold in numbers(output_dir) if not (fold_folder(output_dir, fold) / PART).is_file()]
+
+
+def numbers(output_dir: str | Path) -> range:
+    """Of the folds that a folder was begun with."""
+    return range(1, 1 + read_table(Path(output_dir) / FOLDS, {"folds": _COUNT})["folds"])
+
+
+def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
+    """The fold to train now, from 1; all processes call this. `digest`: of the rows and how they are read, which the
+    folds in one folder have in common.
+
+    Raises UserError where the folder is of other data or another number, and where all folds are done.
+    """
+    found: tuple[int, str] = (1, "")
+    if accelerator is None or accelerator.is_main_process:
+        try:
+            found = _next(Path(output_dir), folds, digest), ""
+        except UserError as error:
+            found = 1, str(error)
+    if accelerator is not None:
+        from accelerate.utils import broadcast_object_list
+
+        found = broadcast_object_list([found])[0]
+    if found[1]:
+        raise UserError(found[1])
+    return found[0]
+
+
+def settings_of(accelerator: Accelerator, settings: Any, fold: int) -> Any:
+    """The settings of one fold's run, in a folder of its own; where an earlier start left nothing there to go on from,
+    that is moved aside."""
+    folder = fold_folder(settings.training.output_dir, fold)
+    stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
+    training = replace(settings.training, output_dir=str(folder), overwrite_output_dir=stale)
+    return replace(settings, training=training)
+
+
+def _next(folder: Path, folds: int, digest: str) -> int:
+    if (folder / "metrics.jsonl").exists():
+        raise UserError(f"--output_dir {folder} holds a run without --folds: name another folder")
+    if (folder / FOLDS).is_file():
+        numbers(folder)
+        known = read_table(folder / FOLDS, {})
+        if known != {"folds": folds, "digest": digest}:
+            raise UserError(
+                f"--output_dir {folder} holds {known.get('folds')} folds of these or other rows, and not the {folds} "
+                "that are asked for now (--folds, the data, --data_seed and how texts are read must be the same): name "
+                "another folder"
+            )
+    else:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with replace_file(folder / FOLDS) as draft:
+                draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")
+    if not (left := unfinished(folder)):
+        raise UserError(
+            f"--output_dir {folder}: all {folds} folds are done; `toolkit report {folder}` writes their page"
+        )
+    return left[0]
+
+
+def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int, notes: list[str]) -> dict[str, Rows]:
+    """The training rows without part `fold` of `folds`, and that part as `validation`; by class where there are
+    classes. Raises UserError for fewer rows than folds."""
+    from sklearn.model_selection import KFold, StratifiedKFold
+
+    count = len(rows)
+    if count < folds:
+        raise UserError(f"{rows.table.name}: {count} rows are too few for --folds {folds}")
+    classes = targets.strata(rows.targets)
+    stratified = classes is not None and int(np.bincount(classes).max()) >= folds
+    kind: Any = StratifiedKFold if stratified else KFold
+    with warnings.catch_warnings():  # a class with fewer rows than folds is not in each of them
+        warnings.simplefilter("ignore", UserWarning)
+        parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
+    train, held = parts[fold - 1]
+    notes.append(f"fold {fold} of {folds}: {len(held)} of {count} rows are held back (seed {seed})")
+    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(held))}
+
+
+def sources(rows: Rows, taken: Sequence[str]) -> list[str]:
+    """Of each row the cells of the columns that group rows (2 to 20 different values), as JSON; for reports."""
+    table, found = rows.table.rows.with_format(None), {}
+    most = min(MOST_VALUES, len(rows) // 2)
+    for name in table.column_names:
+        # a glance first: a column of texts is not to be read whole for this
+        if name not in taken and len({str(cell) for cell in table[:1000][name]}) <= most:
+            cells = [str(cell) for _, (some,) in rows.table.cells((name,), "source", rows.numbers) for cell in some]
+            if 1 < len(set(cells)) <= most:
+                found[name] = cells
+    return [json.dumps({name: found[name][place] for name in found}, ensure_ascii=False) for place in range(len(rows))]
+
+
+def text_digest(text: str) -> str:
+    """What tells a file of corrections whether a row still holds the text that was looked at."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def corrected(rows: Rows, targets: Labels, file: str, notes: list[str]) -> Rows:
+    """The training rows with the labels of `--label_corrections`, and without those it leaves out.
+
+    Raises UserError naming the line and the row where the file does not fit.
+    """
+    places = {int(row): place for place, row in enumerate(rows.numbers)}
+    given = _corrections(Path(file))
+    texts = _texts_at({places[row] for _, row, _, _ in given if row in places}, rows)
+    encoded, kept, counts = rows.targets.copy(), np.ones(len(places), bool), {"changed": 0, "same": 0, "out": 0}
+    for line, row, digest, label in given:
+        where = f"--label_corrections {file}, {line}: row {row + 1} of {rows.table.name}"
+        if row not in places:
+            raise UserError(f"{where} is not among the training rows")
+        place = places[row]
+        if text_digest(texts[place]) != digest:
+            raise UserError(f"{where} holds another text than the one whose label was looked at: it is of other data")
+        if label is None:
+            kept[place] = False
+            counts["out"] += 1
+            continue
+        value = _encoded(label, targets, where)
+        counts["same" if np.array_equal(value, encoded[place]) else "changed"] += 1
+        encoded[place] = value
+    said = f"{counts['changed']} labels are changed, {counts['same']} are as they were, {counts['out']} rows left out"
+    notes.append(f"{rows.table.name}: {said} (--label_corrections {file})")
+    changed = replace(rows, targets=encoded)
+    return changed if kept.all() else changed.take(np.flatnonzero(kept))
+
+
+def _encoded(label: Any, labels: Labels, where: str) -> Any:
+    """A class's name, or a list of them (multi-label), as `Labels.encode` has it. Raises UserError for another."""
+    named = {name: place for place, name in enumerate(labels.names)}
+    wanted, multi = label if isinstance(label, list) else [label], labels.problem_type == MULTI
+    strange = [name for name in wanted if name not in named]
+    if strange or labels.problem_type == "regression" or isinstance(label, list) != multi:
+        near = did_you_mean(str(strange[0]), named) if strange else ""
+        raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(named)}")
+    return (
+        np.isin(np.arange(labels.size), [named[name] for name in wanted]).astype(np.float32) if multi else named[label]
+    )
+
+
+def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:
+    """The texts of some samples, second ones below the first, as reports show them."""
+    found, place = {}, 0
+    for texts, pairs in rows.texts():
+        for own in range(len(texts)):
+            if place in places:
+                found[place] = f"{texts[own]}\n{pairs[own]}" if pairs else texts[own]
+            place += 1
+    return found
+
+
+def digest_of_corrections(file: str) -> str:
+    """Raises UserError where it cannot be read."""
+    return text_digest(json.dumps(_corrections(Path(file))))
+
+
+def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:
+    """(where, row from 0, digest, label) of each line of {"id", "text_digest", "label"}."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--label_corrections {path} cannot be read: {error}") from None
+    found, seen = [], set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            loaded = json.loads(line)
+            row, digest, label = loaded["id"], loaded["text_digest"], loaded["label"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            row = digest = label = None
+        fits = (
+            label is None
+            or isinstance(label, str)
+            or (isinstance(label, list) and all(isinstance(name, str) for name in label))
+        )
+        if type(row) is not int or row < 0 or not isinstance(digest, str) or not fits:
+            raise UserError(
+                f'--label_corrections {path}, line {number}: it must be {{"id": row from 0, "text_digest": "...", '
+                '"label": the right one, or null to leave the row out}, as report.html and label_errors.jsonl have them'
+            )
+        if row in seen:
+            raise UserError(f"--label_corrections {path}, line {number}: row {row + 1} is there twice")
+        seen.add(row)
+        found.append((f"line {number}", row, digest, label))
+    return found

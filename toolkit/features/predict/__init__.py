@@ -1,0 +1,1 @@
+"""Answers for every row of a file."""

@@ -1,0 +1,382 @@
+"""`toolkit predict MODEL FILE`, or `--text`: the path of evaluation, for rows without labels."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from toolkit import launch
+from toolkit.config import PretrainedSettings, TextSettings
+from toolkit.data.labels import USUAL
+from toolkit.data.parse import format_of
+from toolkit.data.progress import PartOfProgress, Progress
+from toolkit.data.read import Table, columns_of, find_columns, read_file
+from toolkit.data.rows import joined_texts, pair_column, text_column
+from toolkit.data.tokens import Split, separator_of
+from toolkit.demo import model_path
+from toolkit.errors import UserError, listing
+from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
+from toolkit.features.decisions.decisions import Decisions
+from toolkit.features.predict.parts import SEPARATORS, Parts
+from toolkit.pretrained import layer_of
+from toolkit.utils.cache import digest_of_files, digest_of_text, remove
+
+WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
+"""A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
+
+
+def predict_file(options: Any) -> None:
+    """Writes the rows of `options.file` with what the model says of each, or prints what it says of `options.text`; all
+    processes call it.
+
+    A classifier adds a prediction and its probabilities, an encoder-decoder a title. `options` holds the arguments
+    of `toolkit predict`. Raises UserError for a model or file that cannot be read, an output that exists, or a
+    column of the file that would be overwritten.
+    """
+    if bool(options.file) == bool(options.text):
+        raise UserError("toolkit predict needs a FILE or --text, one of them")
+    accelerator = launch.make_accelerator(
+        options.mixed_precision, layer_of(PretrainedSettings(model_name_or_path=options.model))
+    )
+    if options.text:
+        _print_answers(options, accelerator)
+        return
+    saved, output, read_as = SavedModel(options.model), _output_of(options), reading(options)
+    alike = not read_as.delimiter and format_of(Path(options.file)) == format_of(output)
+    decisions, parts = saved.decisions, Parts(output, read_as.encoding, read_as.quoting == "none" and alike)
+    _shard_of(options.shard)  # a wrong one is reported before any work
+    table = read_file(options.file, read_as)
+    nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
+    _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
+    column, pair = columns_read(options, table)
+    max_length = saved.length(options.max_length, pair is not None)
+    facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
+    launch.same_everywhere(accelerator, "the file, the model and the options", facts)
+    if _is_done(options, accelerator, parts, facts):
+        return
+    if accelerator.is_main_process:
+        parts.begin(facts, options.overwrite)
+    try:
+        _predict_and_join(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
+    except KeyboardInterrupt:
+        finished = sum(end - start for start, end in parts.done().items())
+        kept = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
+        launch.say(accelerator, f"stopped: {kept}; to continue: {launch.how_launched()['command']}")
+        raise
+
+
+def _predict_and_join(
+    options: Any,
+    accelerator: Accelerator,
+    saved: SavedModel,
+    table: Table,
+    columns: list[str],
+    parts: Parts,
+    facts: dict[str, Any],
+) -> None:
+    max_length = facts["max_length"]
+    done: dict[int, int] = broadcast_object_list([parts.done()])[0]
+    missing, rows = len(table) - sum(end - start for start, end in done.items()), len(table)
+    if options.join and missing:
+        raise UserError(
+            f"{parts.folder} lacks rows {listing(parts.missing(rows))} of {rows}: run the shards that are not done"
+        )
+    if missing:
+        named_columns = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
+        for line in filter(None, [table.said, f"reading {named_columns}, at most {max_length} tokens of each text"]):
+            launch.say(accelerator, line)
+        if done:
+            launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: going on")
+        saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
+        _predict_parts(options, saved, table, columns, parts, done, json.dumps(facts))
+    if not accelerator.is_main_process:
+        return
+    lacking = parts.missing(rows)
+    if not lacking and (not options.shard or parts.take_joining()):
+        parts.join(of_shards=_in_shards(options))
+        print(f"{rows} rows: {parts.output}", file=sys.stderr)
+    elif not parts.are_joined(facts):  # meanwhile, by another
+        left = (
+            f"not yet: rows {listing(lacking)} (the last one joins all)" if lacking else
+            "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
+        )  # fmt: skip
+        print(f"shard {options.shard} is done; {left}", file=sys.stderr)
+
+
+def _in_shards(options: Any) -> bool:
+    return bool(options.shard or options.join)
+
+
+def _is_done(options: Any, accelerator: Accelerator, parts: Parts, facts: dict[str, Any]) -> bool:
+    """Whether the shards were joined already, as one finds that a scheduler starts again. Raises UserError where
+    another output is there."""
+    if options.overwrite or not broadcast_object_list([parts.output.exists()])[0]:
+        return False
+    joined = _in_shards(options) and broadcast_object_list([parts.are_joined(facts)])[0]
+    if not joined:
+        raise _exists(parts.output)
+    launch.say(accelerator, f"{parts.output} is there and whole: its shards were joined, nothing is left to do")
+    return True
+
+
+def _exists(output: Path) -> UserError:
+    return UserError(f"{output} exists: name another with --output, or pass --overwrite")
+
+
+def _print_answers(options: Any, accelerator: Accelerator) -> None:
+    saved = SavedModel(options.model)
+    columns_read(options, None)
+    length = saved.length(options.max_length)
+    saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
+    found = saved.outputs(saved.split(options.text))
+    if found is not None:
+        if note := empty_texts([row for row, text in enumerate(options.text) if not text.strip()], len(options.text)):
+            print(note, file=sys.stderr)
+        for text, answer in zip(options.text, printed_answers(found, saved.decisions), strict=True):
+            print(f"{answer}  {text}")
+
+
+class _Window(NamedTuple):
+    """Rows that are read, tokenized, computed and written together."""
+
+    start: int
+    rows: Any
+    """As an Arrow table."""
+
+
+def _windows(table: Table, done: dict[int, int], shard: tuple[int, int]) -> Iterator[_Window]:
+    """The windows of this shard that are not done: the same rows in each run on the same file."""
+    import pyarrow
+
+    start = number = 0
+    held: list[Any] = []
+    batches = table.batches()
+    while True:
+        batch = next(batches, None)
+        if batch is not None:
+            held.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
+        rows = sum(map(len, held))
+        if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in held) >= WINDOW_BYTES):
+            if start not in done and number % shard[1] == shard[0] - 1:
+                yield _Window(start, pyarrow.concat_tables(held))
+            start, number, held = start + rows, number + 1, []
+        if batch is None:
+            return
+
+
+def _predict_parts(
+    options: Any, saved: SavedModel, table: Table, columns: list[str], parts: Parts, done: dict[int, int], name: str
+) -> None:
+    """Each window is computed while the next is read and tokenized, and the one before is written. `name`: what the
+    tokens that processes share are of."""
+    accelerator, shard = saved.accelerator, _shard_of(options.shard)
+    ready = functools.partial(_ready, saved, table, columns, _windows(table, done, shard), name)
+    bar = Progress(
+        Path(options.file).name, round(len(table) / shard[1]) - sum(end - start for start, end in done.items())
+    )
+    rows = computed = unanswered = 0
+    empty: list[int] = []
+    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
+        following = reader.submit(ready)
+        written: Future[Any] = writer.submit(int)
+        while (made := following.result()) is not None:
+            window, split, places, blank = made
+            following = reader.submit(ready)
+            found = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
+            rows, computed = rows + window.rows.num_rows, computed + len(split)
+            empty += (window.start + blank).tolist()
+            if split.folder != Path() and accelerator.is_local_main_process:
+                remove(split.folder.parent)  # every process has computed it, and so has mapped it
+                Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
+            if accelerator.is_main_process:
+                unanswered += written.result()
+                written = writer.submit(_write, options, saved.decisions, parts, window, np.asarray(found)[places])
+        unanswered += written.result()
+    seconds = max(time.monotonic() - bar.started, 1e-9)
+    if accelerator.is_main_process:
+        if empty:
+            print(empty_texts(empty, rows), file=sys.stderr)
+        if unanswered and saved.decisions:
+            limit = f"below {saved.decisions.abstain_below:g}, the abstain_below of the model's decisions.json"
+            print(f"{unanswered} of {rows} rows have no answer: their probabilities are {limit}", file=sys.stderr)
+        again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
+        print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
+
+
+def _ready(
+    saved: SavedModel, table: Table, columns: list[str], windows: Iterator[_Window], name: str
+) -> tuple[_Window, Split, np.ndarray, np.ndarray] | None:
+    """(the next window, the texts in it, each of them once, which of them each row has, which rows have none)."""
+    window = next(windows, None)
+    if window is None:
+        return None
+    separator = separator_of(saved.tokenizer)
+    cells = ([window.rows[name].to_pylist() for name in columns_of(table, column)] for column in columns)
+    read = [joined_texts(some, separator) for some in cells]
+    once: dict[tuple[str, ...], int] = {}
+    places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
+    first = window.start + np.unique(places, return_index=True)[1]
+    texts, *pairs = (list(some) for some in zip(*once, strict=True))
+    several = saved.accelerator.num_processes > 1  # they share the work of tokenizing
+    shared_as = digest_of_text(f"{name} {window.start}") if several else None
+    split = saved.split(texts, pairs[0] if pairs else None, shared_as)
+    blank = np.array([not all(map(str.strip, row)) for row in once])[places]
+    return window, replace(split, name=table.name, rows=first), places, np.flatnonzero(blank)
+
+
+def _write(options: Any, decisions: Decisions | None, parts: Parts, window: _Window, found: Any) -> int:
+    """How many rows have no answer. `found`: of each row its logits, or its title."""
+    columns = _columns(found, decisions, parts.output, options) if decisions else {"prediction": found.tolist()}
+    parts.write(window.start, window.rows, columns)
+    return sum(answer is None for answer in columns.get("prediction", ()))
+
+
+def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) -> dict[str, Any]:
+    """What the parts of an output have in common."""
+    model = Path(model_path(options.model))
+    digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
+    asked = {name: getattr(options, name) for name in ("probabilities", "encoding")}
+    precision = accelerator.mixed_precision
+    return (
+        {"layout": 2, "file": table.digest, "rows": len(table), "model": digest, "precision": precision} | asked | more
+    )
+
+
+def _shard_of(asked: str | None) -> tuple[int, int]:
+    """`3/64` -> (3, 64); all of a file is (1, 1)."""
+    numbers = tuple(map(int, asked.split("/"))) if asked and re.fullmatch(r"\d+/\d+", asked) else (1, 1)
+    if (asked and numbers == (1, 1) and asked != "1/1") or not 1 <= numbers[0] <= numbers[1]:
+        raise UserError(f"--shard {asked}: write 3/64 for the third of 64 shards; the first is 1/64")
+    return numbers[0], numbers[1]
+
+
+def reading(options: Any) -> TextSettings:
+    """How the file is read: as asked, or as the model's run read its own."""
+    names = ("encoding", "delimiter", "column_names")
+    quoting = options.quoting or quoting_of_run(options.model, options.file)
+    return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
+
+
+def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
+    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
+    run = run_of(options.model)["data"]
+    if options.text:
+        if run.get("text_pair"):
+            raise UserError(f"this model reads pairs (--text_pair {run['text_pair']}): give a FILE with both columns")
+        return "text", None
+    there = {
+        setting: name
+        for setting in ("text_column", "text_pair")
+        if (name := run.get(setting)) and set(columns_of(table, name)) <= set(table.rows.column_names)
+    }
+    pair = options.text_pair or there.get("text_pair")
+    usual = find_columns(table, None, USUAL, "label_column")
+    column = text_column(table, options.text_column or there.get("text_column"), [*usual, pair])
+    return column, pair_column(table, pair, column)
+
+
+def printed_answers(found: Any, decisions: Decisions | None) -> list[str]:
+    """What is printed of each text: a title, numbers, or classes with their probabilities."""
+    if decisions is None:
+        return list(found)
+    answers, labels = [], decisions.labels
+    for line in decisions.answers(found):
+        if labels.problem_type == "regression":
+            numbers = np.atleast_1d(line["prediction"])
+            answers.append(" ".join(f"{name} {number:.4g}" for name, number in zip(labels.names, numbers, strict=True)))
+        else:
+            chances = dict(zip(labels.names, line["probabilities"], strict=True))
+            if line["prediction"] is None:  # --abstain_below
+                best = max(chances, key=lambda name: chances[name])
+                answers.append(f"no answer (likeliest: {best} {chances[best]:.4f})")
+                continue
+            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
+            answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
+    return answers
+
+
+def _columns(logits: np.ndarray, decisions: Decisions, output: Path, options: Any) -> dict[str, list[Any]]:
+    return class_columns(logits, decisions, format_of(output) in SEPARATORS, options.probabilities)
+
+
+def class_columns(
+    logits: np.ndarray, decisions: Decisions, flat: bool, probabilities: str = "all"
+) -> dict[str, list[Any]]:
+    """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class.
+
+    `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest.
+    """
+    labels, decided = decisions.labels, list(decisions.answers(logits))
+    columns = {"prediction": [line["prediction"] for line in decided]}
+    if labels.problem_type == "regression":
+        if labels.size == 1 or not flat:
+            return columns
+        numbers = np.array(columns["prediction"]).reshape(-1, labels.size)
+        return {f"prediction_{name}": numbers[:, place].tolist() for place, name in enumerate(labels.names)}
+    if flat and labels.problem_type == "multi_label_classification":
+        columns["prediction"] = [json.dumps(names, ensure_ascii=False) for names in columns["prediction"]]
+    if probabilities == "none":
+        return columns
+    if probabilities == "all" and not flat:
+        return columns | {"probabilities": [line["probabilities"] for line in decided]}
+    if probabilities == "all":
+        for place, name in enumerate(labels.names):
+            columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
+        return columns
+    most = min(int(probabilities.removeprefix("top-")), labels.size)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :most]  # (N, most)
+    names = [[labels.names[place] for place in row] for row in order.tolist()]
+    best = [[line["probabilities"][place] for place in row] for line, row in zip(decided, order.tolist(), strict=True)]
+    if not flat:
+        return columns | {"top_classes": names, "top_probabilities": best}
+    for place in range(most):
+        columns[f"top_{place + 1}"] = [row[place] for row in names]
+        columns[f"top_{place + 1}_probability"] = [row[place] for row in best]
+    return columns
+
+
+def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
+    taken = [name for name in columns if name in table.rows.column_names]
+    if taken:
+        raise UserError(f"{table.name} already has a column {listing(taken)}: rename it, nothing is overwritten")
+
+
+def _output_of(options: Any) -> Path:
+    """Where to write. Raises UserError before any work when that is impossible."""
+    source = Path(options.file)
+    if source.is_dir():
+        raise UserError(f"{source} is a folder: toolkit predict MODEL FILE, in this order")
+    if not source.suffix and not source.exists():
+        raise UserError(
+            f"there is no file {source}: is it a text? Then toolkit predict MODEL --text {shlex.quote(options.file)}"
+        )
+    if not options.output and not source.is_file() and any(mark in source.name for mark in "*?["):
+        raise UserError(f"{source}: name the file that becomes of these with --output")
+    kind = format_of(source)
+    stem = source.name[: source.name.lower().rindex(kind)]
+    written = ".csv" if kind == ".txt" else kind
+    output = Path(options.output) if options.output else source.with_name(f"{stem}.predictions{written}")
+    if format_of(output) == ".txt":
+        raise UserError(f"--output {output}: name it .csv, .tsv, .json, .jsonl or .parquet")
+    if output.exists() and not options.overwrite and not _in_shards(options):
+        raise _exists(output)
+    if not output.parent.is_dir():
+        raise UserError(f"--output {output}: there is no folder {output.parent}")
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(f"{output.parent} cannot be written: name another file with --output")
+    return output

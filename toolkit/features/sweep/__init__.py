@@ -1,0 +1,1 @@
+"""Several runs with other settings."""

@@ -1,0 +1,1 @@
+"""Titles of long texts."""

@@ -1,0 +1,115 @@
+"""Titles of every text exactly once, and how they compare with those people wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+
+from toolkit.checkpoint.live import unwrapped
+from toolkit.data.batches import Batch
+from toolkit.data.progress import PartOfProgress, Progress
+from toolkit.data.tokens import Split, TitleSplit
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
+from toolkit.features.titles import rouge
+from toolkit.features.titles.readable import readable
+
+_USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
+
+
+def title_metrics(titles: Sequence[str], references: Sequence[str], segmenter: Any = "auto") -> dict[str, Any]:
+    """ROUGE-1, 2 and L of titles, their means; `segmenter` as `--rouge_segmenter`."""
+    segmenter = rouge.resolve(segmenter, references)
+    scores = rouge.scores(titles, references, segmenter)
+    means = {name: float(np.mean([score[name] for score in scores])) for name in scores[0]}
+    return {**means, "rouge_segmenter": segmenter}
+
+
+def title_evaluation(outputs: Outputs, tokenizer: Any, compute_metrics: ComputeMetrics) -> Evaluation:
+    """The evaluation of gathered losses (N,), sums over each title's tokens, and written titles (N, T), as ids.
+
+    Every process gets the numbers.
+    """
+    split = outputs.split
+    assert isinstance(split, TitleSplit)
+    if not (arrays := outputs.in_order()):
+        return outputs.evaluation()
+    losses, written = arrays
+    titles, references = [readable(tokenizer, row) for row in written.tolist()], split.titles()
+    metrics = compute_metrics(titles, references)
+    lines = partial(_lines, split.rows, titles, references, metrics.get("rouge_segmenter", "auto"))
+    return outputs.evaluation(losses, metrics, lines)
+
+
+def _lines(
+    rows: np.ndarray, titles: Sequence[str], references: Sequence[str], segmenter: Any
+) -> Iterator[dict[str, Any]]:
+    scores = rouge.scores(titles, references, segmenter)
+    for row, title, reference, score in zip(rows, titles, references, scores, strict=True):
+        rounded = {name: round(value, 6) for name, value in score.items()}
+        yield {"id": int(row), "title": title, "reference": reference, "scores": rounded}
+
+
+@torch.no_grad()
+def generate_titles(
+    accelerator: Accelerator,
+    model: Any,
+    split: Split,
+    tokenizer: Any,
+    per_device_batch_size: int,
+    max_tokens: int | None = None,
+    bar: Progress | PartOfProgress | None = None,
+) -> list[str] | None:
+    """A title for every text of a split without titles, in its order, on the main process; all must call it."""
+    writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)
+    for batch in batches_of(accelerator, split, tokenizer, per_device_batch_size, max_tokens, bar):
+        with accelerator.autocast():
+            titles = writer.write(*writer.encode(batch))  # (B, T)
+        outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
+    found = outputs.in_order()
+    return [readable(tokenizer, row) for row in found[0].tolist()] if found else None
+
+
+class Writer:
+    """Beam search with a prepared encoder-decoder, in step with the other processes."""
+
+    def __init__(self, accelerator: Accelerator, model: Any) -> None:
+        model.eval()
+        self.module = unwrapped(model)
+        saved = self.module.generation_config
+        self.most = saved.max_new_tokens or (saved.max_length or _USUAL_LENGTH) - 1
+        self.padding = saved.pad_token_id or 0
+        plugin = accelerator.state.deepspeed_plugin
+        sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
+        # a process whose titles have all ended goes on until the others' have: each call gathers the parameters
+        self.synced = bool(sharded) and accelerator.num_processes > 1
+        if isinstance(self.module, FSDPModule):  # its hooks gather what is outside the layers in a whole forward alone
+            self.module._get_fsdp_state()._lazy_init()
+            self.module.unshard()
+
+    def encode(self, batch: Batch) -> tuple[Any, torch.Tensor]:
+        """(the encoder's output, its mask (B, S)): the texts are read once for the loss and for the search."""
+        input_ids = batch.inputs["input_ids"]  # (B, S)
+        mask = batch.inputs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        return self.module.get_encoder()(input_ids=input_ids, attention_mask=mask), mask
+
+    def logits(self, batch: Batch, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
+        """(B, T, V): what the model expects of each token of the true titles."""
+        decoder_input_ids = batch.inputs["decoder_input_ids"]
+        return self.module(
+            encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=decoder_input_ids, use_cache=False
+        ).logits
+
+    def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
+        """(B, most) ids, padded, without the token that begins a title."""
+        found = self.module.generate(
+            encoder_outputs=encoded, attention_mask=mask, max_new_tokens=self.most, synced_gpus=self.synced
+        )[:, 1:]
+        return torch.nn.functional.pad(found, (0, self.most - found.shape[1]), value=self.padding)

@@ -1,0 +1,1 @@
+"""The losses of a recipe under every strategy."""

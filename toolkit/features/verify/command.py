@@ -1,0 +1,202 @@
+"""`toolkit verify RECIPE`: a few steps under each config, compared with one process: is it the same training?
+
+Each run is the recipe started as a child, as it would be typed, without dropout and with micro-batches of uneven sizes.
+Two more runs in one process say why: with other random numbers, and with micro-batches of another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT
+from subprocess import run as run_child
+from typing import Any, NoReturn
+
+from toolkit.errors import UserError, last_error
+from toolkit.launch.environment import OTHER_RANDOMNESS
+from toolkit.launch.relaunch import find_file, read_config, split
+from toolkit.launch.restarts import stop_with_parent
+from toolkit.utils.files import finite
+
+_CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")]
+# A prime number of samples: micro-batches are uneven, so that a mean over them is another one than over samples.
+_SAMPLES, _SIZE, _OTHER_SIZE = 31, 3, 5
+# A config in bf16 or fp16 may be so much further from fp32 than one process in it; what is no difference at all; and
+# what of a gradient norm's difference counts, which rounding moves so much more than a loss.
+_MORE, _ROUNDING, _OF_GRADIENT = 1.5, {"bf16": 1e-3, "fp16": 2e-4}, 1 / 40
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "verify",
+        help="whether a recipe trains the same under every config, here",
+        description="Compares a few steps in one process and under each config. What is not listed is the recipe's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE.py")
+    parser.add_argument("--config_file", action="append", metavar="FILE", help=f"may be repeated [{_CONFIGS}]")
+    parser.add_argument("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
+    parser.add_argument("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="beside fp32 [auto]")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
+
+
+@dataclass
+class Trial:
+    """A run of the recipe, and how far its numbers are from those it is compared with."""
+
+    name: str
+    precision: str
+    command: str
+    allowed: float
+    error: str = ""
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Of each step: whether it took the same samples."""
+    difference: float | None = None
+    """The greatest relative one, over steps, of losses and gradient norms (`_OF_GRADIENT` of theirs, not in fp32)."""
+    reason: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        return not self.error and (self.difference is None or self.difference <= self.allowed)
+
+    def difference_from(self, other: Trial, steps: int | None = None) -> float:
+        """Of the first so many steps. One that fp16 skips has an infinite gradient, and no number to compare."""
+        if len(self.losses) != len(other.losses):
+            return math.inf
+        counts, differences = 1.0 if self.precision == "no" else _OF_GRADIENT, [0.0]
+        for mine, theirs, part in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, counts)):
+            pairs = [(a, b) for a, b in zip(mine[:steps], theirs[:steps], strict=True) if math.isfinite(a + b)]
+            differences += [part * abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
+        return max(differences)
+
+    def compare(self, one: Trial, reason: str, allowed: float | None = None) -> None:
+        self.allowed = self.allowed if allowed is None else allowed
+        self.difference = self.difference_from(one) if self.losses else None
+        self.reason = "" if self.agrees or self.error else reason
+
+    def lines(self) -> list[str]:
+        begin = f"{self.name:28} {self.precision:4}  "
+        if self.error:
+            return [f"{begin}ended with an error: {self.error}"]
+        verdict = "" if self.agrees else "  NOT THE SAME:"
+        if self.difference is not None:
+            verdict += f"  differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
+        losses, norms = (" ".join(f"{value:10.7g}" for value in values) for values in (self.losses, self.grad_norms))
+        reason = [f"    -> {self.reason}"] if self.reason else []
+        return [f"{begin}loss          {losses}{verdict}", f"{'':35}gradient norm {norms}", *reason]
+
+
+def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
+    """`words` are the recipe's and its launcher's. Leaves with the exit code 0, or 1 where a run differs. Raises
+    UserError."""
+    if not Path(options.recipe).is_file():
+        raise UserError(f"there is no recipe {options.recipe}: name recipes/cls.py, say")
+    verification = Verification(options, [word for word in words if word != "--"])
+    trials = verification.run()
+    faults = [trial.name for trial in trials if not trial.agrees]
+    path, runs = verification.folder / "verify.json", [asdict(trial) | {"agrees": trial.agrees} for trial in trials]
+    facts = {"agrees": not faults, "host": socket.gethostname(), "command": shlex.join(sys.argv), "runs": runs}
+    path.write_text(json.dumps(finite(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    verdict = f"NOT THE SAME everywhere: {', '.join(faults)}" if faults else "the same training everywhere"
+    print("\n".join(["", *(line for trial in trials for line in trial.lines()), "", f"{verdict} ({path})"]), flush=True)
+    sys.exit(bool(faults))
+
+
+class Verification:
+    """The runs of one recipe."""
+
+    def __init__(self, options: argparse.Namespace, words: Sequence[str]) -> None:
+        """Raises UserError for a config that is not there."""
+        launch, self.words = split(words)
+        self.launch = [word for name, value in vars(launch).items() if value for word in (f"--{name}", value)]
+        self.options, self.configs = options, options.config_file or _CONFIGS
+        self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        read = [read_config(find_file(name, options.recipe, "accelerate_configs")) for name in self.configs]
+        world = max(int(launch.num_processes or config.get("num_processes") or 1) for config in read)
+        self.samples = max(_SAMPLES, 4 * world + 1)  # several micro-batches on each process
+
+    def run(self) -> list[Trial]:
+        host, precision = socket.gethostname(), self.options.mixed_precision  # several machines may share the folder
+        one = self._trial(f"one-process-{host}", "no", [])
+        if one.error:
+            return [one]
+        random = self._trial(f"other-randomness-{host}", "no", [], randomness=1)
+        size = self._trial(f"other-micro-batches-{host}", "no", [], _OTHER_SIZE)
+        random.compare(one, "it draws random numbers of its own (dropout?): take them out, or draw them by batch.ids")
+        size.compare(one, random.reason or _reason_of_size(size, one))
+        trials, references = [one, random, size], dict[str, Trial]()
+        for name in self.configs:
+            config, stem = ["--config_file", name, *self.launch], Path(name).stem
+            trials.append(trial := self._trial(stem, "no", config))
+            trial.compare(one, random.reason or size.reason or _reason_of_strategy(trial, one))
+            other = self._trial(f"{stem}-{precision}", precision, config) if precision != "no" else trial
+            if (kind := other.precision) == "no":  # auto: nothing else is fast here
+                continue
+            if other.losses and kind not in references:
+                trials.append(reference := self._trial(f"one-process-{kind}-{host}", kind, []))
+                reference.compare(one, "", math.inf)
+                references[kind] = reference
+            apart = references[kind].difference if other.losses else None
+            because = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are kept in {kind}"
+            other.compare(one, because, max(_ROUNDING.get(kind, 0.0), _MORE * (apart or 0.0)))
+            trials.append(other)
+        return trials
+
+    def _trial(self, name: str, precision: str, launch: list[str], size: int = _SIZE, randomness: int = 0) -> Trial:
+        """Runs it. Without numbers and without an error they are on the first machine."""
+        folder, log, steps = self.folder / name, self.folder / f"{name}.log", self.options.max_steps
+        settings = {"global_batch_size": self.samples, "max_steps": steps, "per_device_batch_size": size, "dropout": 0,
+                    "mixed_precision": precision, "max_eval_samples": 32, "eval_every": steps, "report_to": "none",
+                    "resume": "no", "output_dir": folder}  # fmt: skip
+        if any(word.split("=")[0] == "--global_batch_size" for word in self.words):
+            del settings["global_batch_size"]
+        words = [*self.words, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+        command = [sys.executable, self.options.recipe, *words, "--overwrite_output_dir", *launch]
+        trial = Trial(name, precision, shlex.join(command), self.options.tolerance)
+        print(f"{name}, {precision}: running", file=sys.stderr, flush=True)
+        with log.open("wb") as file:
+            ended = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
+                              check=False, env={**os.environ, OTHER_RANDOMNESS: str(randomness)})  # fmt: skip
+        if ended.returncode:
+            trial.error = f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
+        elif (folder / "metrics.jsonl").exists():
+            lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+            columns = ([line[key] for line in lines] for key in ("loss", "grad_norm", "tokens"))
+            trial.losses, norms, trial.tokens = columns
+            trial.grad_norms = [math.inf if norm is None else norm for norm in norms]  # of a step that fp16 skipped
+            trial.precision = json.loads((folder / "config.json").read_text("utf-8"))["world"]["mixed_precision"]
+            shutil.rmtree(folder / "model")  # as many as there are runs take a disk's space
+        return trial
+
+
+def _reason_of_size(trial: Trial, one: Trial) -> str:
+    """Why other micro-batches in the same process give other numbers."""
+    if not trial.losses or math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
+        return "backward of a mean over the micro-batch, whose size then weighs its samples: take step.mean(losses)'s"
+    if 0.5 < trial.losses[0] / one.losses[0] < 0.75:  # as the number of micro-batches, 7 instead of 11
+        return "the losses are divided by the micro-batch's size: give step.mean one loss per sample, undivided"
+    return "a sample's loss depends on the others of its micro-batch: pairs (contrastive), batch statistics (BatchNorm)"
+
+
+def _reason_of_strategy(trial: Trial, one: Trial) -> str:
+    """Why what is right in one process, with any micro-batches, is another training under a config."""
+    if trial.tokens != one.tokens:
+        return "its steps take other samples: a loader or an order of its own; step.micro_batches takes the same ones"
+    if trial.difference_from(one, 1) <= trial.allowed:
+        return "only the first step is the same: an optimizer of whole parameters, or state of one process alone"
+    if math.isclose(trial.losses[0], one.losses[0], rel_tol=trial.allowed):
+        return "another gradient: a forward pass around the prepared model (model.module, unwrap_model)"
+    return "the first loss is another one: weights of a layer that each process begins with numbers of its own (a seed)"
