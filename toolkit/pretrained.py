@@ -18,7 +18,6 @@ from transformers.utils import cached_file
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.pooled import know
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_files_outside
@@ -44,7 +43,6 @@ def load_config(settings: PretrainedSettings) -> Any:
         given = PreTrainedConfig.get_config_dict(model_path(name))[0]
         check_model_config(given, f"--model_name_or_path {name}: its config.json")
         _refuse_oversized(name, given)
-        know(given.get("model_type"))
         config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
         if any("/" in str(part._attn_implementation) for part in _parts(config)):
             config._attn_implementation = None  # a kernel of the hub, which is code: only the command line names it

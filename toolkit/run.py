@@ -344,8 +344,6 @@ class Run:
         if named := config.is_file():  # a class of transformers
             told = json.loads(config.read_text(encoding="utf-8"))
             loads = f"loads with {told['architectures'][0]}.from_pretrained"
-            if "auto_map" in told:  # toolkit.pooled
-                loads = "loads with AutoModelForSequenceClassification.from_pretrained(..., trust_remote_code=True)"
         explains = (
             f" (`toolkit report {folder} --explain 5`: which words led to them)"
             if isinstance(self.settings, TaskSettings)
@@ -414,7 +412,7 @@ def _identity(
         "recipe": recipe,
         "model": content(str(model.model_name_or_path)),
         **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
-        **{name: given for name in ("num_hidden_layers", "pooling") if (given := getattr(model, name, None))},
+        **({"num_hidden_layers": layers} if (layers := getattr(model, "num_hidden_layers", None)) else {}),
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,

@@ -21,7 +21,6 @@ from toolkit.models.exported import ExportedClassifier, exported_to
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
-from toolkit.pooled import FAMILIES, pooled_config
 from toolkit.pretrained import (
     encoder_config,
     explained,
@@ -54,7 +53,6 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
         raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
-    config = choose_pooling(config, settings)
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
@@ -102,30 +100,6 @@ def read_as_decoder(config: Any, name: str) -> None:
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
-
-
-def choose_pooling(config: Any, settings: ModelSettings) -> Any:
-    """The config with `--pooling`. ModernBERT and EuroBERT have `cls` and `mean` themselves; what transformers has
-    not is the work of `toolkit.pooled`. Raises UserError for a model that neither knows."""
-    pooling, kind = settings.pooling, config.model_type
-    if pooling is None:
-        return config
-    if settings.lora_r:
-        raise UserError(
-            f"--pooling {pooling} with --lora_r: an adapter does not say what the head reads, and whoever puts it on "
-            "the base model would read it wrongly: leave one of them out"
-        )
-    if kind not in FAMILIES:
-        raise UserError(
-            f"--pooling {pooling}: what the head of {settings.model_name_or_path} ({kind}) reads cannot be chosen; it "
-            f"can for {listing(FAMILIES, 99)}. A model class of your own does it: docs/your-own-recipe.md (MeanPooled)"
-        )
-    if hasattr(config, "classifier_pooling"):
-        own = "mean" if pooling == "mean" else "bos" if kind == "eurobert" else "cls"
-        config = pooled_config(config, "cls")
-        config.classifier_pooling = own
-        return pooled_config(config, pooling) if pooling == "max" else config
-    return pooled_config(config, pooling)
 
 
 @functools.cache
