@@ -29,7 +29,7 @@ from toolkit.evaluation.teacher import with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.to_bigbird import long_model
-from toolkit.objective.losses import distillation_losses
+from toolkit.objective.distillation import distillation_losses
 from toolkit.pretrained import load_config
 
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,

@@ -27,7 +27,6 @@ from accelerate.utils import broadcast_object_list
 from toolkit import demo, launch
 from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.checkpoint.convert.model_files import DECISIONS
-from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
@@ -50,6 +49,7 @@ from toolkit.training.resume import Resume, Resumed
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.files import writing
+from toolkit.utils.modules import unwrapped
 from toolkit.utils.units import size_text
 from toolkit.utils.versions import versions
 
@@ -164,6 +164,12 @@ class Run:
         if self._gathered is not None:  # as it is before each checkpoint
             self._log.write_line(self.checkpoints.save_if_due(self._gathered, self._evaluation_left))
 
+    def after(self, step: Step, grad_norm: Any, evaluate: Evaluate) -> None:
+        """What follows an optimizer step, where it is due: a line of the log, an evaluation, a checkpoint."""
+        self.log(step, grad_norm)
+        self.evaluate_if_due(step, evaluate)
+        self.checkpoint_if_due(step)
+
     def _evaluate(self, evaluate: Evaluate, step: int) -> bool:
         """False where a stop signal came before its end."""
         with self._average.as_weights(step) if self._average else contextlib.nullcontext():
@@ -244,10 +250,16 @@ class Run:
         self.files.append_evaluation(evaluation, self.best.step, max_length=max_length)
         self._compared = (max_length, evaluation)
 
-    def finish(self, evaluation: Evaluation) -> None:
-        """Logs the evaluation of the best model, writes the model card and report.html, and says where everything
-        is."""
-        evaluation = self._decided(evaluation)
+    def finish(self, evaluate: Evaluate) -> None:
+        """Evaluates the best model, on the test rows where there are any, writes the model card and report.html, and
+        prints where everything is. Does nothing where a stop signal ended the training."""
+        if self.stopped:
+            return
+        self.load_best_model()
+        split = self.data.test or self.data.validation
+        if most := getattr(getattr(self.settings, "long", None), "compare_max_length", None):
+            self.log_comparison(evaluate(split.cut(self.tokenizer, most, name=f"{split.name}_first_{most}")), most)
+        evaluation = self._decided(self.evaluation_of(split) or evaluate(split))
         if evaluation is not self._last:
             self._log_evaluation(evaluation, self.best.step)
         self._close()

@@ -8,10 +8,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from accelerate import Accelerator
 
+from toolkit.config import TrainingSettings
 from toolkit.data.labels import Labels
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
+from toolkit.data.tokens import Split
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, evaluation_batches
 from toolkit.features.decisions.decisions import Decisions, brought, readable
+from toolkit.objective.base import Losses
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100
@@ -25,6 +30,20 @@ def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics:
     logits, losses = arrays
     lines = partial(prediction_lines, split.rows, logits, split.labels, Decisions(labels))
     return outputs.evaluation(losses, compute_metrics(logits, split.labels), lines, logits)
+
+
+@torch.no_grad()
+def evaluate_classifier(
+    accelerator: Accelerator, model: Any, split: Split, tokenizer: Any, settings: TrainingSettings, losses: Losses,
+    labels: Labels,
+) -> Evaluation:  # fmt: skip
+    """An evaluation of a split with a prepared classifier, each sample exactly once; all processes call this."""
+    model.eval()
+    outputs = Outputs(accelerator, split)
+    for batch in evaluation_batches(accelerator, split, tokenizer, settings):
+        logits = model(**batch.inputs).logits.float()  # (B, C)
+        outputs.add(accelerator.gather_for_metrics(batch.padded(logits, losses(logits, batch.labels))))
+    return classification_evaluation(outputs, labels, partial(classification_metrics, labels=labels))
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.saved_model import labels_of
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.objective.losses import distillation_losses
 from toolkit.pretrained import content_of
 from toolkit.utils.cache import cache_folder, damage_of, digest_of_text, made_once
 
@@ -103,14 +102,3 @@ def _refuse_other_tokens(config: Any, own: Any, data: Prepared, tokenizer: Any, 
         choose_max_length(data.max_length, own, config, data.text_pair is not None)
     except UserError as error:
         raise UserError(f"--teacher {name}: {first_line(error)}") from error
-
-
-def distilled(
-    losses: torch.Tensor, logits: torch.Tensor, teacher: torch.Tensor | None, labels: Labels, settings: TaskSettings
-) -> torch.Tensor:
-    """(B,) losses of the labels, (B, C) logits, and a teacher's -> (B,): (1 - alpha) labels + alpha teacher; the
-    losses as they are where there is no teacher."""
-    if teacher is None:
-        return losses
-    alpha, temperature = settings.distillation.mixture
-    return (1 - alpha) * losses + alpha * distillation_losses(logits, teacher, labels.problem_type, temperature)

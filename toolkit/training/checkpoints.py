@@ -21,7 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, unwrapped, whole_shape
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.machines import collect, far_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
@@ -39,6 +39,7 @@ from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
 from toolkit.utils.files import finite, flush_path, write_new
+from toolkit.utils.modules import unwrapped
 
 
 class Checkpoints:

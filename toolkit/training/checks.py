@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import say
 from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import pieces_fault, use_fault
+from toolkit.utils.modules import unwrapped
 
 _LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters of its own"
 _HOW_TO_FREEZE = (

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 from toolkit.features.titles import rouge
 from toolkit.features.titles.readable import readable
+from toolkit.utils.modules import unwrapped
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
 
