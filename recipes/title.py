@@ -23,6 +23,7 @@ import torch
 import toolkit
 from toolkit import config
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
+from toolkit.features.titles.feature import TitleSettings
 from toolkit.features.titles.model import load_title_model
 
 # What runs when neither data nor a model is named.
@@ -30,7 +31,7 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 
 
 def main() -> None:
-    settings = config.parse(config.TitleSettings, demo=DEMO, description=__doc__)
+    settings = config.parse(TitleSettings, demo=DEMO, description=__doc__)
     training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
     accelerator = toolkit.start_accelerator(settings)
     pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)  # positions for all tokens
