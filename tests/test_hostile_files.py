@@ -30,7 +30,7 @@ from toolkit.features.sweep.command import Sweep
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import ExportedClassifier
 from toolkit.report.html import write_report_of_folder
-from toolkit.training.resume import Resume
+from toolkit.training.resume import randomness_of
 
 LABELS = Labels("single_label_classification", ("neg", "pos"), ("label",))
 
@@ -228,12 +228,10 @@ def test_a_graph_that_takes_all_memory_ends_in_one_line(tmp_path: Path, fault: F
 @pytest.mark.parametrize("states", [{}, {"python": 5}, {"python": [3, [], None], "numpy": 1, "torch": "evil"}])
 def test_random_states_of_other_types_are_refused(states: dict[str, Any], tmp_path: Path, fault: Fault) -> None:
     (tmp_path / random_file(0)).write_text(json.dumps(states))
-    steps = SimpleNamespace(settings=SimpleNamespace(seed=1), set_randomness=None)
-    accelerator = SimpleNamespace(process_index=0, num_processes=1)
-    resume: Any = SimpleNamespace(steps=steps, accelerator=accelerator)
-    Resume._set_randomness(resume, tmp_path, 1)
-    assert callable(steps.set_randomness)
-    fault("a checkpoint whose random states are none", refusal(steps.set_randomness, says=[random_file(0)]))
+    steps: Any = SimpleNamespace(settings=SimpleNamespace(seed=1))
+    accelerator: Any = SimpleNamespace(process_index=0, num_processes=1)
+    set_randomness = randomness_of(tmp_path, 1, accelerator, steps)
+    fault("a checkpoint whose random states are none", refusal(set_randomness, says=[random_file(0)]))
 
 
 def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fault) -> None:
