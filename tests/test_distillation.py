@@ -161,7 +161,7 @@ def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Pa
     (tmp_path / "names" / "config.json").write_text(json.dumps(config))
     cased = AutoTokenizer.from_pretrained(teacher, do_lower_case=False)
     cased.save_pretrained(tmp_path / "tokens")
-    assert "knows good, neg (single_label_classification), and the data have neg, pos" in failed(
+    assert "has good, neg (single_label_classification), and the data have neg, pos" in failed(
         *data, "--teacher", tmp_path / "names")  # fmt: skip
     assert "cuts texts into other tokens (or token types) than the student" in failed(
         *data, "--teacher", tmp_path / "tokens"
