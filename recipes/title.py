@@ -23,8 +23,8 @@ import torch
 import toolkit
 from toolkit import config
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
-from toolkit.features.titles.feature import TitleSettings
 from toolkit.features.titles.model import load_title_model
+from toolkit.features.titles.settings import TitleSettings
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("title_demo.yaml")
