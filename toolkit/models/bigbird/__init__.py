@@ -67,13 +67,3 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
         part.fast_attention = attention
     # hidden states are recorded by the name of the class, which transformers enters when it builds one
     require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")[encoder] = encoder._can_record_outputs
-
-
-def uninstall(model: Model) -> Model:
-    """Gives transformers' own attention back, in place, and returns `model`."""
-    for part in model.modules():
-        if isinstance(part, SparseAttention):
-            part.__class__ = theirs.BigBirdAttention
-        elif isinstance(part, BigBirdModel):
-            part.__class__ = theirs.BigBirdModel
-    return model
