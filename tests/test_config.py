@@ -335,7 +335,7 @@ def test_trainers_names_have_a_hint_and_no_wrong_guess() -> None:
         "--deepspeed ds.json": "--config_file", "--train_sampling_strategy group_by_length": "--group_by_length",
         "--save_strategy steps": "--checkpoint_every", "--load_best_model_at_end true": "--metric_for_best_model",
         "--do_train": "--test_file", "--adam_beta2 0.98": "--optimizer_args", "--dataloader_num_workers 4": "workers",
-        "--warmup_steps 0.1": "--warmup_ratio 0.1",
+        "--warmup_steps 0.1": "--warmup_ratio 0.1", "--pooling mean": "docs/your-own-recipe.md",
     }.items():  # fmt: skip
         with pytest.raises(UserError) as raised:
             parse(TaskSettings, ["--model_name_or_path", "m", "--train_file", "t.csv", *typed.split()])
