@@ -18,8 +18,8 @@ class Distillation(Objective):
         self.objective, self.problem_type, self.alpha, self.temperature = objective, problem_type, alpha, temperature
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        assert batch.teacher is not None  # (B, C)
-        distances = distillation_losses(logits, batch.teacher, self.problem_type, self.temperature)
+        teacher = batch.teacher  # (B, C)
+        distances = distillation_losses(logits, teacher, self.problem_type, self.temperature)
         return (1 - self.alpha) * self.objective(batch, logits) + self.alpha * distances
 
 
