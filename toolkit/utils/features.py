@@ -77,7 +77,10 @@ class Feature:
     """Pairs of settings that cannot both be given, and why."""
     problems: ClassVar[Mapping[str, Problem]] = {}
     """By `problem_type`."""
-    commands: ClassVar[Sequence[Command]] = ()
+
+    def __init__(self, *commands: Command) -> None:
+        """`commands`: rows of the table of `toolkit` commands."""
+        self.commands = commands
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         """Sections (`toolkit.config.section`) that this class of settings gets: field name -> section."""
