@@ -44,7 +44,7 @@ def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> 
     code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(callable(getattr(toolkit, name)) for name in toolkit._OFFERED)
+    assert all(callable(getattr(toolkit, name)) for name in toolkit._MODULES)
     with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
         _ = toolkit.evaluat
 

@@ -62,7 +62,7 @@ def test_layers_are_compiled_in_place_for_any_length(tiny_model: Path, monkeypat
 
 def test_where_it_cannot_win() -> None:
     bert, sparse = BertModel(BertConfig(**TINY, vocab_size=9)), BigBirdModel(BigBirdConfig(**TINY, vocab_size=9))
-    for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "chooses its blocks anew")):
+    for stage, model, why in ((3, bert, "ZeRO-3 gathers each weight"), (None, sparse, "BigBird")):
         with pytest.raises(UserError, match=f"--torch_compile cannot be used: .*{why}.*leave it out"):
             compile_layers(accelerator(stage), model)
     with pytest.raises(UserError, match="grow with each token of a title"):
