@@ -244,9 +244,11 @@ def _estimate(arguments: list[str]) -> None:
     if settings.model.model_name_or_path is None:
         demo_file = str(templates() / "recipes" / f"{task}_demo.yaml")
         settings = _task_settings(task, [demo_file, *arguments], "estimate", about)
-    from toolkit.features.estimate.command import run
+    from toolkit.features.estimate.command import load_untrained_classifier, run
+    from toolkit.features.titles.model import load_untrained_title_model
 
-    run(task, settings, launched.num_processes)
+    load_model = load_untrained_title_model if task == "title" else load_untrained_classifier
+    run(settings, launched.num_processes, load_model)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -70,12 +70,11 @@ def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[n
 
 def describe(steps: Iterable[Mapping[str, Any]]) -> str:
     """Lines of metrics.jsonl -> what part of all tokens was padding, and the MFU; nothing for those of older runs."""
-    found = [line for line in steps if "padding" in line]
-    if not found:
+    lines = [line for line in steps if "padding" in line]
+    if not lines:
         return ""
-    tokens = sum(line["tokens"] for line in found)
-    padded = sum(line["tokens"] / (1 - line["padding"]) for line in found)
-    seconds = [line["samples"] / line["samples_per_second"] for line in found]
-    used = sum((line.get("mfu") or 0) * each for line, each in zip(found, seconds, strict=True)) / sum(seconds)
-    mfu = f"; {used:.1%} of the devices' peak arithmetic used (MFU)" if any(line.get("mfu") for line in found) else ""
-    return f"training: {1 - tokens / padded:.1%} of all tokens were padding{mfu}"
+    tokens, padding = (np.array([line[name] for line in lines]) for name in ("tokens", "padding"))
+    seconds = [line["samples"] / line["samples_per_second"] for line in lines]
+    mfu = np.average([line.get("mfu") or 0 for line in lines], weights=seconds)
+    used = f"; {mfu:.1%} of the devices' peak arithmetic used (MFU)" if mfu else ""
+    return f"training: {1 - tokens.sum() / (tokens / (1 - padding)).sum():.1%} of all tokens were padding{used}"
