@@ -20,7 +20,7 @@ OURS = "finetune-toolkit"
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package; None where it is missing."""
+    """None for a package that is missing."""
     return versions([name])[name]
 
 
@@ -29,10 +29,11 @@ def requirements() -> dict[str, list[str]]:
     return {name: importlib.metadata.requires(name) or [] for name in (OURS, *ALL_PACKAGES) if installed_version(name)}
 
 
-def wanted(name: str) -> str:
-    """The versions of a library that this package needs: `>=2.13,<2.14`."""
+def install_command(name: str) -> str:
+    """The line that installs the version of a library that this package needs, whatever is there."""
     lines = map(Requirement, requirements().get(OURS, []))
-    return next((_specifier(line) for line in lines if line.name == name), "")
+    specifier = next((_specifier(line) for line in lines if line.name == name), "")
+    return f"pip install --force-reinstall '{name}{specifier}'"
 
 
 def check(
@@ -45,18 +46,18 @@ def check(
         for misfit in filter(None, (_misfit(line, version_of) for line in lines)):
             owners.setdefault(misfit, []).append(who)
     python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
-    shown = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
-    found = [Finding("versions", "python", "ok", python),
-             Finding("versions", "libraries", "note" if owners else "ok", shown)]  # fmt: skip
-    for (name, needed), whose in owners.items():
+    libraries = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
+    findings = [Finding("versions", "python", "ok", python),
+                Finding("versions", "libraries", "note" if owners else "ok", libraries)]  # fmt: skip
+    for (name, needed), packages in owners.items():
         have = f"{name} {version} is installed" if (version := version_of(name)) else f"{name} is missing"
-        text = f"{have}, and {listing(whose, 3)} {'needs' if len(whose) == 1 else 'need'} {name}{needed}"
-        found.append(Finding("versions", name, "fail", text, f"pip install '{name}{needed}'"))
-    return found
+        text = f"{have}, and {listing(packages, 3)} {'needs' if len(packages) == 1 else 'need'} {name}{needed}"
+        findings.append(Finding("versions", name, "fail", text, f"pip install '{name}{needed}'"))
+    return findings
 
 
 def _misfit(line: str, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
-    """(package, versions wanted) where a requirement line is not met."""
+    """(package, versions that fit) where a requirement line is not met."""
     with contextlib.suppress(InvalidRequirement, InvalidVersion):  # an image may have `torch 2.13.0a0.custom!`
         needed = Requirement(line)
         if needed.marker is None or needed.marker.evaluate({"extra": ""}):
