@@ -14,11 +14,11 @@ import pytest
 
 from tests.faults import refusal
 from tests.launch.ranks import HERE, codes, group
-from toolkit.launch import network, rank_rendezvous
-from toolkit.launch.channel import Listener, TokenError, dial
+from toolkit.launch import network, rendezvous
+
 from toolkit.launch.environment import Place
 from toolkit.launch.network import free_port, listen
-from toolkit.launch.rendezvous import Rendezvous
+
 
 
 @pytest.mark.multiprocess
@@ -97,13 +97,13 @@ def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
 
 EARLY = """
 from toolkit.errors import UserError
-find, calls = rank_rendezvous.find_ranks, []
+find, calls = rendezvous.find_ranks, []
 def fails_at_first(*given):
     calls.append(given)
     if len(calls) == 1:
         raise UserError("unknown setting --trainfile")
     find(*given)
-rank_rendezvous.find_ranks = fails_at_first
+rendezvous.find_ranks = fails_at_first
 """
 
 
@@ -131,9 +131,9 @@ def test_who_has_another_token_stays_out_and_is_told_so() -> None:
 def test_the_key_is_of_the_token_which_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can be read at torch's port, where rank 0 is and a nonce, is not enough."""
     monkeypatch.setenv("TOOLKIT_TOKEN", "a secret")
-    with Listener(listen(port := free_port(), HERE), rank_rendezvous._key("nonce")):
-        dial(HERE, port, rank_rendezvous._key("nonce")).close()
-        for wrong in (rank_rendezvous._key("another"), "a secret", "nonce", " nonce"):
+    with Listener(listen(port := free_port(), HERE), rendezvous._key("nonce")):
+        dial(HERE, port, rendezvous._key("nonce")).close()
+        for wrong in (rendezvous._key("another"), "a secret", "nonce", " nonce"):
             with pytest.raises(TokenError):
                 dial(HERE, port, wrong)
 
@@ -184,8 +184,8 @@ ENDS_AND_IS_STARTED_AGAIN = """
 import json, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     from torch.distributed import PrefixStore
-    server = rank_rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
-    store = rank_rendezvous.serve_store("127.0.0.1", server)
+    server = rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
+    store = rendezvous.serve_store("127.0.0.1", server)
     known = {"port": 1, "nonce": "x", "host": "A", "address": "127.0.0.1", "size": 2}
     PrefixStore("toolkit/rendezvous", store).set("coordinator", json.dumps(known))
     time.sleep(2)
@@ -228,15 +228,15 @@ def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(
     for given in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(given, HERE if given == "MASTER_ADDR" else str(free_port()))
     monkeypatch.delenv(name)
-    refusal(rank_rendezvous.find_ranks, Place("environment", 1, 2, 0, 1), "", 0.1, match=name)
+    refusal(rendezvous.find_ranks, Place("environment", 1, 2, 0, 1), "", 0.1, match=name)
 
 
 def test_a_server_that_is_there_or_not_is_found_out_however_little_time_is_left() -> None:
     place, over = Place("environment", 1, 2, 0, 1), -1.0
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
-        rank_rendezvous._await_server(HERE, port, place, over, 1)
-    refusal(rank_rendezvous._await_server, HERE, port, place, over, 1, match="nothing listens on this port")
+        rendezvous._await_server(HERE, port, place, over, 1)
+    refusal(rendezvous._await_server, HERE, port, place, over, 1, match="nothing listens on this port")
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,6 @@ def test_two_nodes_of_one_name_are_told_apart_where_they_differ() -> None:
         known = {"rank": rank, "host": "node", "node": node}
         return {"number": rank, "peer": known, "world_size": 2, "failure": "", "versions": {"torch": torch}}
 
-    said = rank_rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")])
+    said = rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")])
     assert "torch is 2 on node (m0) and 1 on node (m1)" in said
-    assert rank_rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")]) == ""
+    assert rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")]) == ""

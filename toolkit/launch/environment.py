@@ -38,9 +38,13 @@ FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing co
 TIMEOUTS = {
     "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),  # for each other at the start
     "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),  # in a collective; `transformers`' default
-    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),  # for any answer of a machine, before it counts as lost
+    # for any answer of a machine, before it counts as lost; on GPUs see GPU_PEER_TIMEOUT
+    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),
     "stop_timeout": ("TOOLKIT_STOP_TIMEOUT", 25),  # after a stop signal, while nothing moves
 }
+# NCCL survives a network that is silent while a switch fails over
+GPU_PEER_TIMEOUT = 120
+FAILURE_DETECTOR = "TOOLKIT_FAILURE_DETECTOR"  # on or off
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ def settle(env: MutableMapping[str, str]) -> Place:
     Raises UserError when several machines take part and nothing says where the first one is.
     """
     place = place_of(env)
+    if place.world_size > 1 and place.launcher in ("environment", "torchrun", "accelerate"):
+        _check_master(place, env)
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:
         return place
     env.update(
@@ -182,6 +188,17 @@ def settle(env: MutableMapping[str, str]) -> Place:
     job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
     env.setdefault("MASTER_PORT", str(_port_of(f"{job}.{env.get('SLURM_STEP_ID', '')}")))
     return place
+
+
+def _check_master(place: Place, env: Mapping[str, str]) -> None:
+    """Who sets RANK and WORLD_SIZE by hand has to set these, too."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
+        raise UserError(
+            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, but {' and '.join(missing)} is not "
+            "set: give the address of rank 0's machine and a port that is free there, the same to all"
+        )
+    if not env["MASTER_PORT"].isdigit():
+        raise UserError(f"MASTER_PORT is {env['MASTER_PORT']!r}, not a TCP port")
 
 
 def _first_machine(place: Place, env: Mapping[str, str]) -> str:
@@ -224,7 +241,7 @@ def whole(name: str, value: object, path: Path | None = None, least: int | None 
     return number
 
 
-def seconds_of(name: str) -> int:
+def seconds_of(name: str, default: int | None = None) -> int:
     """The value of one of TIMEOUTS, by the environment. Raises UserError for what is no number of seconds."""
-    variable, default = TIMEOUTS[name]
-    return whole(f"{variable} (seconds)", os.environ.get(variable) or default, least=1)
+    variable, usual = TIMEOUTS[name]
+    return whole(f"{variable} (seconds)", os.environ.get(variable) or default or usual, least=1)

@@ -21,8 +21,8 @@ from toolkit.launch.bad_end import close_what_is_open, is_open
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
-from toolkit.launch.rank_rendezvous import tell_of_early_failure
 from toolkit.launch.relaunch import relaunch_if_requested
+from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.launch.restarts import give_up
 
 # How long a process that is not the one to speak stays silent: its launcher ends it before that.
@@ -133,7 +133,7 @@ def _report(work: Callable[[], object]) -> None:
             leave(said, code, said.removeprefix("error: "))
         raise
     except UserError as error:
-        leave(f"error: {error}", 1, str(error), final=True)
+        leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
         detector = failure_detector.current
         if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_NEWS_SECONDS)):
@@ -177,8 +177,8 @@ def _no_reader() -> bool:
     return False
 
 
-def leave(message: str, code: int, short: str = "", final: bool = False) -> NoReturn:
-    """`short` is what the other nodes say of it; `final`: it would fail again.
+def leave(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
+    """`short` is what the other nodes say of it; `final`: it would fail again; `early`: they may not know of it.
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
     """
@@ -204,9 +204,12 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
         print(f"{who}{message}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if speaks and final:
-        tell_of_early_failure(place, short)
+    if speaks and early:
+        announce_early_failure(place, short)
     close_what_is_open()
+    if detector is not None:
+        detector.wait_for_readers()
+        final = detector.ends_all_attempts(final)
     if final or (speaks and code == INTERRUPTED):
         give_up(code)
     os._exit(code)

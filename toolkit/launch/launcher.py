@@ -30,7 +30,6 @@ from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
-from toolkit.launch.rank_rendezvous import serve_store
 from toolkit.utils.compat import require
 from toolkit.utils.plain_yaml import read_yaml
 
@@ -95,7 +94,7 @@ class _OneNode(rendezvous.RendezvousHandler):
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """A new store for each attempt: an old one would give it the addresses of the last."""
-        store = serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
+        store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
 
     def is_closed(self) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 from toolkit.launch.environment import first_host, requested, whole
-from toolkit.launch.network import addresses_of, is_loopback, is_own, own_addresses, reachable_addresses
+from toolkit.launch.network import addresses_of, is_loopback, is_own, reachable_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 # Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
@@ -45,17 +47,41 @@ class Nodes:
         """`machine 1 (10.0.0.2)`."""
         return f"machine {rank} ({known})" if (known := self.address_of(rank)) else f"machine {rank}"
 
-    def allowed(self) -> set[str]:
-        """The addresses that may call, where all machines are named; otherwise none stand here, and any may."""
-        found = [addresses_of(name) for name in self.addresses]
-        sure = len(found) == self.count and all(found)
-        return {*own_addresses(), *(address for known in found for address in known)} if sure else set()
-
 
 def requested_nodes() -> Nodes | None:
     """Those that our own launcher was asked for; None under another one."""
     found = requested().get("nodes")
     return Nodes(**found) if found else None
+
+
+def name_machine(host: str, ranks: Sequence[int]) -> str:
+    """`hostA (ranks 0, 1)`."""
+    return f"{host} (rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)})"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1 (machine 1 (10.0.0.2))`; the machines only where our own launcher knows them."""
+    text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes()
+    if not nodes or nodes.count == 1:
+        return text
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    return f"{text} ({', '.join(dict.fromkeys(nodes.name_of(rank // each) for rank in ranks))})"
+
+
+def not_of_this_machine(address: str) -> str:
+    """The fault, and what to type, where rank 0 runs on another machine than the others call."""
+    return (
+        f"{address}, which the others call, is not an address of this machine "
+        f"({', '.join(reachable_addresses())}): pass --machine_rank here if it is "
+        "another one, or --main_process_ip with an address of the first machine"
+    )
+
+
+def doctor_command(first: str, *others: str | None) -> str:
+    """What to type where machines do not find each other."""
+    names = dict.fromkeys([first, *(name for name in others if name)])
+    listed = ",".join(names if len(names) > 1 else [first, "ADDRESS_OF_THE_OTHER"])
+    return f"`toolkit doctor --peers {shlex.quote(listed)}` on each machine finds out more"
 
 
 def span_nodes(env: MutableMapping[str, str]) -> None:

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import socket
 import sys
 import time
@@ -21,7 +20,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, typed_launcher, users_threads, whole
+from toolkit.launch.environment import (
+    FAILURE_DETECTOR,
+    MARKER,
+    THREADS,
+    TIMEOUTS,
+    place_of,
+    typed_launcher,
+    users_threads,
+    whole,
+)
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import templates
@@ -29,7 +37,7 @@ from toolkit.utils.plain_yaml import read_yaml
 
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
          "max_restarts")  # fmt: skip
-OPTIONS = (*_OURS, *TIMEOUTS, "deepspeed_config", "local_rank")
+OPTIONS = (*_OURS, *TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
 """What is read from a script's arguments before its own settings are; each takes a value."""
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
@@ -59,6 +67,10 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         if (value := getattr(options, name)) is not None:
             whole(f"--{name} (seconds)", value, least=1)
             os.environ[variable] = value
+    if options.failure_detector is not None:
+        if options.failure_detector not in ("on", "off"):
+            raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
+        os.environ[FAILURE_DETECTOR] = options.failure_detector
     given = [name for name in _OURS if getattr(options, name) is not None]
     if not given:
         return [argv[0], *rest], options
@@ -179,8 +191,6 @@ def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> 
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
-    if requested["nodes"]["count"] == 1:
-        env.setdefault("TOOLKIT_TOKEN", secrets.token_hex(16))  # known to this run's processes alone
     env.setdefault(THREADS, "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     os.environ.clear()

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError
+from toolkit.launch import failure_detector
 from toolkit.launch.environment import (
+    GPU_PEER_TIMEOUT,
     THREADS,
+    TIMEOUTS,
     Place,
     accelerate_arguments,
     requested,
@@ -30,13 +33,12 @@ from toolkit.launch.environment import (
     settle,
     users_threads,
 )
-from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
 from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision, refuse_different
-from toolkit.launch.rank_rendezvous import exchange, find_ranks
 from toolkit.launch.relaunch import find_file, read_config
+from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measured, slowest
 from toolkit.utils.compat import require
@@ -71,7 +73,10 @@ def make_accelerator(
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
-    find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
+    for name in TIMEOUTS:
+        seconds_of(name)  # a thread that reads them later could not report that one is no number
+    rendezvous = find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
+    failure_detector.start(rendezvous, seconds_of("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
@@ -93,7 +98,8 @@ def make_accelerator(
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
     # all take part: a machine without the checkpoint that another one goes on from has a trial of its own
-    trials = exchange(place, measured(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None)
+    mine = measured(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
+    trials = rendezvous.exchange(mine, seconds_of("ddp_timeout")) if rendezvous else [mine]
     trial = slowest(trials) if mixed_precision == AUTO else None
     if trial:
         mixed_precision, why = faster(trial), describe(trial)
