@@ -59,9 +59,10 @@ def count_activations(
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             is_cast = weight.is_floating_point() and not autocast
             weights[name] = torch.empty_like(weight, device=device, dtype=dtype if is_cast else weight.dtype)
+            tracker.track_external(weights[name])
             if weight.requires_grad:  # gradients are there already, as in the second micro-batch of a step
-                weights[name].requires_grad_().grad = torch.empty_like(weights[name])
-        tracker.track_external(*weights.values(), *(weight.grad for weight in weights.values()))
+                weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
+                tracker.track_external(gradient)
         before = _total(tracker, "current")
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
@@ -103,8 +104,10 @@ def memory_of(
         # weights stay gathered from forward to backward while they are used again within so many
         gathered = total if 2 * total <= float(zero.get("stage3_max_reuse_distance", 1e9)) else 0
         adam = 8 if autocast and not offloaded else 12  # fp32 weights are the masters
-        shards = (resident * part for part in (size * total / processes, size * shard, adam * shard))
-        return Memory(*shards, size * gathered, activations)
+        weights, gradients, optimizer = (
+            resident * part for part in (size * total / processes, size * shard, adam * shard)
+        )
+        return Memory(weights, gradients, optimizer, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
     buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # with a copy of the reduced one
     gradients = size * trained if strategy == "zero1" else resident * 4 * shard

@@ -17,7 +17,7 @@ INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "numpy": "2.4.6", 
 
 
 def libraries(installed: dict[str, str], needs: dict[str, list[str]]) -> list[Finding]:
-    return versions.check(needs, installed.get)[1:]
+    return list(versions.check(needs, installed.get))[1:]
 
 
 def test_versions_that_fit() -> None:
@@ -39,15 +39,9 @@ def test_a_library_that_does_not_fit(change: dict[str, Any], text: str, remedy: 
     assert (fault.level, fault.text, fault.remedy) == ("fail", text, remedy)
 
 
-def test_one_fault_that_two_see_is_one_line() -> None:
-    needs = {"accelerate": ["numpy>=1.17"], "peft": ["numpy>=1.17"]}
-    _, fault = libraries({"numpy": "1.0", "accelerate": "1", "peft": "2"}, needs)
-    assert fault.text == "numpy 1.0 is installed, and accelerate 1, peft 2 need numpy>=1.17"
-
-
 def test_versions_nobody_can_read_are_passed_over() -> None:
-    assert [found.level for found in libraries({**INSTALLED, "torch": "2.13.0a0.custom!"}, NEEDS)] == ["ok"]
-    assert [found.level for found in libraries(INSTALLED, {"x": ["not a requirement at all ==="]})] == ["ok"]
+    assert [finding.level for finding in libraries({**INSTALLED, "torch": "2.13.0a0.custom!"}, NEEDS)] == ["ok"]
+    assert [finding.level for finding in libraries(INSTALLED, {"x": ["not a requirement at all ==="]})] == ["ok"]
 
 
 def test_this_environment_fits() -> None:

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import UserError, first_line, plain
 from toolkit.features.doctor import devices, host, job, network, peers, versions
-from toolkit.features.doctor.devices import Devices
 from toolkit.features.doctor.finding import Finding, report, summary
 from toolkit.features.doctor.job import Job
 from toolkit.launch.failure import INTERRUPTED
@@ -45,37 +45,37 @@ def _examine(line: Job) -> int:
     out = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)  # NCCL_DEBUG writes to stdout
     os.environ["PYTHONSAFEPATH"] = "1"  # collect_env starts `python -m pip`: not a file of the current folder
-    machine, nodes = plain(socket.gethostname(), 100), line.nodes
-    torch_and_gpus, findings = look_at_machine(line)
-    output: dict[str, Any] = {"host": machine, "environment": getattr(torch_and_gpus, "environment", {})}
-    if not line.json:
+    machine, nodes, as_json = plain(socket.gethostname(), 100), line.nodes, line.options.json
+    hardware, findings = look_at_machine(line)
+    output: dict[str, Any] = {"host": machine, "environment": hardware.environment}
+    if not as_json:
         print(f"{machine}\n\n{report(findings)}\n", file=out, flush=True)
-    if nodes.count > 1 and torch_and_gpus is not None:
+    if nodes.count > 1:
         lines = {rank: job.line_elsewhere(line, rank) for rank in range(nodes.count)}
-        uses_nccl = bool(torch_and_gpus.nccl) and not line.use_cpu
-        together = peers.check(nodes, str(line.script or ""), line.timeout, uses_nccl, lines)
-        if not line.json:
-            print(f"the machines together\n\n{report(together.findings)}\n", file=out, flush=True)
-        findings += together.findings
-        output |= {"machines": together.machines, "links": together.links, "allreduce": together.all_reduce}
+        uses_nccl = bool(hardware.nccl) and not line.use_cpu
+        script, seconds = str(line.script or ""), line.options.timeout
+        together, output["allreduce"] = peers.check(nodes, script, seconds, uses_nccl, lines)
+        if not as_json:
+            print(f"the machines together\n\n{report(together)}\n", file=out, flush=True)
+        findings += together
     failed = any(finding.level == "fail" for finding in findings)
     output |= {"ok": not failed, "findings": [asdict(finding) for finding in findings]}
-    text = json.dumps(output, ensure_ascii=False) if line.json else summary(findings, job.line_to_start(line))
+    text = json.dumps(output, ensure_ascii=False) if as_json else summary(findings, job.line_to_start(line))
     print(text, file=out, flush=True)
     return 1 if failed else 0
 
 
-def look_at_machine(line: Job) -> tuple[Devices | None, list[Finding]]:
-    """(what torch and the driver report, or None; what was found). All checks run at once, within about the time that
-    the import of torch takes; one that breaks or does not end is a note."""
+def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
+    """All checks run at once, within about the time that the import of torch takes; one that breaks or does not end is
+    a note."""
     env, install = dict(os.environ), versions.install_command("torch")
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "files": lambda: host.check_files(line.files),
         "versions": lambda: versions.check(versions.requirements()),
-        "host": lambda: host.check_disk(line.output),
+        "host": lambda: host.check_disk(Path(line.options.output_dir or "runs")),
         "builds": lambda: host.check_builds(env),
         "shell": lambda: host.check_shell(env),
-        "network": lambda: network.check(line.nodes, network.interfaces()),
+        "network": lambda: [network.check_port(line.nodes), *network.check_interfaces(line.nodes)],
     }
 
     def check(area: str) -> list[Finding]:
@@ -91,4 +91,4 @@ def look_at_machine(line: Job) -> tuple[Devices | None, list[Finding]]:
             return looked.result(), [*findings, *devices.check(looked.result(), env, install)]
         except Exception as error:
             text = f"torch cannot be imported: {type(error).__name__}: {plain(first_line(error))}"
-            return None, [*findings, Finding("devices", "torch", "fail", text, install)]
+            return devices.Devices(), [*findings, Finding("devices", "torch", "fail", text, install)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,27 +12,15 @@ from toolkit.features.doctor.finding import Finding
 from toolkit.utils.units import size_text
 
 _MUCH_BYTES = 1 << 30
-_GPU_COLUMNS = "index,name,memory.total,memory.used,uuid,driver_version"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as nvidia-smi shows it; memory in bytes."""
-
-    index: str
-    name: str
-    memory: int
-    used: int
-    processes: tuple[str, ...] = ()
-    """The ids of those that use its memory."""
+_QUERY = ("--query-gpu=index,name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
 
 
 @dataclass(frozen=True)
 class Devices:
     """What nvidia-smi and torch report of this machine."""
 
-    gpus: Sequence[Gpu] = ()
-    driver: str = ""
+    gpus: Sequence[Sequence[str]] = ()
+    """Rows of nvidia-smi: index, name, MiB of memory, MiB in use, the driver's version."""
     driver_fault: str = ""
     """nvidia-smi's error; empty where it answered, or is not installed."""
     torch: str = ""
@@ -45,7 +32,7 @@ class Devices:
     gloo: bool = True
     warnings: Sequence[str] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """torch.utils.collect_env's account, for a report of a fault."""
+    """What torch.utils.collect_env lists, for the report of a fault."""
 
 
 def look() -> Devices:
@@ -55,64 +42,49 @@ def look() -> Devices:
         import torch
         from torch.utils import collect_env
 
-        available = torch.cuda.is_available()
-    gpus, driver, fault = _ask_driver(collect_env)
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        status, out, err = collect_env.run([collect_env.get_nvidia_smi(), *_QUERY])
+    except FileNotFoundError:
+        status, out, err = 0, "", ""
     distributed = torch.distributed.is_available()
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count() if available else 0)]
-    has_nccl = names and torch.version.cuda and distributed
-    environment: dict[str, Any] = {}
-    with contextlib.suppress(Exception):  # it runs a dozen programs that may be missing or broken
-        environment = collect_env.get_env_info()._asdict()
+    has_nccl = count and torch.version.cuda and distributed
     return Devices(
-        gpus, driver, fault, str(torch.__version__), torch.version.cuda,
-        str(torch.accelerator.current_accelerator() or "cpu"), names,
-        ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
-        distributed and torch.distributed.is_gloo_available(),
-        [str(record.message)[:500] for record in records if "CUDA" in str(record.message)], environment,
-    )  # fmt: skip
+        gpus=[] if status else [[cell.strip() for cell in line.split(",")] for line in out.splitlines()],
+        driver_fault=plain((out or err or f"exit status {status}").splitlines()[0]) if status else "",
+        torch=str(torch.__version__),
+        cuda=torch.version.cuda,
+        accelerator=str(torch.accelerator.current_accelerator() or "cpu"),
+        names=[torch.cuda.get_device_name(index) for index in range(count)],
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "",
+        gloo=distributed and torch.distributed.is_gloo_available(),
+        warnings=[str(record.message)[:500] for record in records if "CUDA" in str(record.message)],
+        environment=collect_env.get_env_info()._asdict(),
+    )
 
 
-def _ask_driver(collect_env: Any) -> tuple[list[Gpu], str, str]:
-    """(GPUs, the driver's version, nvidia-smi's error)."""
-    queries = f"--query-gpu={_GPU_COLUMNS}", "--query-compute-apps=gpu_uuid,pid"
-    tables = []
-    for query in queries:
-        try:
-            status, out, err = collect_env.run([collect_env.get_nvidia_smi(), query, "--format=csv,noheader,nounits"])
-        except FileNotFoundError:
-            return [], "", ""
-        if status:
-            return [], "", plain((out or err or f"exit status {status}").strip().splitlines()[0])
-        tables.append([[cell.strip() for cell in line.split(",")] for line in out.splitlines()])
-    rows, apps = tables
-    gpus = [
-        Gpu(row[0], row[1], _bytes(row[2]), _bytes(row[3]), tuple(app[-1] for app in apps if app[0] == row[4]))
-        for row in rows
-        if len(row) == len(_GPU_COLUMNS.split(","))
-    ]
-    return gpus, rows[0][-1] if gpus else "", ""
-
-
-def _bytes(mebibytes: str) -> int:
-    return int(mebibytes) << 20 if mebibytes.isdigit() else 0  # "[N/A]" on some
-
-
-def check(devices: Devices, env: Mapping[str, str], install: str) -> list[Finding]:
+def check(devices: Devices, env: Mapping[str, str], install: str) -> Iterator[Finding]:
     """`install`: the line that installs the torch which this package needs."""
-    findings = [*_check_driver(devices), _check_torch(devices, env, install), *map(_check_memory, devices.gpus)]
-    if devices.nccl:
-        return [*findings, Finding("devices", "backend", "ok", f"NCCL {devices.nccl} between GPUs")]
-    if devices.gloo:
-        return [*findings, Finding("devices", "backend", "ok", "gloo between processes (NCCL needs GPUs)")]
-    text = "this torch has neither NCCL nor gloo: it cannot run several processes"
-    return [*findings, Finding("devices", "backend", "fail", text, install)]
-
-
-def _check_driver(devices: Devices) -> list[Finding]:
     if fault := devices.driver_fault:
         remedy = "sudo reboot" if "mismatch" in fault else "`sudo dmesg | grep -iE 'nvrm|xid'` shows why"
-        return [Finding("devices", "driver", "fail", f"nvidia-smi fails: {fault}", remedy)]
-    return [Finding("devices", "driver", "ok", f"NVIDIA {devices.driver}")] if devices.driver else []
+        yield Finding("devices", "driver", "fail", f"nvidia-smi fails: {fault}", remedy)
+    elif devices.gpus:
+        yield Finding("devices", "driver", "ok", f"NVIDIA {devices.gpus[0][-1]}")
+    yield _check_torch(devices, env, install)
+    for index, name, memory, used, _ in devices.gpus:
+        total, in_use = (int(size) << 20 if size.isdigit() else 0 for size in (memory, used))  # "[N/A]" on some
+        text, much = f"{name}, {size_text(in_use)} of {size_text(total)} in use", in_use > max(_MUCH_BYTES, total // 20)
+        remedy = (
+            f"`nvidia-smi` or `sudo fuser -v /dev/nvidia{index}` shows by which process: kill it if it is left over"
+        )
+        yield Finding("devices", f"gpu {index}", "warn" if much else "ok", text, remedy if much else "")
+    if devices.nccl:
+        yield Finding("devices", "backend", "ok", f"NCCL {devices.nccl} between GPUs")
+    elif devices.gloo:
+        yield Finding("devices", "backend", "ok", "gloo between processes (NCCL needs GPUs)")
+    else:
+        text = "this torch has neither NCCL nor gloo: it cannot run several processes"
+        yield Finding("devices", "backend", "fail", text, install)
 
 
 def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Finding:
@@ -134,20 +106,10 @@ def _check_torch(devices: Devices, env: Mapping[str, str], install: str) -> Find
         text = f"torch sees no GPU of {count}: CUDA_VISIBLE_DEVICES is {env['CUDA_VISIBLE_DEVICES']!r}"
         remedy = "unset CUDA_VISIBLE_DEVICES"
     else:
-        text = f"{version}, built with CUDA {devices.cuda}, sees no GPU of {count} (driver {devices.driver}): {why}"
+        text = (
+            f"{version}, built with CUDA {devices.cuda}, sees no GPU of {count} (driver {devices.gpus[0][-1]}): {why}"
+        )
         remedy = "sudo modprobe nvidia_uvm"
         if "too old" in why:
             remedy = "a newer driver (`sudo ubuntu-drivers install`), or a build of torch for its CUDA (pytorch.org)"
     return Finding("devices", "torch", "fail", text, remedy)
-
-
-def _check_memory(gpu: Gpu) -> Finding:
-    name, text = f"gpu {gpu.index}", f"{gpu.name}, {size_text(gpu.used)} of {size_text(gpu.memory)} in use"
-    if gpu.used < max(_MUCH_BYTES, gpu.memory // 20):
-        return Finding("devices", name, "ok", text)
-    if not gpu.processes:
-        text += " by processes that cannot be seen from here"
-        return Finding("devices", name, "warn", text, f"`sudo fuser -v /dev/nvidia{gpu.index}` on the host")
-    pids = " ".join(gpu.processes)
-    remedy = f"`ps -o pid,user,etime,args -p '{pids}'` shows whose; kill {pids}  (if left over)"
-    return Finding("devices", name, "warn", f"{text} by process {pids}", remedy)

@@ -18,7 +18,7 @@ from toolkit.launch.nodes import Nodes, find_nodes
 from toolkit.utils.plain_yaml import read_yaml
 
 _LONGEST_TIMEOUT = 600.0
-_FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections", "deepspeed_config")
+_FILES = ("train_file", "validation_file", "test_file", "label_names_file", "label_corrections")
 _FOLDERS = ("dataset_name", "model_name_or_path")
 
 
@@ -26,22 +26,20 @@ _FOLDERS = ("dataset_name", "model_name_or_path")
 class Job:
     """A run, as this machine would start it."""
 
-    timeout: float
-    """Seconds that the machines wait for each other."""
-    json: bool
-    """Whether one JSON object is printed instead of text."""
+    options: argparse.Namespace
+    """`timeout` (seconds that the machines wait for each other), `json`, and the settings that name files."""
     words: Sequence[str]
     """The command line."""
     script: Path | None
     files: dict[str, Path]
     """Setting -> the file or folder that it names, there or not."""
-    output: Path
     config_file: Path | None
     nodes: Nodes
+    use_cpu: bool
 
 
 def _parser() -> argparse.ArgumentParser:
-    """The doctor's own options; `read` parses launch options and settings."""
+    """The doctor's own options, and the settings that it looks at."""
     parser = Parser(
         prog="toolkit doctor",
         usage="toolkit doctor [RECIPE.py] [SETTINGS.yaml] [--name value ...] [--config_file FILE | --peers A,B] "
@@ -54,70 +52,56 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--peers", metavar="A,B", help="all machines' addresses, the first one first; as --machines")
-    parser.add_argument(
-        "--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the other machines [30]"
-    )
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="to wait for the others [30]")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    for name in (*_FILES, *_FOLDERS, "output_dir"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     return parser
 
 
 def read(words: Sequence[str], env: Mapping[str, str]) -> Job:
     """Raises UserError for a line that no run could be started with."""
-    own, others = _parser().parse_known_args(list(words))
-    if not 1 <= own.timeout <= _LONGEST_TIMEOUT:
-        raise UserError(f"--timeout {own.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
-    options, rest = relaunch.split(others)
-    script, yaml_file, settings = _split_settings(rest)
-    if missing := next((path for path in (script, yaml_file) if path and not path.is_file()), None):
-        raise UserError(f"there is no {missing} (looked in {Path.cwd()}): copy the same files to all machines")
-    _refuse_unknown(settings, script)
-    values = read_yaml(yaml_file) if yaml_file else {}
-    in_yaml = {name: str(value) for name, value in values.items()} if isinstance(values, dict) else {}
-    settings = {**in_yaml, **settings}
-    path = _find(options.config_file, script, "accelerate_configs")
+    options, rest = _parser().parse_known_args(list(words))
+    if not 1 <= options.timeout <= _LONGEST_TIMEOUT:
+        raise UserError(f"--timeout {options.timeout:g}: give seconds from 1 to {_LONGEST_TIMEOUT:.0f}")
+    launch_options, rest = relaunch.split(rest)
+    script, settings_file = (_first_file(rest, suffixes) for suffixes in ((".py",), (".yaml", ".yml")))
+    _refuse_unknown([word for word in rest if word.startswith("--")], script)
+    in_yaml = read_yaml(settings_file) if settings_file else {}
+    for name, value in in_yaml.items() if isinstance(in_yaml, dict) else ():
+        if getattr(options, name, "") is None and value is not None:  # the command line wins
+            setattr(options, name, str(value))
+    path = _find(launch_options.config_file, script, "accelerate_configs")
     launch_config = relaunch.read_config(path) if path else {}
     section = launch_config.get("deepspeed_config")
-    in_file = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if deepspeed := _find(options.deepspeed_config or in_file, script, "ds_configs"):
-        settings["deepspeed_config"] = str(deepspeed)
-    if own.peers:
-        options.machines = own.peers
-        names = [name for name in own.peers.split(",") if name.strip()]
-        if len(names) == 1:
+    in_section = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    deepspeed = _find(launch_options.deepspeed_config or in_section, script, "ds_configs")
+    if options.peers:
+        launch_options.machines = options.peers
+        launch_config = {**launch_config, "num_machines": options.peers.count(",") + 1}
+        if "," not in options.peers:
             here = ", ".join(reachable_addresses())
-            raise UserError(f"--peers names {names[0]} alone: name all machines, this one too (its addresses: {here})")
-        launch_config = {**launch_config, "num_machines": len(names)}
-    nodes = find_nodes(vars(options), launch_config, path or Path("this line"), env)
-    output = Path(settings.get("output_dir") or "runs")
-    return Job(own.timeout, own.json, words, script, _named_files(settings), output, path, nodes)
+            raise UserError(f"--peers names {options.peers} alone: name all machines, this one too (here: {here})")
+    nodes = find_nodes(vars(launch_options), launch_config, path or Path("this line"), env)
+    files = _named_files(vars(options)) | ({"deepspeed_config": deepspeed} if deepspeed else {})
+    return Job(options, words, script, files, path, nodes, bool(launch_config.get("use_cpu")))
 
 
-def _split_settings(rest: Sequence[str]) -> tuple[Path | None, Path | None, dict[str, str]]:
-    """Words that are no launch options -> (script, YAML file, settings)."""
-    script = yaml_file = None
-    settings: dict[str, str] = {}
-    words = list(rest)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--"):
-            alone = not words or words[0].startswith("--") or words[0].endswith(".py")  # a switch
-            settings[name.replace("-", "_")] = value if equals else "true" if alone else words.pop(0)
-        elif word.endswith(".py") and script is None:
-            script = Path(word)
-        elif word.endswith((".yaml", ".yml")) and yaml_file is None:
-            yaml_file = Path(word)
-        else:
-            raise UserError(f"{word!r} is neither a RECIPE.py, nor a SETTINGS.yaml, nor `--name value`")
-    return script, yaml_file, settings
+def _first_file(words: Sequence[str], suffixes: tuple[str, ...]) -> Path | None:
+    """The recipe, or its file of settings. Raises UserError for one that is missing."""
+    path = next((Path(word) for word in words if word.endswith(suffixes) and not word.startswith("-")), None)
+    if path and not path.is_file():
+        raise UserError(f"there is no {path} (looked in {Path.cwd()}): copy the same files to all machines")
+    return path
 
 
-def _refuse_unknown(settings: Mapping[str, str], script: Path | None) -> None:
+def _refuse_unknown(words: Sequence[str], script: Path | None) -> None:
     """A file named by a mistyped setting would not be checked. A recipe may have settings of its own."""
     sections = [section for task in config.TASKS.values() for section in config.sections_of(task).values()]
     known = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
-    if unknown := [name for name in settings if name not in known | recipe]:
+    names = [word[2:].partition("=")[0].replace("-", "_") for word in words]
+    if unknown := [name for name in names if name not in known | recipe]:
         options = {"peers", "timeout", "json", *relaunch.OPTIONS}
         listed = "; ".join(f"--{name}{did_you_mean(name, known | options)}" for name in unknown)
         raise UserError(f"neither an option of toolkit doctor nor a setting of a recipe: {listed}")
@@ -129,7 +113,7 @@ def _find(name: str | None, script: Path | None, folder: str) -> Path | None:
 
 def _named_files(settings: Mapping[str, str]) -> dict[str, Path]:
     """A model or a data set that is neither a path nor there is the hub's."""
-    paths = {name: Path(settings[name]).expanduser() for name in (*_FILES, *_FOLDERS) if settings.get(name)}
+    paths = {name: Path(settings[name]).expanduser() for name in (*_FILES, *_FOLDERS) if settings[name]}
     return {
         name: path
         for name, path in paths.items()
@@ -146,7 +130,6 @@ def line_to_start(job: Job) -> str:
     """`accelerate launch ...` for this line; empty where it names no recipe."""
     if job.script is None:
         return ""
-    _, words = _parser().parse_known_args([re.sub("^--peers", "--machines", word) for word in job.words])
-    words.remove(str(next(word for word in words if Path(word) == job.script)))
-    more = ["--config_file", "accelerate_configs/2node.yaml"] if job.nodes.count > 1 and not job.config_file else []
-    return shlex.join(["accelerate", "launch", str(job.script), *words, *more])
+    words = re.sub(r" --json\b| --timeout[ =]\S+", "", f" {shlex.join(job.words)}").replace(" --peers", " --machines")
+    several = job.nodes.count > 1 and not job.config_file
+    return f"accelerate launch{words}{' --config_file accelerate_configs/2node.yaml' * several}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import psutil
 
@@ -18,35 +17,7 @@ _NOWHERE = "192.0.2.1"
 """An address reserved for documentation: the way to it is the default route."""
 
 
-@dataclass(frozen=True)
-class Interface:
-    """An address of this machine, and the interface that has it."""
-
-    name: str
-    address: str
-    up: bool = True
-    """And, where it has a cable, a link."""
-    mtu: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.address} ({'' if self.up else 'down, '}MTU {self.mtu})"
-
-
-def interfaces() -> list[Interface]:
-    """This machine's, loopback too."""
-    states = psutil.net_if_stats()
-    return [
-        Interface(name, address, states[name].isup, states[name].mtu)
-        for address, name in network.own_addresses().items()
-        if name in states
-    ]
-
-
-def check(nodes: Nodes, found: Sequence[Interface]) -> list[Finding]:
-    return [_check_port(nodes), *_check_interfaces(nodes, found), *(_check_address(nodes, found) if nodes.count > 1 else [])]
-
-
-def _check_port(nodes: Nodes) -> Finding:
+def check_port(nodes: Nodes) -> Finding:
     """Whether the launch port is free: a run on one machine takes another by itself, several machines cannot."""
     port, several = nodes.port, nodes.count > 1
     try:
@@ -60,49 +31,37 @@ def _check_port(nodes: Nodes) -> Finding:
         if holder := network.holder_of(port):
             text, remedy = f"by {holder[1]}", f"kill {holder[0]}  (if it is left over)"
         remedy += f", or --main_process_port {port + 1}{' on every machine' * several}"
-        needed = several and nodes.rank == 0  # the others call it
-        return Finding("network", "port", "fail" if needed else "warn", plain(f"{port} is taken {text}"), remedy)
+        is_called = several and nodes.rank == 0
+        return Finding("network", "port", "fail" if is_called else "warn", plain(f"{port} is taken {text}"), remedy)
 
 
-def _check_interfaces(nodes: Nodes, found: Sequence[Interface]) -> list[Finding]:
-    """Lists the interfaces, and which one the processes of several machines will use."""
-    listed = ", ".join(str(interface) for interface in found if not is_loopback(interface.address))
-    findings = [Finding("network", "interfaces", "ok", listed or "this machine has none but its loopback")]
+def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
+    """Lists the interfaces, and the one that processes of several machines will use."""
+    interfaces, states = network.own_addresses(), psutil.net_if_stats()
+    down = {name for name, state in states.items() if not state.isup}
+    listed = ", ".join(
+        f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
+        for address, name in interfaces.items()
+        if name in states and not is_loopback(address)
+    )
+    yield Finding("network", "interfaces", "ok", listed or "this machine has none but its loopback")
     others = nodes.others()
-    if nodes.count > 1 and nodes.rank == 0 and not others:
-        address, why = next(iter(addresses_of(nodes.first)), None), "the address of this machine in the settings"
-    else:
-        address = address_towards(others[0] if others else _NOWHERE)
-        why = f"the route to {others[0]}" if others else "the default route"
-    if chosen := next((interface for interface in found if interface.address == address), None):
-        findings.append(Finding("network", "chosen", "ok", f"{chosen.name} ({chosen.address}), by {why}"))
+    address, why = address_towards(others[0] if others else _NOWHERE), "the default route"
+    if others:
+        why = f"the route to {others[0]}"
+    elif nodes.count > 1:
+        address, why = next(iter(addresses_of(nodes.first)), None), "its address in the settings"
+    if address in interfaces:
+        yield Finding("network", "chosen", "ok", f"{interfaces[address]} ({address}), by {why}")
     elif others:
         remedy = f"`ip route get {shlex.quote(others[0])}`, `ip -br link`"
-        findings.append(Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy))
+        yield Finding("network", "chosen", "fail", f"no interface leads to {others[0]}", remedy)
     else:
-        findings.append(Finding("network", "chosen", "note", "this machine has no default route: it can only run alone"))
-    return findings
-
-
-def _check_address(nodes: Nodes, found: Sequence[Interface]) -> list[Finding]:
-    """Whether this machine has the address by which the others call it, on an interface that is up."""
-    name, addresses = nodes.address_of(nodes.rank), addresses_of(nodes.address_of(nodes.rank) or "")
-    findings = [Finding("machines", "this one", "ok", f"this is machine {nodes.rank} of {nodes.count} ({nodes.how})")]
-    if not addresses or addresses == ["127.0.1.1"]:  # unknown, or a host's own name at home, as Debian has it
-        return findings
-    here = next((interface for interface in found if interface.address in addresses), None)
-    sources = {address_towards(other) for other in nodes.others()} - {None, *addresses}
-    routed = sorted(source for source in sources if source and not is_loopback(source))
-    if here is None:
-        own = ", ".join(interface.address for interface in found if not is_loopback(interface.address)) or "none"
-        text, remedy = f"{name} is not an address of this machine ({own})", "give its own address (`hostname -I`)"
-        findings.append(Finding("machines", "address", "fail", text, f"{remedy}, or another --machine_rank"))
-    elif not here.up:
-        text = f"{name} is an address of this machine, and its interface {here.name} is down or has no cable"
-        remedy = f"sudo ip link set {here.name} up; `ethtool {here.name}`: is the cable in, the switch on?"
-        findings.append(Finding("machines", "address", "fail", text, remedy))
-    elif routed:
-        text = f"{name} is this machine's address in the settings, and what it sends to the others comes from {routed[0]}"
-        remedy = f"name {routed[0]} instead of {name}, on all machines"
-        findings.append(Finding("machines", "address", "warn", text, remedy))
-    return findings
+        yield Finding("network", "chosen", "note", "this machine has no default route: it can only run alone")
+    if nodes.count > 1:
+        yield Finding("machines", "this one", "ok", f"this is machine {nodes.rank} of {nodes.count} ({nodes.how})")
+        name = nodes.address_of(nodes.rank)
+        for interface in {interfaces.get(address) for address in (addresses_of(name) if name else ())} & down:
+            text = f"{name} is an address of this machine, and its interface {interface} is down or has no cable"
+            remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
+            yield Finding("machines", name, "fail", text, remedy)

@@ -6,13 +6,11 @@ import contextlib
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from toolkit.errors import listing
 from toolkit.features.doctor.finding import Finding
 from toolkit.utils.versions import ALL_PACKAGES, versions
 
@@ -38,32 +36,29 @@ def install_command(name: str) -> str:
 
 def check(
     needs: Mapping[str, Sequence[str]], version_of: Callable[[str], str | None] = installed_version
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Checks installed versions against the requirement lines of each package."""
-    owners: dict[tuple[str, str], list[str]] = {}
+    python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
+    yield Finding("versions", "python", "ok", python)
+    libraries = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
+    yield Finding("versions", "libraries", "ok", libraries)
     for owner, lines in needs.items():
         who = "this package" if owner == OURS else f"{owner} {version_of(owner)}"
-        for misfit in filter(None, (_misfit(line, version_of) for line in lines)):
-            owners.setdefault(misfit, []).append(who)
-    python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
-    libraries = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
-    findings = [Finding("versions", "python", "ok", python),
-                Finding("versions", "libraries", "note" if owners else "ok", libraries)]  # fmt: skip
-    for (name, needed), packages in owners.items():
-        have = f"{name} {version} is installed" if (version := version_of(name)) else f"{name} is missing"
-        text = f"{have}, and {listing(packages, 3)} {'needs' if len(packages) == 1 else 'need'} {name}{needed}"
-        findings.append(Finding("versions", name, "fail", text, f"pip install '{name}{needed}'"))
-    return findings
+        for needed in filter(None, (_misfit(line, version_of) for line in lines)):
+            name, wanted, version = needed.name, _specifier(needed), version_of(needed.name)
+            have = f"{name} {version} is installed" if version else f"{name} is missing"
+            remedy = f"pip install '{name}{wanted}'"
+            yield Finding("versions", name, "fail", f"{have}, and {who} needs {name}{wanted}", remedy)
 
 
-def _misfit(line: str, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
-    """(package, versions that fit) where a requirement line is not met."""
+def _misfit(line: str, version_of: Callable[[str], str | None]) -> Requirement | None:
+    """A requirement line that is not met."""
     with contextlib.suppress(InvalidRequirement, InvalidVersion):  # an image may have `torch 2.13.0a0.custom!`
         needed = Requirement(line)
         if needed.marker is None or needed.marker.evaluate({"extra": ""}):
             have = version_of(needed.name)
             if have is None or not needed.specifier.contains(Version(have), prereleases=True):
-                return canonicalize_name(needed.name), _specifier(needed)
+                return needed
     return None
 
 
