@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.commands import clean, convert, init
+from toolkit.commands import cache, clean, convert, init
 from toolkit.commands import to_bigbird as to_bigbird_command
 from toolkit.errors import Parser, UserError, did_you_mean
 from toolkit.features.sweep import command as sweep
 from toolkit.features.verify import command as verify
-from toolkit.utils import cache
 from toolkit.utils.files import templates
 
 _LAUNCH_HELP = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -38,7 +39,7 @@ def check_port(nodes: Nodes) -> Finding:
 def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     """Lists the interfaces, and the one that processes of several machines will use."""
     interfaces, states = network.own_addresses(), psutil.net_if_stats()
-    down = {name for name, state in states.items() if not state.isup}
+    down = set(filter(_is_down, states))
     listed = ", ".join(
         f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
         for address, name in interfaces.items()
@@ -65,3 +66,13 @@ def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
             text = f"{name} is an address of this machine, and its interface {interface} is down or has no cable"
             remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
             yield Finding("machines", name, "fail", text, remedy)
+
+
+def _is_down(interface: str) -> bool:
+    """By the kernel's account: psutil's is a second late."""
+    try:
+        return Path(f"/sys/class/net/{interface}/carrier").read_text(encoding="ascii").strip() == "0"
+    except FileNotFoundError:  # not Linux
+        return False
+    except OSError:  # switched off
+        return True
