@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ from tests.runs import Finished
 from toolkit.launch import rendezvous
 from toolkit.launch.failure_detector import Failure, FailureDetector
 from toolkit.launch.interrupted import ENDED_FILE
-from toolkit.launch.rendezvous import Peer, Rendezvous
+from toolkit.launch.rendezvous import Peer
 
 HOST = socket.gethostname()
 WAIT = "wait_for_line()"
@@ -237,12 +238,10 @@ def peers(machines: str) -> list[Peer]:
     ]
 
 
-def found(nodes: str, rank: int, restarts_left: int = 0) -> Rendezvous:
+def found(nodes: str, rank: int, restarts_left: int = 0) -> Any:
     """The ranks, with a store of their own."""
     hellos = [{"peer": asdict(peer), "restarts_left": restarts_left} for peer in peers(nodes)]
-    ranks = Rendezvous("", 0, rank, len(hellos), {}, 1.0, hellos=hellos)
-    ranks.store = HashStore()
-    return ranks
+    return SimpleNamespace(rank=rank, hellos=hellos, peers=peers(nodes), store=HashStore())
 
 
 def detector(nodes: str, rank: int) -> FailureDetector:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,9 +16,9 @@ import pytest
 from tests.faults import refusal
 from tests.launch.ranks import HERE, codes, group
 from toolkit.launch import network, rendezvous
-from toolkit.launch.environment import settle
+from toolkit.launch.environment import Place, settle
 from toolkit.launch.network import free_port
-from toolkit.launch.rendezvous import RendezvousError
+from toolkit.launch.rendezvous import Rendezvous, RendezvousError
 
 
 @pytest.mark.multiprocess
@@ -207,25 +207,28 @@ def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(n
     refusal(settle, env, match=name)
 
 
-def meet(size: int, hello: dict[str, Any], seconds: float = 20.0, port: int | None = None, **options: Any) -> list[Any]:
-    """What `join` returns to, or raises on, each of so many threads."""
-    port, local = port or free_port(), {"local": True, **options}
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    found = free_port()
+    monkeypatch.setenv("MASTER_ADDR", HERE)
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
 
-    def joined(rank: int) -> Any:
-        try:
-            return rendezvous.join(HERE, port, rank, size, hello, seconds, **local)
-        except RendezvousError as error:
-            return error
 
+def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
+    """What this rank finds, or why it does not."""
+    ranks = Rendezvous(Place("environment", rank, size, rank, size), {"versions": {}, "failure": failure}, seconds)
+    try:
+        ranks.join()
+    except RendezvousError as error:
+        return error
+    return ranks
+
+
+def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks(port: int) -> None:
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(joined, range(size)))
-
-
-def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks() -> None:
-    found = meet(3, {"color": "red"})
-    assert [[hello["rank"] for hello in each.hellos] for each in found] == [[0, 1, 2]] * 3
-    assert {hello["color"] for each in found for hello in each.hellos} == {"red"}
-    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(joined, range(3)))
+        assert [[peer.rank for peer in each.peers] for each in found] == [[0, 1, 2]] * 3
         for value in ("a", "b"):
             said = pool.map(lambda each, value=value: each.exchange(f"{value}{each.rank}", 20), found)
             assert list(said) == [[f"{value}{rank}" for rank in range(3)]] * 3
@@ -234,32 +237,33 @@ def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks() -> None:
     assert error.value.missing == [1, 2]
 
 
-def test_a_fault_of_the_hellos_is_raised_by_all_and_can_be_printed() -> None:
-    found = meet(3, {}, compare=lambda hellos, size: "no \x1b[2J good" if len(hellos) == size else "")
+def test_a_fault_is_raised_by_all_and_can_be_printed(port: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda rank: joined(rank, failure="no \x1b[2J good" * (rank == 1)), range(3)))
     assert [str(error) for error in found] == ["no  [2J good"] * 3
 
 
-def test_who_finds_nobody_knows_whether_the_port_refused() -> None:
-    with pytest.raises(RendezvousError) as error:
-        rendezvous.join(HERE, free_port(), 1, 2, {}, 0.1)
-    assert error.value.missing == [0]
-    assert error.value.unreachable is not None
-    assert error.value.unreachable.kind == "refused"
+def test_who_finds_nobody_knows_whether_the_port_refused(port: int) -> None:
+    error = joined(1, seconds=0.1)
+    assert error.missing == [0]
+    assert error.unreachable.kind == "refused"
 
 
-def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
-    with socket.create_server((HERE, 0)) as server, pytest.raises(RendezvousError, match="another program"):
-        rendezvous.join(HERE, server.getsockname()[1], 1, 2, {}, 0.1)
+    with socket.create_server((HERE, port)):
+        assert "another program" in str(joined(1, seconds=0.1))
 
 
-def test_what_an_earlier_attempt_left_in_a_launchers_store_is_not_taken_for_this_ones() -> None:
-    port = free_port()
+def test_what_an_earlier_attempt_left_in_a_launchers_store_is_not_taken_for_this_ones(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     store = network.serve_store(HERE, network.listen(port, HERE))
-    for _ in range(2):
-        found = meet(2, {}, port=port, serves=False)
-        assert [len(each.hellos) for each in found] == [2, 2]
-    assert found[0].hello["id"] != json.loads(found[0].store.get("verdict"))["hellos"][1]["id"]
+    with ThreadPoolExecutor() as pool:
+        first, second = (list(pool.map(joined, range(3))) for _ in range(2))
+    assert {each.hellos[2]["id"] for each in second} == {second[2].hello["id"]}
+    assert first[2].hello["id"] != second[2].hello["id"]
     assert store.num_keys() > 0
 
 
@@ -286,8 +290,9 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
     nodes = [*(["A"] * (own is None) + ["B"] * (own is not None)), *"A" * len(own or "A")]
     hellos = [{"address": f"to {address}", "peer": {"node": node, "rank": 0, "host": "", "local_rank": 0, "pid": 0}}
               for node, address in zip(nodes, ["", *(own or [""])], strict=True)]  # fmt: skip
-    ranks = rendezvous.Rendezvous("127.0.0.1", 0, 0, len(hellos), {}, 1.0, hellos=hellos)
-    network.choose_interface(rendezvous._own_address(ranks))
+    peers = [rendezvous.Peer(**hello["peer"]) for hello in hellos]
+    ranks = SimpleNamespace(address="127.0.0.1", rank=0, hellos=hellos, peers=peers)
+    network.choose_interface(rendezvous._own_address(ranks))  # type: ignore[arg-type]
     found = [os.environ.get(name) for name in names]
     assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
 
@@ -295,8 +300,8 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
 def test_two_nodes_of_one_name_are_told_apart_where_they_differ() -> None:
     def hello(rank: int, node: str, torch: str) -> dict[str, Any]:
         known = {"rank": rank, "host": "node", "node": node}
-        return {"peer": known, "failure": "", "versions": {"torch": torch}}
+        return {"peer": known, "world_size": 2, "failure": "", "versions": {"torch": torch}}
 
-    said = rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")], 2)
+    said = rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")])
     assert "torch is 2 on node (m0) and 1 on node (m1)" in said
-    assert rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")], 2) == ""
+    assert rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")]) == ""
