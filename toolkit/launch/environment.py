@@ -57,6 +57,11 @@ class Place:
     local_rank: int
     local_world_size: int
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are of this machine."""
+        return self.local_world_size == self.world_size
+
 
 def requested() -> dict[str, Any]:
     """What our own launcher was asked to start (see `relaunch.plan`); empty under another one."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from toolkit.errors import UserError, line_of
 from toolkit.launch import failure_detector, interrupted
-from toolkit.launch.bad_end import close_what_is_open, is_open
+from toolkit.launch.bad_end import close_what_is_open, ending
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
@@ -42,46 +42,34 @@ _NEWS_SECONDS = 20.0
 
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
-_stopped = 0
-_again = False
-_explain: Callable[[Exception], str | None] | None = None
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
     """From now on `explain` is called first: what there is to say of an exception, or None for a traceback. Without
     it, nobody is: what the last one knew of is over."""
-    global _explain
-    _explain = explain
+    ending.explain = explain
 
 
 def stopped_by(number: int) -> None:
     """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
-    global _stopped
-    _stopped = 128 + number
-
-
-def has_stopped() -> bool:
-    """Whether `stopped_by` was called."""
-    return _stopped != 0
+    ending.exit_code = 128 + number
 
 
 def once_more() -> None:
     """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
-    global _again
-    _again = True
+    ending.again = True
 
 
 def _call(main: Callable[[], None]) -> None:
     """Calls it, and again as long as it asks for that, with nothing left of the accelerator but the process group."""
-    global _again
     while True:
-        _again = False
+        ending.again = False
         try:
             main()
         except BaseException:
             _take_sigterm()  # from here on no step is left that would
             raise
-        if not _again:
+        if not ending.again:
             return
         from accelerate.state import AcceleratorState, GradientState
 
@@ -143,8 +131,8 @@ def _report(work: Callable[[], object]) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where `_explain` knows better."""
-    if explained := _explain and _explain(error):
+    """A traceback for our own faults; one line where `explain_failures` knows better."""
+    if explained := ending.explain and ending.explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
         return _NO_READER
@@ -218,7 +206,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
 def _take_sigterm() -> None:
     """No step is left to finish: the launcher may end this process at once, or once all is closed."""
     with contextlib.suppress(ValueError):  # not of the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_open() else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if ending.close else signal.SIG_DFL)
 
 
 def _place() -> Place:
@@ -237,13 +225,13 @@ def _leave_group() -> None:
     """
     if failure_detector.current is not None:
         failure_detector.current.wait_for_all(LAST_WAIT_SECONDS)
-    if _stopped:
+    if ending.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
-        give_up(_stopped)
+        give_up(ending.exit_code)
     distributed = sys.modules.get("torch.distributed")
     grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if grouped or _stopped:  # nobody who stopped it waits until Python has taken down what was imported: seconds
+    if grouped or ending.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_stopped)
+        os._exit(ending.exit_code)

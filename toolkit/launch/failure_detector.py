@@ -93,7 +93,8 @@ class FailureDetector:
 
     def start(self, timeout: int) -> None:
         """`timeout`: the seconds for which a node may not answer. Raises UserError where rank 0 cannot be reached."""
-        self._store = self._rendezvous.store.clone()  # a call that waits holds up its own client alone
+        # a call that waits holds up its own client alone
+        self._store = self._rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         if self.me.rank:
             self._connections[0] = self._connect()
         else:

@@ -14,8 +14,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,12 @@ from toolkit.errors import UserError, plain
 from toolkit.launch import network
 from toolkit.launch.environment import FAILURE_DETECTOR, Place
 from toolkit.launch.nodes import doctor_command, name_machine, name_ranks, not_of_this_machine, requested_nodes
-from toolkit.launch.restarts import attempt, most_restarts
+from toolkit.launch.restarts import attempt, launcher_keeps_store, most_restarts
 from toolkit.utils import versions
 from toolkit.utils.within import within
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import PrefixStore, Store
 
 Hello = dict[str, Any]
 _POLL_SECONDS, _MENTION_SECONDS, _CONNECT_SECONDS = 0.1, 5.0, 5.0
@@ -39,17 +39,11 @@ _FAULT_SECONDS, _EARLY_FAULT_SECONDS = 3.0, 20.0
 
 
 class RendezvousError(UserError):
-    """The ranks cannot start together; with the ranks that are missing, and the hellos of those that came."""
+    """The ranks cannot start together."""
 
-    def __init__(
-        self,
-        fault: str,
-        missing: Sequence[int] = (),
-        hellos: Sequence[Hello] = (),
-        unreachable: network.UnreachableError | None = None,
-    ) -> None:
+    def __init__(self, fault: str, missing: Sequence[int] = (), why: network.UnreachableError | None = None) -> None:
         super().__init__(plain(fault, 10_000))  # whoever reaches the store can write there
-        self.missing, self.hellos, self.unreachable = list(missing), list(hellos), unreachable
+        self.missing, self.unreachable = list(missing), why
 
 
 @dataclass(frozen=True)
@@ -64,40 +58,26 @@ class Peer:
     pid: int
 
 
-@dataclass
 class Rendezvous:
-    """How a rank joins the others; once it has, `hellos` and `store`."""
+    """How a rank joins the others; once it has, it knows the `hellos` of all, in the order of ranks."""
 
-    address: str
-    port: int
-    rank: int
-    world_size: int
-    hello: Hello
-    seconds: float
-    """How long the ranks wait for each other."""
-    compare: Callable[[Sequence[Hello], int], str] = lambda hellos, world_size: ""
-    """The fault of the hellos that came so far, or nothing; rank 0 alone calls it, after each."""
-    waiting: Callable[[str], object] = lambda line: print(line, file=sys.stderr, flush=True)
-    """Called once, after five seconds, with a line that names whom this rank waits for."""
-    serves: bool = False
-    """Whether this process serves the store."""
-    local: bool = False
-    """All ranks are of this machine: a name that means a loopback address is good."""
-    hellos: list[Hello] = field(default_factory=list)
-    """In the order of ranks."""
-    attempt: int = 0
-    """Rank 0's (`--max_restarts`)."""
-    exchanges: int = 0
+    store: PrefixStore
+    """Its keys are those of this rendezvous alone."""
 
-    def __post_init__(self) -> None:
-        self.hello = {**self.hello, "rank": self.rank, "id": secrets.token_hex(8), "host": socket.gethostname(),
-                      "world_size": self.world_size, "attempt": attempt()}  # fmt: skip
-        self.deadline = time.monotonic() + self.seconds
-        self.me = f"rank {self.rank} on {self.hello['host']}"
-        self.mentioned = False
-        self.server: Store
-        self.store: Store
-        """Its keys are those of this rendezvous alone."""
+    def __init__(self, place: Place, hello: Hello, seconds: float) -> None:
+        """`seconds`: how long the ranks wait for each other."""
+        peer = Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())
+        self.place, self.rank, self.world_size, self.seconds = place, place.rank, place.world_size, seconds
+        self.address, self.port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.hello = {**hello, "rank": self.rank, "world_size": self.world_size, "host": peer.host,
+                      "peer": asdict(peer), "id": secrets.token_hex(8), "attempt": attempt()}  # fmt: skip
+        self.hellos: list[Hello] = []
+        self.attempt = 0
+        """Rank 0's (`--max_restarts`)."""
+        self._me, self._deadline = f"rank {self.rank} on {peer.host}", time.monotonic() + seconds
+        self._serves = self.rank == 0 and not launcher_keeps_store()
+        self._mentioned = place.local_rank > 0
+        self._exchanges = 0
 
     @property
     def peers(self) -> list[Peer]:
@@ -108,8 +88,8 @@ class Rendezvous:
 
         Raises RendezvousError, naming the ranks that did not answer within `seconds`.
         """
-        self.exchanges += 1
-        keys = [f"exchange {self.exchanges}/{rank}" for rank in range(self.world_size)]
+        self._exchanges += 1
+        keys = [f"exchange {self._exchanges}/{rank}" for rank in range(self.world_size)]
         self.store.set(keys[self.rank], json.dumps(value))
         try:
             self.store.wait(keys, timedelta(seconds=seconds))
@@ -122,48 +102,48 @@ class Rendezvous:
         """Raises RendezvousError, within `seconds` and a little more."""
         while True:
             try:
-                return within(max(0.0, self.deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
+                return within(max(0.0, self._deadline - time.monotonic()) + 2 * _VERDICT_SECONDS, self._join)
             except TimeoutError as error:
-                fault = f"{self.me} got no answer at {self.address}:{self.port}: another program's port? Another one: "
+                fault = f"{self._me} got no answer at {self.address}:{self.port}: another program's port? Another one: "
                 raise RendezvousError(f"{fault}--main_process_port", [0]) from error
             except (LookupError, TypeError, ValueError) as error:
-                fault = f"{self.me} cannot read what another rank wrote: another version of this toolkit there?"
+                fault = f"{self._me} cannot read what another rank wrote: another version of this toolkit there?"
                 raise RendezvousError(fault) from error
             except RuntimeError as error:  # the process that serves the store has ended
-                if self.serves or not most_restarts() or time.monotonic() > self.deadline:
-                    fault = f"{self.me} had reached rank 0 at {self.address}:{self.port}, which has ended since"
+                if self._serves or not most_restarts() or time.monotonic() > self._deadline:
+                    fault = f"{self._me} had reached rank 0 at {self.address}:{self.port}, which has ended since"
                     raise RendezvousError(fault, [0]) from error
                 time.sleep(0.5)
 
     def _join(self) -> None:
         from torch.distributed import PrefixStore
 
-        self.server = self._open_store()
-        common = PrefixStore("toolkit/rendezvous", self.server)
+        self._server = self._open_store()  # as long as this process lives, where it serves it
+        common = PrefixStore("toolkit/rendezvous", self._server)
         self._coordinate(common) if self.rank == 0 else self._follow(common)
 
     def _mention(self, line: str) -> None:
-        waited = self.seconds - (self.deadline - time.monotonic())
-        if not self.mentioned and waited > _MENTION_SECONDS:
-            self.mentioned = True
-            self.waiting(plain(line))
+        waited = self.seconds - (self._deadline - time.monotonic())
+        if not self._mentioned and waited > _MENTION_SECONDS:
+            self._mentioned = True
+            print(plain(line), file=sys.stderr, flush=True)
 
     def _open_store(self) -> Store:
         """The store that torch's own rendezvous will use: the stores of one process share a server."""
         from torch.distributed import DistNetworkError, TCPStore
 
-        if not self.serves:
+        if not self._serves:
             self._await_server()
-        timeout, address = timedelta(seconds=max(10.0, self.deadline - time.monotonic())), self.address
+        timeout, address = timedelta(seconds=max(10.0, self._deadline - time.monotonic())), self.address
         try:
-            if not self.serves:
+            if not self._serves:
                 return TCPStore(address, self.port, None, False, timeout)
-            listener = network.listen(self.port, network.address_to_listen(address, self.local))
+            listener = network.listen(self.port, network.address_to_listen(address, self.place.is_local))
             return network.serve_store(address, listener, timeout)
         except (DistNetworkError, OSError) as error:
-            if self.serves and not network.is_own(address):
-                raise RendezvousError(f"{self.me} reached nobody at {not_of_this_machine(address)}") from error
-            if not self.serves or not (holder := network.holder_of(self.port)):
+            if self._serves and not network.is_own(address):
+                raise RendezvousError(f"{self._me} reached nobody at {not_of_this_machine(address)}") from error
+            if not self._serves or not (holder := network.holder_of(self.port)):
                 raise
             raise RendezvousError(
                 f"port {self.port} of {self.hello['host']} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
@@ -174,43 +154,40 @@ class Rendezvous:
     def _await_server(self) -> None:
         """Until somebody listens there: torch would try for as long, and warn on every failure."""
         while True:
-            left = self.deadline - time.monotonic()
+            left = self._deadline - time.monotonic()
             try:
                 return network.connect(self.address, self.port, max(1.0, min(_CONNECT_SECONDS, left))).close()
             except network.UnreachableError as error:
-                self._mention(f"{self.me}: rank 0 is not there yet: {error}")
+                self._mention(f"{self._me}: rank 0 is not there yet: {error}")
                 if left < 0:
-                    fault, hint = f"{self.me} found no rank 0 within {self.seconds:.0f} s: {error}", ""
-                    if network.is_own(self.address) and not self.local:
+                    fault, hint = f"{self._me} found no rank 0 within {self.seconds:.0f} s: {error}", ""
+                    if network.is_own(self.address) and not self.place.is_local:
                         how = nodes.how if (nodes := requested_nodes()) else "RANK"
                         hint = f". {self.address} is an address of this very machine ({how}): is it the first one?"
                     doctor = doctor_command(self.address, network.address_towards(self.address))
                     fault = f"{fault}. To do: {error.remedy}{hint}. {doctor}"
-                    raise RendezvousError(fault, [0], unreachable=error) from error
+                    raise RendezvousError(fault, [0], error) from error
             time.sleep(_POLL_SECONDS)
 
     def _coordinate(self, common: Store) -> None:
         from torch.distributed import PrefixStore
 
-        self.store, hellos, missing = (
-            PrefixStore(self.hello["id"], common),
-            [self.hello],
-            list(range(self.world_size))[1:],
-        )
+        self.store, hellos = PrefixStore(self.hello["id"], common), [self.hello]
+        missing = list(range(1, self.world_size))
         common.set("coordinator", json.dumps(self.hello))
-        fault = self.compare(hellos, self.world_size)
+        fault = _difference(hellos)
         while missing and not fault:
             lines = self.store.get("hellos").decode().splitlines() if self.store.check(["hellos"]) else []
             if len(lines) >= len(hellos):
                 hellos.append(json.loads(lines[len(hellos) - 1]))
                 missing = [rank for rank in missing if rank != hellos[-1]["rank"]]
-                fault = _conflict(hellos) or self.compare(hellos, self.world_size)
+                fault = _conflict(hellos) or _difference(hellos)
             elif (other := read(common, "coordinator"))["id"] != self.hello["id"]:  # a second rank 0 reached this store
                 fault = _conflict([self.hello, other])
                 PrefixStore(other["id"], common).set("verdict", json.dumps({"fault": fault}))
             elif self.store.check(["verdict"]):  # by that one
                 fault = str(read(self.store, "verdict")["fault"])
-            elif time.monotonic() > self.deadline:
+            elif time.monotonic() > self._deadline:
                 fault = self._name_missing(missing, hellos)
             else:
                 self._mention(f"waiting for {name_ranks(missing)}: start the same there")
@@ -218,20 +195,20 @@ class Rendezvous:
         self.hellos, self.attempt = sorted(hellos, key=lambda hello: int(hello["rank"])), self.hello["attempt"]
         self.store.set("verdict", json.dumps({"fault": fault, "hellos": self.hellos}))
         if fault:
-            readers = self.world_size if time.monotonic() < self.deadline else len(hellos)
-            last = self.deadline if self.hello.get("failure") else time.monotonic() + _FAULT_SECONDS
+            readers = self.world_size if time.monotonic() < self._deadline else len(hellos)
+            last = self._deadline if self.hello.get("failure") else time.monotonic() + _FAULT_SECONDS
             while self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
                 time.sleep(_POLL_SECONDS)
-            raise RendezvousError(fault, missing, self.hellos)
+            raise RendezvousError(fault, missing)
 
     def _follow(self, common: Store) -> None:
         from torch.distributed import PrefixStore
 
         coordinator: Hello = {"id": ""}
-        while time.monotonic() < self.deadline + _VERDICT_SECONDS:
+        while time.monotonic() < self._deadline + _VERDICT_SECONDS:
             if common.check(["coordinator"]) and (now := read(common, "coordinator"))["id"] != coordinator["id"]:
                 coordinator, self.store = now, PrefixStore(now["id"], common)
-                self.store.append("hellos", f"{json.dumps(self.hello)}\n")
+                self.store.append("hellos", f"{json.dumps(self.hello)}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
                 if fault := _conflict([coordinator, self.hello]):
                     raise RendezvousError(fault)
             if coordinator["id"] and self.store.check(["verdict"]):
@@ -243,7 +220,9 @@ class Rendezvous:
                     self.hellos, self.attempt = verdict["hellos"], coordinator["attempt"]
                     return
             time.sleep(_POLL_SECONDS)
-        fault = f"{self.me} reached {self.address}:{self.port} but no verdict of rank 0: it did not start, or has ended"
+        fault = (
+            f"{self._me} reached {self.address}:{self.port} but no verdict of rank 0: it did not start, or has ended"
+        )
         raise RendezvousError(fault, [0])
 
     def _name_missing(self, missing: Sequence[int], hellos: Sequence[Hello]) -> str:
@@ -263,15 +242,6 @@ class Rendezvous:
             "what stopped them: a firewall (`sudo ufw allow from THAT_MACHINE` here), another address, or an earlier "
             f"error. Longer: --rendezvous_timeout SECONDS. {doctor}"
         )
-
-
-def join(
-    address: str, port: int, rank: int, world_size: int, hello: Hello, seconds: float, **options: Any
-) -> Rendezvous:
-    """Finds the ranks that call it with the same address, port and number of ranks; see Rendezvous."""
-    rendezvous = Rendezvous(address, port, rank, world_size, hello, seconds, **{"serves": rank == 0, **options})
-    rendezvous.join()
-    return rendezvous
 
 
 def read(store: Store, key: str) -> Any:
@@ -313,30 +283,15 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     alone = place.world_size == 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if current is not None or alone:
         return current
-    if os.environ.get("TOOLKIT_TOKEN") and place.rank == 0 and place.local_world_size < place.world_size:
+    if os.environ.get("TOOLKIT_TOKEN") and place.rank == 0 and not place.is_local:
         print("TOOLKIT_TOKEN has no effect any more: train in a network you trust (SECURITY.md)", file=sys.stderr)
-    address, launchers_store = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hello = {
-        "peer": asdict(Peer(place.rank, socket.gethostname(), network.node_id(), place.local_rank, os.getpid())),
-        "address": network.address_towards(address),
-        "versions": versions.comparable(script),
-        "failure": failure,
-        "restarts_left": most_restarts() - attempt(),
-        "failure_detector": os.environ.get(FAILURE_DETECTOR, "on"),
-    }
-    current = join(
-        address,
-        int(os.environ["MASTER_PORT"]),
-        place.rank,
-        place.world_size,
-        hello,
-        seconds,
-        compare=_difference,
-        waiting=lambda line: None if place.local_rank else print(line, file=sys.stderr, flush=True),
-        serves=place.rank == 0 and not launchers_store,
-        local=place.local_world_size == place.world_size,
-    )
-    if launchers_store:  # torch's keys carry the attempt, which launchers of several machines may count differently
+    hello = {"address": network.address_towards(os.environ["MASTER_ADDR"]), "versions": versions.comparable(script),
+             "failure": failure, "restarts_left": most_restarts() - attempt(),
+             "failure_detector": os.environ.get(FAILURE_DETECTOR, "on")}  # fmt: skip
+    rendezvous = Rendezvous(place, hello, seconds)
+    rendezvous.join()
+    current = rendezvous
+    if launcher_keeps_store():  # the launchers of several machines may count differently, and torch's keys carry it
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(current.attempt)
     network.choose_interface(_own_address(current))
     return current
@@ -344,7 +299,7 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
 
 def announce_early_failure(place: Place, message: str) -> None:
     """To the other nodes, from a process that fails before the rendezvous: a setting, a file. It takes seconds."""
-    if place.local_world_size < place.world_size and current is None and os.environ.get("MASTER_ADDR"):
+    if not place.is_local and current is None and os.environ.get("MASTER_ADDR"):
         with contextlib.suppress(Exception):  # it has been reported here
             find_ranks(
                 place, "", _EARLY_FAULT_SECONDS, f"rank {place.rank} on {socket.gethostname()} failed: {message}"
@@ -359,11 +314,11 @@ def named_machines() -> list[str]:
     return [name_machine(host, of_node) for (_, host), of_node in ranks.items()] if len(ranks) > 1 else []
 
 
-def _difference(hellos: Sequence[Hello], world_size: int) -> str:
+def _difference(hellos: Sequence[Hello]) -> str:
     """A failure before the rendezvous, or other versions, once all are there."""
     if failure := hellos[-1]["failure"]:
         return str(failure)
-    if len(hellos) < world_size:
+    if len(hellos) < hellos[0]["world_size"]:
         return ""
     peers = [hello["peer"] for hello in hellos]
     unclear = len({peer["host"] for peer in peers}) < len({peer["node"] for peer in peers})  # nodes of one name

@@ -25,6 +25,11 @@ def most_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
 
 
+def launcher_keeps_store() -> bool:
+    """Whether torch's store is the launcher's, and the same for all attempts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def started() -> str | None:
     """When our own launcher was, before all attempts: `20260701-120000`."""
     return requested().get("started")
