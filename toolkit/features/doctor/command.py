@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,10 +65,20 @@ def _examine(line: Job) -> int:
     return 1 if failed else 0
 
 
+def _list(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    return list(check())
+
+
 def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
-    """All checks run at once, within about the time that the import of torch takes; one that breaks or does not end is
-    a note."""
+    """Takes about as long as the import of torch; a check that breaks or does not end is a note."""
     env, install = dict(os.environ), versions.install_command("torch")
+    hardware = devices.Devices()
+    try:
+        hardware = within(_CHECK_SECONDS, devices.look)
+        findings = [*devices.check(hardware, env, install)]
+    except Exception as error:
+        text = f"torch cannot be imported: {type(error).__name__}: {plain(first_line(error))}"
+        findings = [Finding("devices", "torch", "fail", text, install)]
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "files": lambda: host.check_files(line.files),
         "versions": lambda: versions.check(versions.requirements()),
@@ -77,18 +87,9 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
         "shell": lambda: host.check_shell(env),
         "network": lambda: [network.check_port(line.nodes), *network.check_interfaces(line.nodes)],
     }
-
-    def check(area: str) -> list[Finding]:
+    for area, check in checks.items():
         try:
-            return within(_CHECK_SECONDS, lambda: list(checks[area]()))
+            findings += within(_CHECK_SECONDS, functools.partial(_list, check))
         except Exception as error:
-            return [Finding(area, area, "note", f"could not be checked: {plain(first_line(error))}")]
-
-    with ThreadPoolExecutor(len(checks) + 1) as pool:
-        looked = pool.submit(within, _CHECK_SECONDS, devices.look)
-        findings = [finding for of_area in pool.map(check, checks) for finding in of_area]
-        try:
-            return looked.result(), [*findings, *devices.check(looked.result(), env, install)]
-        except Exception as error:
-            text = f"torch cannot be imported: {type(error).__name__}: {plain(first_line(error))}"
-            return devices.Devices(), [*findings, Finding("devices", "torch", "fail", text, install)]
+            findings.append(Finding(area, area, "note", f"could not be checked: {plain(first_line(error))}"))
+    return hardware, findings

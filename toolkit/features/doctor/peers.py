@@ -12,7 +12,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from toolkit.errors import plain
+from toolkit.errors import first_line, plain
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.environment import MARKER, Place
@@ -59,8 +59,8 @@ def check(
             return [_explain_missing(error, rank, nodes, seconds, lines[rank]) for rank in error.missing], {}
         remedy = "type the same on all machines, with the machines in the same order"
         return [Finding("machines", "rendezvous", "fail", str(error), remedy)], {}
-    except (LookupError, TypeError, ValueError) as error:
-        text = f"a machine sent what this one cannot read ({type(error).__name__}): another version of this toolkit?"
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+        text = f"the machines lost each other, or one runs another version of this toolkit: {plain(first_line(error))}"
         return [Finding("machines", "rendezvous", "fail", text)], {}
 
 
@@ -69,23 +69,19 @@ def _explain_missing(error: RendezvousError, rank: int, nodes: Nodes, seconds: f
     machine rank 0 finds out whether it answers at all."""
     obstacle, address = error.unreachable, nodes.address_of(rank)
     if rank and address:
-        obstacle = _obstacle(address, nodes.port)
+        try:
+            network.connect(address, nodes.port, _CONNECT_SECONDS).close()
+        except network.UnreachableError as unreachable:
+            obstacle = unreachable
     text, remedy = f"{nodes.name_of(rank)} did not come within {seconds:.0f} s", f"on it type: {line}"
     if rank and (obstacle is None or obstacle.kind == "refused"):  # only rank 0 listens
         text += "; the machine answers" if address else ""
         remedy += f"; if that was typed, a firewall here may stop it: sudo ufw allow from {_SOMEWHERE}"
     elif obstacle is not None:
         text, remedy = f"{text}: {obstacle}", f"{remedy}; {obstacle.remedy}"
+    else:
+        text = str(error)
     return Finding("machines", f"machine {rank}", "fail", text, remedy)
-
-
-def _obstacle(address: str, port: int) -> network.UnreachableError | None:
-    """Why no connection can be made; None where it can."""
-    try:
-        network.connect(address, port, _CONNECT_SECONDS).close()
-    except network.UnreachableError as error:
-        return error
-    return None
 
 
 def _all_reduce(rendezvous: Rendezvous, uses_nccl: bool) -> AllReduce:
