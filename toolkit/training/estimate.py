@@ -18,8 +18,6 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
@@ -53,6 +51,9 @@ def count_activations(
 
     The model stays as it is, on the CPU. Without `autocast` the weights are in `precision` themselves.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # private names, which other runs do not need
+    from torch.distributed._tools.mem_tracker import MemTracker
+
     dtype, tracker = _DTYPES[precision], MemTracker()
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = {}
@@ -73,7 +74,7 @@ def count_activations(
         return _total(tracker, "peak") - before
 
 
-def _total(tracker: MemTracker, moment: str) -> int:
+def _total(tracker: Any, moment: str) -> int:
     return sum(bytes_by_kind["Total"] for bytes_by_kind in tracker.get_tracker_snapshot(moment).values())
 
 

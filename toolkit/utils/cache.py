@@ -32,10 +32,10 @@ def made_once(
     kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
 ) -> Path:
     """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
-    renamed. One that is damaged, or lacks a file, is made again. `source` says what it is of in `toolkit cache`.
+    renamed. One that is damaged, or lacks a file, is made again. `toolkit cache` prints `source`.
 
-    Who comes second waits on a file lock, not in a collective, so that no time limit of the process group
-    counts. Raises UserError where it cannot be written, and where processes asked for different digests.
+    A second process waits on a file lock, not in a collective, so that no time limit of the process group
+    counts. Raises UserError where it cannot be written, and where the digests of processes differ.
     """
     folder = cache_folder() / kind / digest
     try:
@@ -156,7 +156,7 @@ def digest_of_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def remove(folder: Path) -> bool:
-    """Whether it is gone: one that is being made again is left alone."""
+    """Whether it was removed: one that is being made again stays."""
     from filelock import FileLock, Timeout
 
     try:
