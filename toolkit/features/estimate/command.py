@@ -14,7 +14,7 @@ import torch
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.features.titles.model import load_title_model
 from toolkit.launch.precision import AUTO, auto_precision
-from toolkit.launch.trial import faster, measured
+from toolkit.launch.trial import faster, measure_once
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import layer_of, load_config
@@ -46,7 +46,7 @@ class Estimate:
         if self.precision == AUTO:
             self.precision, _ = auto_precision(None, 0 if self.device == "cuda" else None)
         if self.precision == AUTO:
-            self.precision = faster(measured(layer_of(settings.model)()))
+            self.precision = faster(measure_once(layer_of(settings.model)()))
         long: Any = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
         tokenizer = load_tokenizer(long)
         self.length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
