@@ -178,6 +178,18 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
     assert "interrupted" in line
 
 
+@several_processes
+def test_a_run_without_the_detector_leaves_it_to_torch() -> None:
+    """Also where one rank alone has it off."""
+    with group(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}]) as started:
+        started.await_line("here")
+        started.await_line("joined")
+        started.ranks[1].kill()
+        ended = started.end(SOON)
+    assert codes(ended) == [1, -signal.SIGKILL]
+    assert "lost contact with another process" in ended[0].error_lines[-1]
+
+
 # --- a good end
 
 

@@ -22,7 +22,7 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.launch import environment, launcher
-from toolkit.launch.environment import MARKER, TIMEOUTS, Place, place_of, seconds_of
+from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
@@ -280,7 +280,7 @@ def test_a_clean_environment_is_nobodys_world(outer: dict[str, str]) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[list[str], dict[str, str]]]:
     """(arguments, environment) of what the process would have launched."""
     calls: list[tuple[list[str], dict[str, str]]] = []
-    for name in ("NODE_RANK", "SLURM_NODEID", *(variable for variable, _ in TIMEOUTS.values())):
+    for name in ("NODE_RANK", "SLURM_NODEID", FAILURE_DETECTOR, *(variable for variable, _ in TIMEOUTS.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "launch", lambda given: calls.append((list(given), dict(os.environ))))
     return calls
@@ -347,6 +347,20 @@ def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((command, env),) = launched
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
+
+
+def test_the_failure_detector_is_on_or_off(launched: list[Any]) -> None:
+    assert relaunch_if_requested([SCRIPT, "--failure_detector", "off"])[0] == [SCRIPT]
+    assert os.environ[FAILURE_DETECTOR] == "off"
+    refusal(relaunch_if_requested, [SCRIPT, "--failure_detector=no"], match="on or off")
+
+
+def test_a_gpus_network_may_be_silent_for_longer_unless_the_setting_says_otherwise(
+    launched: list[Any],
+) -> None:
+    assert (seconds_of("peer_timeout"), seconds_of("peer_timeout", GPU_PEER_TIMEOUT)) == (14, 120)
+    relaunch_if_requested([SCRIPT, "--peer_timeout", "33"])
+    assert seconds_of("peer_timeout", GPU_PEER_TIMEOUT) == 33
 
 
 @pytest.mark.parametrize("name", TIMEOUTS)

@@ -74,8 +74,8 @@ def place_of(env: Mapping[str, str]) -> Place:
     Raises UserError when the launcher's variables are incomplete or are not numbers.
     """
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        given, missing = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
-        raise UserError(f"{given} is set and {missing} is not: set both, or `unset {given}` to run one process")
+        present, missing = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
+        raise UserError(f"{present} is set and {missing} is not: set both, or `unset {present}` to run one process")
     if "RANK" in env:
         return _place_by_torch(env)
     for launcher, (rank, world, local_rank, local_world) in _NAMES.items():
@@ -136,8 +136,8 @@ def _launcher_set_threads(env: Mapping[str, str]) -> bool:
 
 
 def _sets_threads(line: Sequence[str]) -> bool:
-    asked = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
-    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not asked)
+    has_option = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
+    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not has_option)
 
 
 def _is_torchrun(line: Sequence[str]) -> bool:
@@ -156,10 +156,10 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
     """Processes on this machine: a number, or Slurm's list over its machines, `2(x3),1`."""
     counts: list[int] = []
     for part in env[name].split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
             raise UserError(f"the launcher's variable {name} is {env[name]!r}, not a number")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = _number(env, "SLURM_NODEID") if len(counts) > 1 and "SLURM_NODEID" in env else 0
     return counts[min(node, len(counts) - 1)]
 
@@ -183,8 +183,9 @@ def settle(env: MutableMapping[str, str]) -> Place:
     if place.launcher == "environment":
         return place  # whoever set RANK by hand sets MASTER_ADDR and MASTER_PORT too
     if place.local_world_size == place.world_size:
-        given = "MASTER_ADDR" in env and "MASTER_PORT" in env
-        if not given or (place.launcher == "deepspeed" and env["MASTER_PORT"] == "29500"):  # its default, taken or not
+        has_master = "MASTER_ADDR" in env and "MASTER_PORT" in env
+        is_default = place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500"  # taken or not
+        if not has_master or is_default:
             parent = psutil.Process(os.getppid())
             env["MASTER_PORT"] = str(_port_of(f"{parent.pid} {parent.create_time():.2f}"))
         env.setdefault("MASTER_ADDR", "127.0.0.1")

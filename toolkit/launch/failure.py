@@ -117,8 +117,8 @@ def _report(work: Callable[[], object]) -> None:
             _leave_group()
         elif failure_detector.current is not None:  # the others would wait for it
             code = leaving.code if isinstance(leaving.code, int) else 1
-            said = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
-            leave(said, code, said.removeprefix("error: "))
+            text = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
+            leave(text, code, text.removeprefix("error: "))
         raise
     except UserError as error:
         leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))

@@ -37,16 +37,16 @@ from toolkit.utils.plain_yaml import read_yaml
 _SHUTDOWN_SECONDS = 600
 
 
-def launch(given: Sequence[str]) -> NoReturn:
+def launch(words: Sequence[str]) -> NoReturn:
     """Starts what these arguments of `accelerate launch` ask for, and ends with its exit code."""
     raise_again()  # this process has to wait for those it starts
-    arguments = launch_command_parser().parse_args(list(given))
+    arguments = launch_command_parser().parse_args(list(words))
     run = require(elastic, "run", "torch")
     python_path = os.environ.get("PYTHONPATH", "")
 
-    def run_here(given: argparse.Namespace) -> None:
+    def run_here(options: argparse.Namespace) -> None:
         os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
-        run(_of_this_node(given))
+        run(_of_this_node(options))
 
     elastic.run = run_here
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
@@ -67,13 +67,13 @@ def launch(given: Sequence[str]) -> NoReturn:
     os._exit(code)  # to take down what was imported takes Python a second
 
 
-def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
+def _of_this_node(options: argparse.Namespace) -> argparse.Namespace:
     """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
     launchers of several machines would wait for each other, deaf to signals."""
-    given.nnodes, given.node_rank, given.rdzv_endpoint, given.standalone = "1", 0, "", False
+    options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
     rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    given.rdzv_backend, given.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
-    return given
+    options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+    return options
 
 
 class _OneNode(rendezvous.RendezvousHandler):

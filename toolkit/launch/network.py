@@ -109,9 +109,9 @@ def free_port() -> int:
 
 def address_towards(address: str) -> str | None:
     """This machine's own address on the way to `address`, by the routing table."""
-    for found in addresses_of(address)[:1]:
-        with contextlib.suppress(OSError), socket.socket(_family(found), socket.SOCK_DGRAM) as probe:
-            probe.connect((found, 9))
+    for target in addresses_of(address)[:1]:
+        with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return None
 
@@ -136,15 +136,15 @@ def reachable_addresses() -> list[str]:
 
 
 def _of_one_family(addresses: Iterable[str]) -> list[str]:
-    found = list(addresses)
-    return [address for address in found if ":" not in address] or found
+    listing = list(addresses)
+    return [address for address in listing if ":" not in address] or listing
 
 
 def addresses_of(name: str) -> list[str]:
     """What a host's name (or an address) stands for here, of IPv6 only where there is nothing else; empty where nobody
     knows it."""
     try:
-        return sorted(_of_one_family({str(found[4][0]) for found in socket.getaddrinfo(name, None)}))
+        return sorted(_of_one_family({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:
         return []
 
@@ -152,15 +152,15 @@ def addresses_of(name: str) -> list[str]:
 def address_to_listen(name: str, local: bool) -> str:
     """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
     is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
-    found = addresses_of(name)
-    sure = len(found) == 1 and (local if is_loopback(found[0]) else found[0] in own_addresses())
-    return found[0] if sure else ""
+    candidates = addresses_of(name)
+    is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in own_addresses())
+    return candidates[0] if is_certain else ""
 
 
 def is_own(name: str) -> bool:
     """Whether a host's name or address is this machine's."""
-    own = own_addresses()
-    return any(address in own or address == "127.0.1.1" for address in addresses_of(name))
+    addresses = own_addresses()
+    return any(address in addresses or address == "127.0.1.1" for address in addresses_of(name))
 
 
 def is_loopback(address: str) -> bool:
@@ -192,8 +192,8 @@ def node_id() -> str:
 def holder_of(port: int) -> tuple[int, str] | None:
     """(process id, `process 4711 (python train.py)`) of whoever listens on a TCP port here, where that can be seen."""
     try:
-        held = [found for found in psutil.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
-        pid = next((found.pid for found in held if found.laddr and found.laddr.port == port and found.pid), None)
+        listeners = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pid = next((each.pid for each in listeners if each.laddr and each.laddr.port == port and each.pid), None)
         return (pid, f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})") if pid else None
     except psutil.Error:
         return None

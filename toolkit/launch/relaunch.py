@@ -71,14 +71,14 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         if options.failure_detector not in ("on", "off"):
             raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
         os.environ[FAILURE_DETECTOR] = options.failure_detector
-    given = [name for name in _OURS if getattr(options, name) is not None]
-    if not given:
+    present = [name for name in _OURS if getattr(options, name) is not None]
+    if not present:
         return [argv[0], *rest], options
     if place_of(os.environ).local_rank != 0:
         raise SystemExit(0)  # the first process of this machine starts all that the file asks for
     if options.config_file is None:
         raise UserError(
-            f"--{given[0]} needs a config file to start from: add --config_file "
+            f"--{present[0]} needs a config file to start from: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
     arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
@@ -119,8 +119,8 @@ def plan(
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
-    if wanted := options.deepspeed_config or section.get("deepspeed_config_file"):
-        arguments += ["--deepspeed_config_file", str(find_file(str(wanted), script[0], "ds_configs"))]
+    if name := options.deepspeed_config or section.get("deepspeed_config_file"):
+        arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
     if module:
@@ -132,14 +132,14 @@ def plan(
 
 def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
     """Over all machines; on several, without a number, as many on each as this one has devices."""
-    wanted = options.num_processes or config.get("num_processes")
-    if wanted is None:
-        wanted = machines
+    number = options.num_processes or config.get("num_processes")
+    if number is None:
+        number = machines
         if machines > 1 and not config.get("use_cpu"):
             import torch
 
-            wanted *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
-    processes = whole("num_processes", wanted, path, least=1)
+            number *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
+    processes = whole("num_processes", number, path, least=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -172,16 +172,16 @@ def find_file(name: str, script: str, folder: str) -> Path:
             return (root / name).resolve()
     near = [Path.cwd() / folder, *(root / folder for root in roots)]
     known = sorted({file.name for place in near if place.is_dir() for file in place.iterdir()})
-    listed = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
-    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{listed}")
+    hint = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
+    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{hint}")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer launcher put there for its own world."""
-    kept = {name: value for name, value in env.items() if not _INHERITED.match(name)}
+    clean = {name: value for name, value in env.items() if not _INHERITED.match(name)}
     if users_threads(env) is None:
-        kept.pop(THREADS, None)
-    return kept
+        clean.pop(THREADS, None)
+    return clean
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:

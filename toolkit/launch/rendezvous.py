@@ -323,10 +323,10 @@ def _difference(hellos: Sequence[Hello]) -> str:
     peers = [hello["peer"] for hello in hellos]
     unclear = len({peer["host"] for peer in peers}) < len({peer["node"] for peer in peers})  # nodes of one name
     names = [f"{peer['host']} ({peer['node']})" if unclear else peer["host"] for peer in peers]
-    found = list(zip(names, (hello["versions"] for hello in hellos), strict=True))
-    if not (differences := versions.differences(found)):
+    of_hosts = list(zip(names, (hello["versions"] for hello in hellos), strict=True))
+    if not (differences := versions.differences(of_hosts)):
         return ""
-    return f"the machines do not run the same: {differences}. {versions.remedy(found)}; nothing was read or trained"
+    return f"the machines do not run the same: {differences}. {versions.remedy(of_hosts)}; nothing was read or trained"
 
 
 def _own_address(rendezvous: Rendezvous) -> str:

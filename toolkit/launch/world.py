@@ -40,7 +40,7 @@ from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precisi
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
-from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measured, slowest
+from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
 from toolkit.utils.compat import require
 from toolkit.utils.versions import differences
 
@@ -93,13 +93,13 @@ def make_accelerator(
     if plugin is not None:
         options["deepspeed_plugin"] = plugin
     _quiet_libraries()
-    asked, why = mixed_precision, ""
-    if asked == AUTO:
+    setting, why = mixed_precision, ""
+    if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
     # all take part: a machine without the checkpoint that another one goes on from has a trial of its own
-    mine = measured(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
-    trials = rendezvous.exchange(mine, seconds_of("ddp_timeout")) if rendezvous else [mine]
+    trial_here = measure_once(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
+    trials = rendezvous.exchange(trial_here, seconds_of("ddp_timeout")) if rendezvous else [trial_here]
     trial = slowest(trials) if mixed_precision == AUTO else None
     if trial:
         mixed_precision, why = faster(trial), describe(trial)
@@ -124,7 +124,7 @@ def make_accelerator(
     refuse_different(accelerator)
     choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
-    if asked == AUTO:
+    if setting == AUTO:
         say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
     return accelerator
 
@@ -146,14 +146,14 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
-    found = int(accelerator.reduce(ones, reduction="sum").item())
-    wanted, source = requested_processes(place)
-    if wanted == found == accelerator.num_processes:
+    joined = int(accelerator.reduce(ones, reduction="sum").item())
+    number, source = requested_processes(place)
+    if number == joined == accelerator.num_processes:
         return
     raise UserError(
-        f"{source} asks for {wanted} processes, and {found} joined (this one counts "
+        f"{source} asks for {number} processes, and {joined} joined (this one counts "
         f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
-        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {wanted}`"
+        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {number}`"
     )
 
 
@@ -174,8 +174,8 @@ def launch_config() -> dict[str, Any] | None:
         return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
-            if (found := _launch_of(parent.cmdline())) is not None:
-                return found
+            if (config := _launch_of(parent.cmdline())) is not None:
+                return config
     return None
 
 
@@ -188,37 +188,37 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
     from accelerate.commands.launch import launch_command_parser
 
     with contextlib.suppress(SystemExit, ValueError, OSError):
-        given = launch_command_parser().parse_args(words)
+        options = launch_command_parser().parse_args(words)
         # without a file `accelerate launch` takes the user's own, silently
-        file = Path(given.config_file or config_args.default_config_file)
+        file = Path(options.config_file or config_args.default_config_file)
         config = {**read_config(file), "source": str(file)} if file.is_file() else {}
-        if given.num_processes is not None:
-            config |= {"num_processes": given.num_processes, "source": "accelerate launch --num_processes"}
-        return config | ({"mixed_precision": given.mixed_precision} if given.mixed_precision else {})
+        if options.num_processes is not None:
+            config |= {"num_processes": options.num_processes, "source": "accelerate launch --num_processes"}
+        return config | ({"mixed_precision": options.mixed_precision} if options.mixed_precision else {})
     return None
 
 
 def how_launched() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
     ours = requested()
-    words = ["python", *ours["typed"]] if ours else _typed(tuple(sys.argv))
+    words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
 
 
 @functools.cache
-def _typed(argv: tuple[str, ...]) -> list[str]:
+def _command_words(argv: tuple[str, ...]) -> list[str]:
     """The command line of the outermost launcher that started this script, as it was typed. Looked up once, as a run
     begins: Ctrl-C ends DeepSpeed's launcher before the run's last step is done."""
-    found = ["python", *argv]
+    words = ["python", *argv]
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
             line = process.cmdline()
             if argv[0] in line[1:]:
-                found = line
-    interpreter, script = Path(found[0]), Path(found[1])
+                words = line
+    interpreter, script = Path(words[0]), Path(words[1])
     if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
-        return [script.name, *found[2:]]
-    return [interpreter.name, *found[1:]]
+        return [script.name, *words[2:]]
+    return [interpreter.name, *words[1:]]
 
 
 def _check_devices(place: Place) -> None:
@@ -239,10 +239,10 @@ def _check_devices(place: Place) -> None:
 
 def _deepspeed_plugin(place: Place) -> Any:
     """DeepSpeed's launcher starts the script without telling Accelerate: tell it."""
-    given = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
-    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not given):
+    file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not file):
         return None
-    path = find_file(given or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+    path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
     # Accelerate opens the group through DeepSpeed only where this variable says so
@@ -305,13 +305,13 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
     store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
     keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
     store.set(keys[accelerator.process_index], "here")
-    started = said = time.monotonic()
+    started = mentioned = time.monotonic()
     while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         now = time.monotonic()
         if now - started > patience_seconds:
             raise UserError(f"waiting for {what}: ranks {missing} did not finish in {patience_seconds:.0f} s")
-        if now - said > 60:
-            said = now
+        if now - mentioned > 60:
+            mentioned = now
             say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
         time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
@@ -323,8 +323,8 @@ def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, An
     from accelerate.utils import gather_object
 
     host = socket.gethostname() if named_machines() else f"rank {accelerator.process_index}"
-    found = gather_object([(host, dict(values))])
-    differing = differences(found)
+    of_hosts = gather_object([(host, dict(values))])
+    differing = differences(of_hosts)
     if differing:
         raise UserError(
             f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "

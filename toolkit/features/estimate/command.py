@@ -12,7 +12,7 @@ import torch
 from toolkit.config import LongTaskSettings, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.launch.precision import AUTO, auto_precision
-from toolkit.launch.trial import faster, measured
+from toolkit.launch.trial import faster, measure_once
 from toolkit.models.classifier import load_classifier
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import layer_of, load_config
@@ -79,7 +79,7 @@ def _precision(settings: Any, device: str) -> str:
     precision: str = settings.training.mixed_precision
     if precision == AUTO:
         precision, _ = auto_precision(None, 0 if device == "cuda" else None)
-    return faster(measured(layer_of(settings.model)())) if precision == AUTO else precision
+    return faster(measure_once(layer_of(settings.model)())) if precision == AUTO else precision
 
 
 def _zero_section(strategy: str) -> dict[str, Any]:
