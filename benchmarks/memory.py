@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/memory.md")
     options = parser.parse_args()
-    lines = ["| model | texts of a micro-batch | way | processes | estimate, GB | measured, GB | difference |",
+    lines = ["| model | texts of a micro-batch | way | processes | estimate, GB | measured, GB | measured / estimate |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         models = dict(zip(MODELS, ["demo:minilm", make_bert(Path(folder) / "bert")], strict=True))
@@ -43,7 +43,7 @@ def main() -> None:
             for way, processes in WAYS.items():
                 found = measure([*job, "--global_batch_size", str(size * processes)], way, Path(folder))
                 lines.append(f"| {name} | {size} | {way} | {processes} | {expected[way] / 1e9:.2f} | {found / 1e9:.2f} "
-                             f"| {expected[way] / found - 1:+.0%} |")  # fmt: skip
+                             f"| {found / expected[way]:.1f} |")  # fmt: skip
                 print(lines[-1], flush=True)
     if options.write:
         import torch
