@@ -186,7 +186,7 @@ class Rendezvous:
                 fault = _conflict([self.hello, other])
                 PrefixStore(other["id"], common).set("verdict", json.dumps({"fault": fault}))
             elif self.store.check(["verdict"]):  # by that one
-                fault = str(read(self.store, "verdict")["fault"])
+                raise RendezvousError(read(self.store, "verdict")["fault"])
             elif time.monotonic() > self._deadline:
                 fault = self._name_missing(missing, hellos)
             else:
