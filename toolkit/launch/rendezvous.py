@@ -143,8 +143,9 @@ class Rendezvous:
         except (DistNetworkError, OSError) as error:
             if self._serves and not network.is_own(address):
                 raise RendezvousError(f"{self._me} reached nobody at {not_of_this_machine(address)}") from error
-            if not self._serves or not (holder := network.holder_of(self.port)):
+            if not self._serves:
                 raise
+            holder = network.holder_of(self.port) or ("PID", f"a process of another user ({error})")
             raise RendezvousError(
                 f"port {self.port} of {self.hello['host']} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
                 "over, or choose another port: --main_process_port (accelerate, or behind the script, on every "

@@ -54,7 +54,7 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """The signal's number; 0 as long as none has come. Read once a step, it also tells how long one takes."""
+        """The signal's number; 0 as long as none has come. Read once a step, it also measures how long one takes."""
         self._longest, self._read = max(self._longest, time.monotonic() - self._read), time.monotonic()
         return self._number
 
@@ -93,7 +93,7 @@ class StopSignals:
     def _end_where_it_hangs(self) -> None:
         limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
-        # a launcher sends SIGTERM to the others of a process that was killed, too: that news ends this one first
+        # a launcher sends SIGTERM to the others of a process that was killed, too: the failure detector ends this one first
         if self._number == signal.SIGTERM and not self._left.wait(_NEWS_SECONDS):
             self._speak()
         while not self._left.wait(0.5):
