@@ -38,7 +38,7 @@ _LOST_CONTACT = (
     "timed out waiting",
 )
 # A rank that lost contact waits so long for the report of who is gone: longer than for a node that does not answer.
-_NEWS_SECONDS = 20.0
+_REPORT_SECONDS = 20.0
 
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
@@ -61,7 +61,7 @@ def once_more() -> None:
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls it, and again as long as `once_more` is called, with nothing left of the accelerator but the process group."""
+    """Calls it, and again after `once_more`, with nothing left of the accelerator but the process group."""
     while True:
         ending.again = False
         try:
@@ -124,7 +124,7 @@ def _report(work: Callable[[], object]) -> None:
         leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
         detector = failure_detector.current
-        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_NEWS_SECONDS)):
+        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_REPORT_SECONDS)):
             detector.end(failure)
         message = _describe(error)
         leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])

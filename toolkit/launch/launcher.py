@@ -166,8 +166,8 @@ def _kills_for_memory() -> int:
 
 
 def _code_of(exit_code: int, who: str, kills: int) -> int:
-    """A worker that ended by itself has reported why; one that was killed could not. `kills`: see `_kills_for_memory`, as
-    the run began."""
+    """A worker that ended by itself has reported why; one that was killed could not. `kills`: `_kills_for_memory`
+    as the run began."""
     if exit_code < 0:
         name, hint = signal.Signals(-exit_code).name, ""
         if exit_code == -signal.SIGKILL:
