@@ -1,4 +1,4 @@
-"""What a process does as it ends: what is closed, what is said of a failure, which exit code."""
+"""What a process does as it ends: what it closes, how it reports a failure, its exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ending:
     close: Callable[[], object] | None = None
     """Of what is open: an end by `os._exit` closes nothing by itself."""
     explain: Callable[[Exception], str | None] | None = None
-    """What there is to say of an exception; None for a traceback."""
+    """The message for an exception; None for a traceback."""
     exit_code: int = 0
     """Where what was to be done is not finished."""
     again: bool = False

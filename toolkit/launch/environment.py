@@ -1,4 +1,4 @@
-"""What a launcher told this process through its environment, brought to torch's names.
+"""The launcher's environment variables, translated to torch's.
 
 `torchrun`, `accelerate launch` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT (deepspeed names LOCAL_WORLD_SIZE differently). `mpirun` and `srun` set names of their
@@ -28,7 +28,7 @@ _NAMES = {
     # SLURM_STEP_NUM_TASKS is set inside `srun` only; SLURM_NTASKS also in a plain batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# what our own launcher was asked to start, as JSON (see `relaunch`)
+# what our own launcher starts, as JSON (see `relaunch`)
 MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # what `toolkit verify` adds to the seed of all random numbers but the order of samples and the weights
@@ -49,7 +49,7 @@ FAILURE_DETECTOR = "TOOLKIT_FAILURE_DETECTOR"  # on or off
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the world its launcher announced."""
+    """This process's place in the world that its launcher announced."""
 
     launcher: str
     rank: int
@@ -64,7 +64,7 @@ class Place:
 
 
 def requested() -> dict[str, Any]:
-    """What our own launcher was asked to start (see `relaunch.plan`); empty under another one."""
+    """What our own launcher starts (see `relaunch.plan`); empty under another one."""
     return dict(json.loads(os.environ.get(MARKER) or "{}"))
 
 
@@ -104,7 +104,7 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
 
 
 def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
-    """What `accelerate launch` was given, where that is what a process's command line says."""
+    """The arguments of `accelerate launch`, where a process's command line is one; otherwise None."""
     for place, word in enumerate(line[:4], 1):
         by_accelerate = any("accelerate" in each for each in line[:place])
         if word == "accelerate.commands.launch" or (

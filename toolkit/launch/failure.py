@@ -25,7 +25,7 @@ from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.launch.restarts import give_up
 
-# How long a process that is not the one to speak stays silent: its launcher ends it before that.
+# A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
 SILENCE_SECONDS = 25.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
@@ -37,16 +37,16 @@ _LOST_CONTACT = (
     "connection was likely closed",
     "timed out waiting",
 )
-# How long the news of who is gone may take: longer than a node that does not answer is waited for.
-_NEWS_SECONDS = 20.0
+# A rank that lost contact waits so long for the report of who is gone: longer than for a node that does not answer.
+_REPORT_SECONDS = 20.0
 
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
-    """From now on `explain` is called first: what there is to say of an exception, or None for a traceback. Without
-    it, nobody is: what the last one knew of is over."""
+    """From now on `explain` is called first: it returns the message for an exception, or None for a traceback.
+    Without it no function is: what the last one explains is over."""
     ending.explain = explain
 
 
@@ -61,7 +61,7 @@ def once_more() -> None:
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls it, and again as long as it asks for that, with nothing left of the accelerator but the process group."""
+    """Calls it, and again after `once_more`, with nothing left of the accelerator but the process group."""
     while True:
         ending.again = False
         try:
@@ -124,14 +124,14 @@ def _report(work: Callable[[], object]) -> None:
         leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
         detector = failure_detector.current
-        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_NEWS_SECONDS)):
+        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_REPORT_SECONDS)):
             detector.end(failure)
         message = _describe(error)
         leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where `explain_failures` knows better."""
+    """A traceback for our own faults; one line where a message explains it."""
     if explained := ending.explain and ending.explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
@@ -139,11 +139,6 @@ def _describe(error: Exception) -> str:
     if line := line_of(error):
         return f"error: {line}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
-    if "eaddrinuse" in first.lower() or "address already in use" in first.lower():
-        return (
-            f"error: port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: choose another with "
-            "--main_process_port (accelerate, or behind the script) or --master_port (deepspeed, torchrun)"
-        )
     if _lost_contact(error):
         return f"{trace}\nerror: lost contact with another process, which has ended or been ended ({first[:200]})"
     return trace
@@ -166,7 +161,7 @@ def _no_reader() -> bool:
 
 
 def leave(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
-    """`short` is what the other nodes say of it; `final`: it would fail again; `early`: they may not know of it.
+    """`short` is what the other nodes report; `final`: it would fail again; `early`: they may not have a report of it.
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
     """
@@ -179,13 +174,13 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
         failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
         if failure.rank != place.rank:
             detector.end(failure)
-        # Ctrl-C reaches every process of a terminal, and rank 0 says so
+        # Ctrl-C reaches every process of a terminal, and rank 0 reports it
         speaks = code != INTERRUPTED or place.rank == 0 or detector.failure is None
     elif code == INTERRUPTED:
         speaks = place.rank == 0
     else:
         speaks = True
-        if place.world_size > 1 and place.local_rank:  # all usually fail alike, and the first of each node speaks
+        if place.world_size > 1 and place.local_rank:  # all usually fail alike, and the first of each node reports it
             time.sleep(SILENCE_SECONDS)
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""

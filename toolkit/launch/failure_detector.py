@@ -117,7 +117,7 @@ class FailureDetector:
         connections: dict[int, socket.socket] = {}
         with network.listen(0, network.address_to_listen(address, local=one_node)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
-            server.settimeout(_CONNECT_SECONDS)
+            server.settimeout(2 * _CONNECT_SECONDS)  # a rank that cannot connect reports why
             while absent := set(range(1, len(self.peers))) - connections.keys():
                 try:
                     connection, _ = server.accept()

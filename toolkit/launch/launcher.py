@@ -33,7 +33,7 @@ from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
 from toolkit.utils.plain_yaml import read_yaml
 
-# How long processes that were told to stop have for their checkpoint.
+# How long processes have for their checkpoint after a stop signal.
 _SHUTDOWN_SECONDS = 600
 
 
@@ -51,7 +51,7 @@ def launch(words: Sequence[str]) -> NoReturn:
     elastic.run = run_here
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
-    # its account of which process it stops next says nothing that the failed process has not said
+    # which process it stops next adds nothing to what the failed process has reported
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
@@ -124,7 +124,7 @@ def _without_ours(path: Path, folder: Path) -> Path:
 
 
 def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
-    """The exit code. `ended` is there where the processes said themselves how they ended, and with which code."""
+    """The exit code. `ended` is there where the processes have left their exit code themselves."""
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -166,8 +166,8 @@ def _kills_for_memory() -> int:
 
 
 def _code_of(exit_code: int, who: str, kills: int) -> int:
-    """A worker that ended by itself has said why; one that was killed could not. `kills`: see `_kills_for_memory`, as
-    the run began."""
+    """A worker that ended by itself has reported why; one that was killed could not. `kills`: `_kills_for_memory`
+    as the run began."""
     if exit_code < 0:
         name, hint = signal.Signals(-exit_code).name, ""
         if exit_code == -signal.SIGKILL:

@@ -141,8 +141,8 @@ def _of_one_family(addresses: Iterable[str]) -> list[str]:
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host's name (or an address) stands for here, of IPv6 only where there is nothing else; empty where nobody
-    knows it."""
+    """The addresses of a host's name here, of IPv6 only where there is nothing else; empty where it cannot be
+    resolved."""
     try:
         return sorted(_of_one_family({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:

@@ -1,4 +1,4 @@
-"""Which of several nodes (machines) this is, where the first one is, and how it was known."""
+"""Which of several nodes (machines) this is, where the first one is, and how that was found out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_MACHINES_PORT, RENDEZVOUS_PORT = 29500, 29600
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, as this one knows them."""
+    """The nodes of a run, as far as this one can tell them apart."""
 
     count: int
     rank: int
@@ -28,7 +28,7 @@ class Nodes:
     how: str
     """Where the rank comes from, for the user."""
     addresses: tuple[str, ...]
-    """In the order of ranks; node 0's alone where only that is known."""
+    """In the order of ranks; node 0's alone where there is no list."""
     port: int
 
     @property
@@ -36,11 +36,11 @@ class Nodes:
         return self.addresses[0]
 
     def address_of(self, rank: int) -> str:
-        """As it was given; empty where it is not known."""
+        """As in the settings; empty where it is not there."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
     def others(self) -> list[str]:
-        """The other machines' addresses, as far as they were given."""
+        """The other machines' addresses, as far as settings name them."""
         return [name for rank, name in enumerate(self.addresses) if rank != self.rank]
 
     def name_of(self, rank: int) -> str:
@@ -49,7 +49,7 @@ class Nodes:
 
 
 def requested_nodes() -> Nodes | None:
-    """Those that our own launcher was asked for; None under another one."""
+    """Those of our own launcher; None under another one."""
     nodes = requested().get("nodes")
     return Nodes(**nodes) if nodes else None
 
@@ -60,7 +60,7 @@ def name_machine(host: str, ranks: Sequence[int]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """`rank 1 (machine 1 (10.0.0.2))`; the machines only where our own launcher knows them."""
+    """`rank 1 (machine 1 (10.0.0.2))`; the machines only under our own launcher."""
     text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes()
     if not nodes or nodes.count == 1:
         return text
@@ -194,7 +194,7 @@ def _rank(
     path: Path,
     env: Mapping[str, str],
 ) -> tuple[int | None, str]:
-    """(this node's number, how it is known)."""
+    """(this node's number, where it comes from)."""
     # GROUP_RANK counts where an outer launcher spans nodes
     spans = whole("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
     names = ("NODE_RANK", "SLURM_NODEID", *(("GROUP_RANK",) if spans else ()))

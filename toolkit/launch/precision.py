@@ -1,4 +1,4 @@
-"""`--mixed_precision auto`: what a config file says, or else what the hardware computes fast (a CPU: `trial`)."""
+"""`--mixed_precision auto`: by a config file, or else what the hardware computes fast (a CPU: `trial`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
 
 
 def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16, why): what a config file says, or else what this process's GPU is fast in. Of a CPU (`device`
+    """(no, bf16 or fp16, why): by a config file, or else what this process's GPU is fast in. Of a CPU (`device`
     None) its name does not tell: still auto, for a trial.
 
     `launch_config` is the file that `accelerate launch` was given; None where no such launcher started this process.
@@ -27,7 +27,7 @@ def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) 
     if enabled := enabled_in_deepspeed_config():
         return enabled, "the DeepSpeed config says so"
     setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    # accelerate's launcher writes `no` where nobody said anything
+    # accelerate's launcher writes `no` where nothing was set
     if setting == "no" and launch_config is not None and launch_config.get("mixed_precision") is None:
         setting = None
     if setting:

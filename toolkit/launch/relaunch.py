@@ -1,4 +1,4 @@
-"""`--config_file X` after the script: honoured by starting again what X asks for.
+"""`--config_file X` after the script: obeyed by starting again as X requests.
 
 `accelerate launch script.py --config_file X` hands X to the script and starts one process per
 machine without reading it. Here the first process of each machine becomes the launcher that
@@ -58,7 +58,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
-    """Becomes the launcher when a config file is given; otherwise returns (arguments, options).
+    """Becomes the launcher where there is a config file; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
@@ -75,7 +75,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     if not present:
         return [argv[0], *rest], options
     if place_of(os.environ).local_rank != 0:
-        raise SystemExit(0)  # the first process of this machine starts all that the file asks for
+        raise SystemExit(0)  # the first process of this machine starts all that the file requests
     if options.config_file is None:
         raise UserError(
             f"--{present[0]} needs a config file to start from: add --config_file "
@@ -96,7 +96,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
 def plan(
     options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Options -> (arguments for accelerate's launcher, what the processes are told was requested).
+    """Options -> (arguments for accelerate's launcher, what is requested, for the processes).
 
     Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
     """
@@ -186,7 +186,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
     if typed_launcher(os.getppid()):
-        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
+        stop_with_parent()  # a typed `accelerate launch` passes no stop signal on
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:

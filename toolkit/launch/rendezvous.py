@@ -143,8 +143,9 @@ class Rendezvous:
         except (DistNetworkError, OSError) as error:
             if self._serves and not network.is_own(address):
                 raise RendezvousError(f"{self._me} reached nobody at {not_of_this_machine(address)}") from error
-            if not self._serves or not (holder := network.holder_of(self.port)):
+            if not self._serves:
                 raise
+            holder = network.holder_of(self.port) or ("PID", f"a process of another user ({error})")
             raise RendezvousError(
                 f"port {self.port} of {self.hello['host']} is taken by {holder[1]}: `kill {holder[0]}` if it is left "
                 "over, or choose another port: --main_process_port (accelerate, or behind the script, on every "
@@ -186,7 +187,7 @@ class Rendezvous:
                 fault = _conflict([self.hello, other])
                 PrefixStore(other["id"], common).set("verdict", json.dumps({"fault": fault}))
             elif self.store.check(["verdict"]):  # by that one
-                fault = str(read(self.store, "verdict")["fault"])
+                raise RendezvousError(read(self.store, "verdict")["fault"])
             elif time.monotonic() > self._deadline:
                 fault = self._name_missing(missing, hellos)
             else:

@@ -19,7 +19,7 @@ from toolkit.launch.failure import leave
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
 SAME_SECONDS = 3.0
-_NEWS_SECONDS = 1.5
+_REPORT_SECONDS = 2.5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 # A process has one handler of a signal, and an evaluation within the steps stops by what it has got.
@@ -54,7 +54,7 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """The signal's number; 0 as long as none has come. Read once a step, it also tells how long one takes."""
+        """The signal's number; 0 as long as none has come. Read once a step, it also measures how long one takes."""
         self._longest, self._read = max(self._longest, time.monotonic() - self._read), time.monotonic()
         return self._number
 
@@ -93,8 +93,8 @@ class StopSignals:
     def _end_where_it_hangs(self) -> None:
         limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
-        # a launcher sends SIGTERM to the others of a process that was killed, too: that news ends this one first
-        if self._number == signal.SIGTERM and not self._left.wait(_NEWS_SECONDS):
+        # of a process that was killed a launcher ends the others, too: the failure detector is first
+        if self._number == signal.SIGTERM and not self._left.wait(_REPORT_SECONDS):
             self._speak()
         while not self._left.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -1,4 +1,4 @@
-"""What this CPU computes faster, fp32 or bf16: measured on one layer as wide as the model's, and cached for the machine.
+"""What this CPU computes faster, fp32 or bf16: measured on one layer as wide as the model's, once for a machine.
 
 The names of its instructions do not tell: with avx512_bf16 and no AMX an AMD EPYC trained twice as fast in bf16, and a
 Xeon takes 1.4 times as long (benchmarks/results/precision_trial.md).

@@ -1,4 +1,4 @@
-"""The accelerator, and proof that its world is the one that was asked for."""
+"""The accelerator, and proof that its world is the one that was requested."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def make_accelerator(
     if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
-    # all take part: a machine without the checkpoint that another one goes on from has a trial of its own
+    # all take part: a machine without the checkpoint from which another one continues has a trial of its own
     trial_here = measure_once(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
     trials = rendezvous.exchange(trial_here, seconds_of("ddp_timeout")) if rendezvous else [trial_here]
     trial = slowest(trials) if mixed_precision == AUTO else None
     if trial:
         mixed_precision, why = faster(trial), describe(trial)
-    # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
+    # DeepSpeed chooses its own device; everything else needs `cpu=True`,
     # or each process would think itself alone
     try:
         accelerator = Accelerator(
@@ -130,7 +130,7 @@ def make_accelerator(
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate knows FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
+    """Accelerate has FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
@@ -161,7 +161,7 @@ def requested_processes(place: Place) -> tuple[int, str]:
     """How many processes were requested, and by what."""
     if ours := requested():
         return int(ours["num_processes"]), str(ours["config_file"])
-    # `accelerate launch` can start one process for a file that says many (MULTI_CPU), and says nothing
+    # `accelerate launch` can start one process for a file that requests many (MULTI_CPU), without a warning
     config = launch_config() if place.world_size == 1 else None
     if config and "num_processes" in config:
         return int(config["num_processes"]), config["source"]
@@ -169,7 +169,7 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
 
 def launch_config() -> dict[str, Any] | None:
-    """What the `accelerate launch` was given that started this process; None where none did."""
+    """The config of the `accelerate launch` that started this process; None where none did."""
     if ours := requested():
         return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
@@ -238,14 +238,14 @@ def _check_devices(place: Place) -> None:
 
 
 def _deepspeed_plugin(place: Place) -> Any:
-    """DeepSpeed's launcher starts the script without telling Accelerate: tell it."""
+    """DeepSpeed's launcher does not set what Accelerate reads: set it."""
     file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
     if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not file):
         return None
     path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
-    # Accelerate opens the group through DeepSpeed only where this variable says so
+    # Accelerate opens the group through DeepSpeed only where this variable is set
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in alone.items():
@@ -288,7 +288,7 @@ def _skip_shared_memory_kernel() -> None:
 
 
 def say(accelerator: Accelerator, line: str) -> None:
-    """One line from one process, for what a user should know and need not mend."""
+    """One line from one process, for what a user should see and need not mend."""
     if accelerator.is_main_process:
         print(line, file=sys.stderr, flush=True)
 
