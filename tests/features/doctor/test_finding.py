@@ -64,7 +64,7 @@ def test_lines_to_paste_are_quoted(line: str) -> None:
 
 
 def test_nothing_that_another_machine_sends_becomes_a_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = RendezvousError(HOSTILE, [1], [{"host": HOSTILE, "address": HOSTILE}])
+    error = RendezvousError(HOSTILE, [1])
     for own in (0, 1):
         unknown = Nodes(2, own, "", ("10.0.0.1",), 1)
         findings = [peers._explain_missing(error, rank, unknown, 4.0, "go") for rank in (0, 1)]

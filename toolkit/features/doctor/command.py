@@ -81,7 +81,7 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
         findings = [Finding("devices", "torch", "fail", text, install)]
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "files": lambda: host.check_files(line.files),
-        "versions": lambda: versions.check(versions.requirements()),
+        "versions": versions.check,
         "host": lambda: host.check_disk(Path(line.options.output_dir or "runs")),
         "builds": lambda: host.check_builds(env),
         "shell": lambda: host.check_shell(env),
