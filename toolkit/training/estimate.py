@@ -18,6 +18,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.utils.hooks import RemovableHandle
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
@@ -25,6 +26,7 @@ from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
 from toolkit.models.layers import outer_layers
+from toolkit.utils.compat import require
 from toolkit.utils.units import size_text
 
 Settings = TypeVar("Settings", bound=TrainingSettings)
@@ -64,6 +66,8 @@ def count_activations(
             if weight.requires_grad:  # gradients are there already, as in the second micro-batch of a step
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
                 tracker.track_external(gradient)
+            else:  # it raises on frozen weights, unless it has their hooks already (torch 2.13)
+                require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (RemovableHandle({}),) * 2
         before = _total(tracker, "current")
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}

@@ -55,9 +55,12 @@ def test_activations_are_counted_at_their_largest() -> None:
     assert activations(Layers(), 6, 1000) == pytest.approx(2 * size, rel=0.01)
 
 
-def test_half_precision_and_recomputation_take_less(model: Any) -> None:
+def test_half_precision_frozen_layers_and_recomputation_take_less(model: Any) -> None:
     full = activations(model, 64, 128)
     assert activations(model, 64, 128, "bf16", autocast=False) < full
+    model.bert.requires_grad_(False)
+    assert activations(model, 64, 128) < 0.9 * full
+    model.bert.requires_grad_(True)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert activations(model, 64, 128) < 0.9 * full
     assert all(weight.grad is None for weight in model.parameters())
