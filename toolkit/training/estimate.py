@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import os
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -67,7 +68,9 @@ def count_activations(
                 weights[name].requires_grad_().grad = gradient = torch.empty_like(weights[name])
                 tracker.track_external(gradient)
             else:  # it raises on frozen weights, unless it has their hooks already (torch 2.13)
-                require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (RemovableHandle({}),) * 2
+                require(tracker, "_param_to_grad_hook_handles", "torch")[weights[name]] = (
+                    RemovableHandle(OrderedDict()),
+                ) * 2
         before = _total(tracker, "current")
         inputs = {name: torch.ones(shape, dtype=torch.long, device=device) for name, shape in shapes.items()}
         options = {"use_cache": False} if "decoder_input_ids" in inputs else {}
