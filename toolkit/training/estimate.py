@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,7 +59,7 @@ def count_activations(
     from torch.distributed._tools.mem_tracker import MemTracker
 
     dtype, tracker = _DTYPES[precision], MemTracker()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
         weights = {}
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             is_cast = weight.is_floating_point() and not autocast
