@@ -219,7 +219,8 @@ class Rendezvous:
             if coordinator["id"] and self.store.check(["verdict"]):
                 verdict = read(self.store, "verdict")
                 if verdict["fault"]:
-                    self.store.add("readers", 1)
+                    with contextlib.suppress(RuntimeError):  # rank 0 has ended meanwhile
+                        self.store.add("readers", 1)
                     raise RendezvousError(verdict["fault"])
                 if any(hello["id"] == self.hello["id"] for hello in verdict["hellos"]):  # not an earlier attempt's
                     self.hellos, self.attempt = verdict["hellos"], coordinator["attempt"]
