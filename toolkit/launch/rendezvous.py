@@ -194,13 +194,17 @@ class Rendezvous:
                 self._mention(f"waiting for {name_ranks(missing)}: start the same there")
                 time.sleep(_POLL_SECONDS)
         self.hellos, self.attempt = sorted(hellos, key=lambda hello: int(hello["rank"])), self.hello["attempt"]
-        self.store.set("verdict", json.dumps({"fault": fault, "hellos": self.hellos}))
-        if fault:
-            readers = self.world_size if time.monotonic() < self._deadline else len(hellos)
-            last = self._deadline if self.hello.get("failure") else time.monotonic() + _FAULT_SECONDS
+        verdict = json.dumps({"fault": fault, "hellos": self.hellos})
+        if not fault:
+            self.store.set("verdict", verdict)
+            return
+        readers = self.world_size if time.monotonic() < self._deadline else len(hellos)
+        last = self._deadline if self.hello["failure"] else time.monotonic() + _FAULT_SECONDS
+        with contextlib.suppress(RuntimeError):  # a second rank 0, which serves the store, has ended
+            self.store.set("verdict", verdict)
             while self.store.add("readers", 0) < readers - 1 and time.monotonic() < last:
                 time.sleep(_POLL_SECONDS)
-            raise RendezvousError(fault, missing)
+        raise RendezvousError(fault, missing)
 
     def _follow(self, common: Store) -> None:
         from torch.distributed import PrefixStore
@@ -215,7 +219,8 @@ class Rendezvous:
             if coordinator["id"] and self.store.check(["verdict"]):
                 verdict = read(self.store, "verdict")
                 if verdict["fault"]:
-                    self.store.add("readers", 1)
+                    with contextlib.suppress(RuntimeError):  # rank 0 has ended meanwhile
+                        self.store.add("readers", 1)
                     raise RendezvousError(verdict["fault"])
                 if any(hello["id"] == self.hello["id"] for hello in verdict["hellos"]):  # not an earlier attempt's
                     self.hellos, self.attempt = verdict["hellos"], coordinator["attempt"]
