@@ -6,22 +6,16 @@ import argparse
 import contextlib
 import json
 import time
-from typing import Any
 
 from toolkit.utils.cache import FILES, checked_file, files_of, remove
+from toolkit.utils.features import Command
 from toolkit.utils.files import cache_folder
 from toolkit.utils.units import size_text
 
 _DAY_SECONDS = 24 * 3600
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "cache",
-        help="list the tokens and models that are kept, or remove those that are not used",
-        description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
     parser.add_argument(
         "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes what no run used since [30]"
@@ -42,3 +36,12 @@ def run(options: argparse.Namespace) -> None:
             lines.append(f"{'removed ' * removed}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
     contents = f"holds nothing that was unused for {options.unused_days:g} days" if folders else "is empty"
     print("\n".join(lines) or f"{cache_folder()} {contents}")
+
+
+COMMAND = Command(
+    "cache",
+    "list the tokens and models that are kept, or remove those that are not used",
+    run,
+    add_arguments,
+    description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
+)

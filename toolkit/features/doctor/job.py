@@ -97,7 +97,7 @@ def _first_file(words: Sequence[str], suffixes: tuple[str, ...]) -> Path | None:
 
 def _refuse_unknown(words: Sequence[str], script: Path | None) -> None:
     """A file named by a mistyped setting would not be checked. A recipe may have settings of its own."""
-    sections = [section for task in config.TASKS.values() for section in config.sections_of(task).values()]
+    sections = [section for task in config.tasks().values() for section in config.sections_of(task).values()]
     known = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
     names = [word[2:].partition("=")[0].replace("-", "_") for word in words]

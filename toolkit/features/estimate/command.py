@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,18 +25,17 @@ from toolkit.training.estimate import (
     usable_memory,
     uses_autocast,
 )
+from toolkit.utils.features import features, first
 from toolkit.utils.files import templates
 from toolkit.utils.units import size_text
 
-LoadModel = Callable[[Any], tuple[Any, dict[str, int]]]
 
-
-def run(settings: Any, processes: int, load_model: LoadModel) -> None:
-    """Prints the memory of each process by strategy. `load_model`: settings -> (the model that a run begins with, the
-    tokens of a text in each of its inputs)."""
+def run(settings: Any, processes: int) -> None:
+    """Prints the memory of each process by strategy."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     precision, usable = _precision(settings, device), usable_memory(device, processes)
-    model, lengths = load_model(settings)
+    of_feature = first(feature.untrained_model(settings) for feature in features())
+    model, lengths = of_feature or load_untrained_classifier(settings)
     training, length = settings.training, lengths["input_ids"]
     samples, limit = -(-training.global_batch_size // processes), training.per_device_batch_size
     samples = micro_batch_size(training, samples if limit == "auto" else min(samples, limit), length)
@@ -67,7 +66,7 @@ def by_strategy(
 
 
 def load_untrained_classifier(settings: Any) -> tuple[Any, dict[str, int]]:
-    """Of recipes/cls.py and recipes/bigbird.py. The size of a head of few classes does not matter."""
+    """(a classifier, the tokens of a text in each of its inputs). The size of a head of few classes does not matter."""
     is_long, pretrained = isinstance(settings, LongTaskSettings), settings.model
     pretrained = long_model(pretrained, settings.data.max_length) if is_long else pretrained
     length = choose_max_length(settings.data.max_length, load_tokenizer(pretrained), load_config(pretrained))

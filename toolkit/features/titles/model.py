@@ -19,15 +19,14 @@ from transformers import (
     GenerationConfig,
 )
 
-from toolkit.config import GenerationSettings, PretrainedSettings, TitleSettings
+from toolkit.config import PretrainedSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.demo import model_path
 from toolkit.errors import UserError
+from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
 from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
 from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
-
-KIND = "encoder-decoder"
 
 
 def load_title_model(
