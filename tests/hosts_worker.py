@@ -11,17 +11,17 @@ import time
 from typing import Any
 
 from toolkit import launch
-from toolkit.launch import rank_rendezvous
+from toolkit.launch.rendezvous import Rendezvous
 
 if seconds := os.environ.get("CLAIMS_LATE"):  # the store is up, and another rank 0 may be the first to use it
-    opened = rank_rendezvous._open_store
+    opened = Rendezvous._open_store
 
-    def open_slowly(*given: Any) -> Any:
-        store = opened(*given)
+    def open_slowly(joining: Any) -> Any:
+        store = opened(joining)
         time.sleep(float(seconds))
         return store
 
-    rank_rendezvous._open_store = open_slowly
+    Rendezvous._open_store = open_slowly  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def test_every_part_has_a_floor() -> None:
 
 
 # Pairs of features of which one still imports the other.
-PENDING_PAIRS = {("estimate", "titles"), ("sweep", "compare")}
+PENDING_PAIRS = {("sweep", "compare")}
 
 
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)

@@ -343,6 +343,25 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
+def test_a_silence_shorter_than_the_timeout_ends_nothing(
+    hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+) -> None:
+    """As where a switch fails over; on GPUs `--peer_timeout` is 120 by default."""
+    folder = tmp_path / "run"
+    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
+               "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--peer_timeout", "120"]  # fmt: skip
+    started = _training(hosts, command, folder, 3)
+    hosts.silence()
+    try:
+        time.sleep(25)  # the default on a CPU is 14
+    finally:
+        hosts.heal()
+    done = hosts.finish_both(started, SECONDS)
+    assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
+    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_arrive_is_named(
     hosts: TwoHosts, long_settings: list[str], tmp_path: Path, fault: Fault
 ) -> None:

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from toolkit import __version__, launch
-from toolkit.commands import clean, convert, init, prepare, report, to_bigbird
+from toolkit.commands import cache, clean, convert, init, prepare, report, to_bigbird
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.utils import cache
 from toolkit.utils.features import Command, features
 
 _OTHER_WAYS = {

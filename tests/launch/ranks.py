@@ -36,9 +36,10 @@ _SERVER.set_forkserver_preload(["torch.distributed", "toolkit.launch", __name__]
 
 _RANK = """
 import os, signal, socket, sys, threading
-from toolkit import launch, versions
-from toolkit.launch import failure_detector, rank_rendezvous
-from toolkit.launch.environment import settle
+from toolkit import launch
+from toolkit.launch import failure_detector, rendezvous
+from toolkit.launch.environment import seconds_of, settle
+from toolkit.utils import versions
 
 def wait_for_line():
     if not sys.stdin.readline():  # the tests are gone
@@ -47,10 +48,11 @@ def wait_for_line():
 versions.code_digest = lambda script=None: "0123456789ab"  # files may be edited while this runs
 if "PRETENDED_HOST" in os.environ:  # a machine of its own
     socket.gethostname = lambda: os.environ["PRETENDED_HOST"]
-    rank_rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
+    rendezvous.network.node_id = lambda: os.environ["PRETENDED_HOST"]
 {before}
 def main():
-    rank_rendezvous.find_ranks(settle(os.environ), "", float(os.environ["SECONDS"]))
+    ranks = rendezvous.find_ranks(settle(os.environ), "", float(os.environ["SECONDS"]))
+    failure_detector.start(ranks, seconds_of("peer_timeout"))
     print("here", flush=True)
     {body}
 launch.run(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -11,19 +10,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from tests.conftest import REPOSITORY
 from tests.launch.ranks import Group, codes, errors, group
-from tests.launch.test_channel import two_ends
 from tests.runs import Finished
-from toolkit.launch import failure_detector
-from toolkit.launch.channel import Channel
-from toolkit.launch.failure_detector import Failure, FailureDetector, Peer
+from toolkit.launch import rendezvous
+from toolkit.launch.failure_detector import Failure, FailureDetector
 from toolkit.launch.interrupted import ENDED_FILE
+from toolkit.launch.rendezvous import Peer
 
 HOST = socket.gethostname()
 WAIT = "wait_for_line()"
@@ -177,6 +178,18 @@ def test_all_interrupted_say_so_once_and_end_with_130() -> None:
     assert "interrupted" in line
 
 
+@several_processes
+def test_a_run_without_the_detector_leaves_it_to_torch() -> None:
+    """Also where one rank alone has it off."""
+    with group(REDUCE, JOIN + WAIT, env=[{}, {"TOOLKIT_FAILURE_DETECTOR": "off"}]) as started:
+        started.await_line("here")
+        started.await_line("joined")
+        started.ranks[1].kill()
+        ended = started.end(SOON)
+    assert codes(ended) == [1, -signal.SIGKILL]
+    assert "lost contact with another process" in ended[0].error_lines[-1]
+
+
 # --- a good end
 
 
@@ -237,8 +250,14 @@ def peers(machines: str) -> list[Peer]:
     ]
 
 
+def found(nodes: str, rank: int, restarts_left: int = 0) -> Any:
+    """The ranks, with a store of their own."""
+    hellos = [{"peer": asdict(peer), "restarts_left": restarts_left} for peer in peers(nodes)]
+    return SimpleNamespace(rank=rank, hellos=hellos, peers=peers(nodes), store=HashStore())
+
+
 def detector(nodes: str, rank: int) -> FailureDetector:
-    return FailureDetector(peers(nodes), rank, {})
+    return FailureDetector(found(nodes, rank))
 
 
 @pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
@@ -288,36 +307,24 @@ def test_a_cause_is_described_with_rank_host_and_what_to_do(failure: Failure, pa
     assert "\n" not in said
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, *reports: Failure) -> Failure:
-    """What rank 0 makes of them when they come at once."""
-    ended: queue.Queue[Failure] = queue.Queue()
-    monkeypatch.setattr(failure_detector, "_SECOND_THOUGHT_SECONDS", 0.2)
-    monkeypatch.setattr(FailureDetector, "end", lambda _, failure: ended.put(failure))
-    coordinator = detector("AABB", 0)
-    for report in reports:
-        coordinator._suspect(report)
-    return ended.get(timeout=20)
-
-
-FAILED, GONE, LOST = Failure(1, "failed", "lost contact"), Failure(2, "gone", ""), Failure(3, "lost", "")
+def test_the_failure_that_was_written_first_counts_on_every_rank() -> None:
+    ranks = found("AABB", 0)
+    one, other = FailureDetector(ranks), FailureDetector(ranks)
+    gone, failed = Failure(2, "gone", ""), Failure(1, "failed", "x")
+    assert one._write(gone) == gone
+    assert other.report("failed", "lost contact", False) == gone
+    assert other._write(failed) == gone
 
 
 @pytest.mark.parametrize(
-    ("suspects", "failure"),
-    [
-        ([FAILED], FAILED),
-        ([FAILED, Failure(2, "failed", "x")], FAILED),  # the first
-        ([FAILED, GONE], GONE),  # a death is heard of later than what it does to others
-        ([FAILED, LOST], LOST),
-        ([FAILED, Failure(1, "gone", "")], FAILED),  # who spoke may go
-        ([Failure(1, "interrupted", ""), Failure(1, "gone", "")], Failure(1, "interrupted", "")),
-        ([GONE, Failure(3, "gone", "")], GONE),
-    ],
+    ("final", "most", "left", "ends"),
+    [(True, 3, 3, True), (False, 3, 1, False), (False, 3, 0, True), (False, 0, 0, False)],
 )
-def test_the_first_death_goes_before_what_it_did_to_others(
-    monkeypatch: pytest.MonkeyPatch, suspects: list[Failure], failure: Failure
+def test_no_machine_is_started_again_where_another_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, final: bool, most: int, left: int, ends: bool
 ) -> None:
-    assert decided(monkeypatch, *suspects) == failure
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(most))
+    assert FailureDetector(found("AB", 0, left)).ends_all_attempts(final) == ends
 
 
 def test_who_is_about_to_leave_has_the_last_word_and_the_first_failure_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,37 +336,12 @@ def test_who_is_about_to_leave_has_the_last_word_and_the_first_failure_stays(mon
     assert observer.failure_within(0.1) == Failure(0, "gone", "")
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"collectives": "many", "doing": ""},
-        {"collectives": 1},
-        {"failure": {"rank": 1}},
-        {"failure": 7},
-        {"what": 1},
-        {"failure": {"rank": 9, "kind": "gone", "message": ""}},
-    ],
-)
-def test_a_message_that_is_not_understood_does_not_end_the_watch_over_its_sender(
-    monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
-) -> None:
-    ended: queue.Queue[Failure] = queue.Queue()
-    monkeypatch.setattr(FailureDetector, "end", lambda _, failure: ended.put(failure))
-    with two_ends() as (ours, bare):
-        observer = FailureDetector(peers("AB"), 0, {1: ours})
-        observer._start(observer._receive, 1, ours)
-        Channel(bare).send(message)
-        bare.close()
-        assert ended.get(timeout=20).kind == "gone"
-
-
 def test_machines_are_named_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure_detector, "current", None)
-    assert failure_detector.named_machines() == []
-    monkeypatch.setattr(failure_detector, "current", detector("AABC", 0))
-    assert failure_detector.named_machines() == ["A (ranks 0, 1)", "B (rank 2)", "C (rank 3)"]
-    monkeypatch.setattr(failure_detector, "current", detector("AA", 0))
-    assert failure_detector.named_machines() == []
+    for nodes, names in (("AABC", ["A (ranks 0, 1)", "B (rank 2)", "C (rank 3)"]), ("AA", [])):
+        monkeypatch.setattr(rendezvous, "current", found(nodes, 0))
+        assert rendezvous.named_machines() == names
+    monkeypatch.setattr(rendezvous, "current", None)
+    assert rendezvous.named_machines() == []
 
 
 def test_where_names_what_the_main_thread_does_innermost_first() -> None:

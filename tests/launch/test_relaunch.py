@@ -22,7 +22,7 @@ from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.launch import environment, launcher
-from toolkit.launch.environment import MARKER, TIMEOUTS, Place, place_of, seconds_of
+from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
@@ -280,7 +280,7 @@ def test_a_clean_environment_is_nobodys_world(outer: dict[str, str]) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[list[str], dict[str, str]]]:
     """(arguments, environment) of what the process would have launched."""
     calls: list[tuple[list[str], dict[str, str]]] = []
-    for name in ("NODE_RANK", "SLURM_NODEID", "TOOLKIT_TOKEN", *(variable for variable, _ in TIMEOUTS.values())):
+    for name in ("NODE_RANK", "SLURM_NODEID", FAILURE_DETECTOR, *(variable for variable, _ in TIMEOUTS.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "launch", lambda given: calls.append((list(given), dict(os.environ))))
     return calls
@@ -300,7 +300,6 @@ def test_a_config_makes_the_process_the_launcher(launched: list[Any], monkeypatc
     assert json.loads(env[MARKER])["num_processes"] == 2
     assert "ACCELERATE_MIXED_PRECISION" not in env
     assert env["OMP_NUM_THREADS"]
-    assert len(env["TOOLKIT_TOKEN"]) == 32  # a secret of this run's processes
 
 
 def test_a_file_for_the_cpu_is_handed_on_whole(launched: list[Any], config_file: Callable[..., Path]) -> None:
@@ -330,7 +329,6 @@ def test_the_first_process_of_another_machine_starts_there(
     requested = json.loads(env[MARKER])
     assert (requested["nodes"]["rank"], requested["num_processes"]) == (1, 4)
     assert "this is machine 1" in capfd.readouterr().err
-    assert "TOOLKIT_TOKEN" not in env  # the other machine would have another
 
 
 @pytest.mark.parametrize("argument", ["--num_processes=2", "--machines=a,b", "--max_restarts=1", "--machine_rank=0"])
@@ -349,6 +347,20 @@ def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((command, env),) = launched
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
+
+
+def test_the_failure_detector_is_on_or_off(launched: list[Any]) -> None:
+    assert relaunch_if_requested([SCRIPT, "--failure_detector", "off"])[0] == [SCRIPT]
+    assert os.environ[FAILURE_DETECTOR] == "off"
+    refusal(relaunch_if_requested, [SCRIPT, "--failure_detector=no"], match="on or off")
+
+
+def test_a_gpus_network_may_be_silent_for_longer_unless_the_setting_says_otherwise(
+    launched: list[Any],
+) -> None:
+    assert (seconds_of("peer_timeout"), seconds_of("peer_timeout", GPU_PEER_TIMEOUT)) == (14, 120)
+    relaunch_if_requested([SCRIPT, "--peer_timeout", "33"])
+    assert seconds_of("peer_timeout", GPU_PEER_TIMEOUT) == 33
 
 
 @pytest.mark.parametrize("name", TIMEOUTS)

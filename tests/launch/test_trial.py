@@ -15,7 +15,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import WAYS
 from toolkit.config import PretrainedSettings
 from toolkit.launch import trial
-from toolkit.launch.trial import BERT_BASE, faster, measured, slowest
+from toolkit.launch.trial import BERT_BASE, faster, measure_once, slowest
 from toolkit.pretrained import layer_of
 
 SMALL = (32, 64)
@@ -24,25 +24,25 @@ SMALL = (32, 64)
 def test_a_trial_is_measured_once_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     threads, state = torch.get_num_threads(), torch.get_rng_state()
-    first = measured(SMALL)
+    first = measure_once(SMALL)
     assert set(first) == {"no", "bf16"}
     assert min(first.values()) > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)  # the losses of a run do not depend on it
     monkeypatch.setattr(trial, "measure", lambda widths: {"no": 1.0, "bf16": float(widths[0])})
-    assert measured(SMALL) == first
-    assert measured((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert measure_once(SMALL) == first
+    assert measure_once((48, 64)) == {"no": 1.0, "bf16": 48.0}
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # another CPU
-    assert measured(SMALL) == {"no": 1.0, "bf16": 32.0}
+    assert measure_once(SMALL) == {"no": 1.0, "bf16": 32.0}
     for file in (tmp_path / "precision").glob("*.json"):
         file.write_text("")  # a power cut
-    assert measured((48, 64)) == {"no": 1.0, "bf16": 48.0}
+    assert measure_once((48, 64)) == {"no": 1.0, "bf16": 48.0}
 
 
 def test_without_a_cache_it_is_measured_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
-    assert measured(SMALL)["no"] > 0
+    assert measure_once(SMALL)["no"] > 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ from recipes import cls
 
 def main():
     trials = ({"no": 10.0, "bf16": 5.0}, {"no": 9.0, "bf16": 9.5})
-    with mock.patch("toolkit.launch.world.measured", lambda widths: trials[int(os.environ["RANK"])]):
+    with mock.patch("toolkit.launch.world.measure_once", lambda widths: trials[int(os.environ["RANK"])]):
         cls.main()
 """

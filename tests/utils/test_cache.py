@@ -15,6 +15,7 @@ import pytest
 import xxhash
 
 from tests.faults import Fault
+from toolkit.commands import cache as cache_command
 from toolkit.errors import UserError
 from toolkit.utils import cache
 from toolkit.utils.cache import made_once, remembered_digest
@@ -144,15 +145,15 @@ def test_list_and_prune(once: Callable[[], Path], toolkit_cache: Path, capsys: p
     other = made_once("models", "bert-bigbird", lambda draft: None, None, "bert")
     month_ago = time.time() - 31 * 24 * 3600
     os.utime(folder.with_name(".abc.checked"), (month_ago, month_ago))
-    cache.run(argparse.Namespace(action="list", unused_days=30.0))
+    cache_command.run(argparse.Namespace(action="list", unused_days=30.0))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["models/bert-bigbird", "tokens/abc"]
     assert "used 31 days ago  reviews.csv" in lines[1]
-    cache.run(argparse.Namespace(action="prune", unused_days=30.0))
+    cache_command.run(argparse.Namespace(action="prune", unused_days=30.0))
     assert capsys.readouterr().out.startswith("removed tokens/abc")
     assert (folder.exists(), other.exists()) == (False, True)
     once()  # it is made again when it is needed
-    cache.run(argparse.Namespace(action="prune", unused_days=0.0))
+    cache_command.run(argparse.Namespace(action="prune", unused_days=0.0))
     assert not [path for path in toolkit_cache.rglob("*") if path.is_dir() and path.parent != toolkit_cache]
 
 

@@ -26,6 +26,9 @@ NAMES = {
     "torch.distributed.tensor._utils": ("compute_local_shape_and_global_offset",),
     "torch.optim.lr_scheduler": ("_step_count", "_last_lr"),
     "torch.amp.grad_scaler": ("_step_supports_amp_scaling",),
+    "torch.distributed._tools.mem_tracker": ("MemTracker", "track_external", "get_tracker_snapshot",
+                                                "_param_to_grad_hook_handles"),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "deepspeed.comm.torch": ("build_shm_op",),
     "deepspeed.runtime.zero.stage_1_and_2": (
         "single_partition_of_fp32_groups", "round_robin_bit16_groups", "round_robin_bit16_offsets",

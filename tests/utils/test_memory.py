@@ -18,7 +18,7 @@ from tests.runs import Finished, recipe
 from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.data.batches import micro_batches
-from toolkit.launch import failure
+from toolkit.launch import bad_end, failure
 from toolkit.utils import memory
 
 ABSURD = 1 << 50
@@ -138,7 +138,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[int]:
         raise SystemExit(code)
 
     monkeypatch.setattr(failure.os, "_exit", leave)
-    monkeypatch.setattr(failure, "_explain", failure._explain)
+    monkeypatch.setattr(bad_end.ending, "explain", None)
     monkeypatch.setattr("sys.argv", ["recipe.py"])
     return codes
 

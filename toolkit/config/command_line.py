@@ -20,7 +20,7 @@ _FIRST = {
 _LAUNCH = """To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines,
 --machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config
 under `deepspeed`; timeouts in seconds: --rendezvous_timeout, --ddp_timeout, --peer_timeout,
---stop_timeout."""
+--stop_timeout; and --failure_detector off."""
 
 
 def command_line(

@@ -5,7 +5,7 @@ from toolkit.launch import interrupted  # first: Ctrl-C is answered from here on
 # isort: split
 from toolkit.launch.bad_end import close_at_bad_end
 from toolkit.launch.failure import explain_failures, once_more, run, start, stopped_by
-from toolkit.launch.failure_detector import named_machines
+from toolkit.launch.rendezvous import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
 
 __all__ = [

@@ -1,35 +1,47 @@
-"""What a bad end closes first: it leaves by `os._exit`, which closes nothing by itself."""
+"""What a process does as it ends: what it closes, how it reports a failure, its exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 # A tracker's server may not answer, and an end must not hang on it.
 _CLOSE_SECONDS = 10.0
 _closing = threading.Lock()
-_close: Callable[[], object] | None = None
+
+
+@dataclass
+class Ending:
+    """Set by a recipe on its way, through the functions of `toolkit.launch`."""
+
+    close: Callable[[], object] | None = None
+    """Of what is open: an end by `os._exit` closes nothing by itself."""
+    explain: Callable[[Exception], str | None] | None = None
+    """The message for an exception; None for a traceback."""
+    exit_code: int = 0
+    """Where what was to be done is not finished."""
+    again: bool = False
+    """`main` is called once more."""
+
+
+# The process's one: it may end from its main thread, from one of the failure detector or from a signal handler, and
+# nothing can be handed down to all of them.
+ending = Ending()
 
 
 def close_at_bad_end(close: Callable[[], object] | None = None) -> None:
     """From now on a failure, a peer's death and a second stop signal call `close` before the process ends, and wait for
     it ten seconds at most. Without it nothing is open any more."""
-    global _close
-    _close = close
-
-
-def is_open() -> bool:
-    """Whether there is anything to close."""
-    return _close is not None
+    ending.close = close
 
 
 def close_what_is_open() -> None:
     """In a thread, which is left behind where it hangs. Two threads may be about to end the process: the second one
     waits for the first."""
-    global _close
     with _closing:
-        close, _close = _close, None
+        close, ending.close = ending.close, None
         if close is not None:
             thread = threading.Thread(target=_ignoring_errors, args=(close,), daemon=True, name="close")
             thread.start()

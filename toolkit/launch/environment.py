@@ -1,4 +1,4 @@
-"""What a launcher told this process through its environment, brought to torch's names.
+"""The launcher's environment variables, translated to torch's.
 
 `torchrun`, `accelerate launch` and `deepspeed` set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
 MASTER_PORT (deepspeed names LOCAL_WORLD_SIZE differently). `mpirun` and `srun` set names of their
@@ -28,7 +28,7 @@ _NAMES = {
     # SLURM_STEP_NUM_TASKS is set inside `srun` only; SLURM_NTASKS also in a plain batch script
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-# what our own launcher was asked to start, as JSON (see `relaunch`)
+# what our own launcher starts, as JSON (see `relaunch`)
 MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
 # what `toolkit verify` adds to the seed of all random numbers but the order of samples and the weights
@@ -38,14 +38,18 @@ FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing co
 TIMEOUTS = {
     "rendezvous_timeout": ("TOOLKIT_RENDEZVOUS_TIMEOUT", 60),  # for each other at the start
     "ddp_timeout": ("TOOLKIT_DDP_TIMEOUT", 1800),  # in a collective; `transformers`' default
-    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),  # for any answer of a machine, before it counts as lost
+    # for any answer of a machine, before it counts as lost; on GPUs see GPU_PEER_TIMEOUT
+    "peer_timeout": ("TOOLKIT_PEER_TIMEOUT", 14),
     "stop_timeout": ("TOOLKIT_STOP_TIMEOUT", 25),  # after a stop signal, while nothing moves
 }
+# NCCL survives a network that is silent while a switch fails over
+GPU_PEER_TIMEOUT = 120
+FAILURE_DETECTOR = "TOOLKIT_FAILURE_DETECTOR"  # on or off
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the world its launcher announced."""
+    """This process's place in the world that its launcher announced."""
 
     launcher: str
     rank: int
@@ -53,9 +57,14 @@ class Place:
     local_rank: int
     local_world_size: int
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are of this machine."""
+        return self.local_world_size == self.world_size
+
 
 def requested() -> dict[str, Any]:
-    """What our own launcher was asked to start (see `relaunch.plan`); empty under another one."""
+    """What our own launcher starts (see `relaunch.plan`); empty under another one."""
     return dict(json.loads(os.environ.get(MARKER) or "{}"))
 
 
@@ -65,8 +74,8 @@ def place_of(env: Mapping[str, str]) -> Place:
     Raises UserError when the launcher's variables are incomplete or are not numbers.
     """
     if ("RANK" in env) != ("WORLD_SIZE" in env):
-        given, missing = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
-        raise UserError(f"{given} is set and {missing} is not: set both, or `unset {given}` to run one process")
+        present, missing = ("RANK", "WORLD_SIZE") if "RANK" in env else ("WORLD_SIZE", "RANK")
+        raise UserError(f"{present} is set and {missing} is not: set both, or `unset {present}` to run one process")
     if "RANK" in env:
         return _place_by_torch(env)
     for launcher, (rank, world, local_rank, local_world) in _NAMES.items():
@@ -95,7 +104,7 @@ def _by_accelerate(env: Mapping[str, str]) -> bool:
 
 
 def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
-    """What `accelerate launch` was given, where that is what a process's command line says."""
+    """The arguments of `accelerate launch`, where a process's command line is one; otherwise None."""
     for place, word in enumerate(line[:4], 1):
         by_accelerate = any("accelerate" in each for each in line[:place])
         if word == "accelerate.commands.launch" or (
@@ -127,8 +136,8 @@ def _launcher_set_threads(env: Mapping[str, str]) -> bool:
 
 
 def _sets_threads(line: Sequence[str]) -> bool:
-    asked = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
-    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not asked)
+    has_option = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
+    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not has_option)
 
 
 def _is_torchrun(line: Sequence[str]) -> bool:
@@ -147,10 +156,10 @@ def _tasks_here(env: Mapping[str, str], name: str) -> int:
     """Processes on this machine: a number, or Slurm's list over its machines, `2(x3),1`."""
     counts: list[int] = []
     for part in env[name].split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not match:
             raise UserError(f"the launcher's variable {name} is {env[name]!r}, not a number")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     node = _number(env, "SLURM_NODEID") if len(counts) > 1 and "SLURM_NODEID" in env else 0
     return counts[min(node, len(counts) - 1)]
 
@@ -161,6 +170,8 @@ def settle(env: MutableMapping[str, str]) -> Place:
     Raises UserError when several machines take part and nothing says where the first one is.
     """
     place = place_of(env)
+    if place.world_size > 1 and place.launcher in ("environment", "torchrun", "accelerate"):
+        _check_master(place, env)
     if place.launcher in ("python", "torchrun", "accelerate") or place.world_size == 1:
         return place
     env.update(
@@ -172,8 +183,9 @@ def settle(env: MutableMapping[str, str]) -> Place:
     if place.launcher == "environment":
         return place  # whoever set RANK by hand sets MASTER_ADDR and MASTER_PORT too
     if place.local_world_size == place.world_size:
-        given = "MASTER_ADDR" in env and "MASTER_PORT" in env
-        if not given or (place.launcher == "deepspeed" and env["MASTER_PORT"] == "29500"):  # its default, taken or not
+        has_master = "MASTER_ADDR" in env and "MASTER_PORT" in env
+        is_default = place.launcher == "deepspeed" and env.get("MASTER_PORT") == "29500"  # taken or not
+        if not has_master or is_default:
             parent = psutil.Process(os.getppid())
             env["MASTER_PORT"] = str(_port_of(f"{parent.pid} {parent.create_time():.2f}"))
         env.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -182,6 +194,17 @@ def settle(env: MutableMapping[str, str]) -> Place:
     job = env.get("SLURM_JOB_ID") or env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or ""
     env.setdefault("MASTER_PORT", str(_port_of(f"{job}.{env.get('SLURM_STEP_ID', '')}")))
     return place
+
+
+def _check_master(place: Place, env: Mapping[str, str]) -> None:
+    """Who sets RANK and WORLD_SIZE by hand has to set these, too."""
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]:
+        raise UserError(
+            f"RANK and WORLD_SIZE say that there are {place.world_size} processes, but {' and '.join(missing)} is not "
+            "set: give the address of rank 0's machine and a port that is free there, the same to all"
+        )
+    if not env["MASTER_PORT"].isdigit():
+        raise UserError(f"MASTER_PORT is {env['MASTER_PORT']!r}, not a TCP port")
 
 
 def _first_machine(place: Place, env: Mapping[str, str]) -> str:
@@ -224,7 +247,7 @@ def whole(name: str, value: object, path: Path | None = None, least: int | None 
     return number
 
 
-def seconds_of(name: str) -> int:
+def seconds_of(name: str, default: int | None = None) -> int:
     """The value of one of TIMEOUTS, by the environment. Raises UserError for what is no number of seconds."""
-    variable, default = TIMEOUTS[name]
-    return whole(f"{variable} (seconds)", os.environ.get(variable) or default, least=1)
+    variable, usual = TIMEOUTS[name]
+    return whole(f"{variable} (seconds)", os.environ.get(variable) or default or usual, least=1)

@@ -17,15 +17,15 @@ from typing import NoReturn
 
 from toolkit.errors import UserError, line_of
 from toolkit.launch import failure_detector, interrupted
-from toolkit.launch.bad_end import close_what_is_open, is_open
+from toolkit.launch.bad_end import close_what_is_open, ending
 from toolkit.launch.environment import Place, place_of
 from toolkit.launch.interrupted import INTERRUPTED
 from toolkit.launch.nodes import span_nodes
-from toolkit.launch.rank_rendezvous import tell_of_early_failure
 from toolkit.launch.relaunch import relaunch_if_requested
+from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.launch.restarts import give_up
 
-# How long a process that is not the one to speak stays silent: its launcher ends it before that.
+# A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
 SILENCE_SECONDS = 25.0
 # How long a process that is done waits for the others: rank 0 still draws the report.
 LAST_WAIT_SECONDS = 600.0
@@ -37,51 +37,39 @@ _LOST_CONTACT = (
     "connection was likely closed",
     "timed out waiting",
 )
-# How long the news of who is gone may take: longer than a node that does not answer is waited for.
-_NEWS_SECONDS = 20.0
+# A rank that lost contact waits so long for the report of who is gone: longer than for a node that does not answer.
+_REPORT_SECONDS = 20.0
 
 
 _NO_READER = "error: nobody reads standard output any more (as behind `| head`): send it to a file"
-_stopped = 0
-_again = False
-_explain: Callable[[Exception], str | None] | None = None
 
 
 def explain_failures(explain: Callable[[Exception], str | None] | None = None) -> None:
-    """From now on `explain` is called first: what there is to say of an exception, or None for a traceback. Without
-    it, nobody is: what the last one knew of is over."""
-    global _explain
-    _explain = explain
+    """From now on `explain` is called first: it returns the message for an exception, or None for a traceback.
+    Without it no function is: what the last one explains is over."""
+    ending.explain = explain
 
 
 def stopped_by(number: int) -> None:
     """From now on `run` ends with 128 + this signal's number: what was to be done is not finished."""
-    global _stopped
-    _stopped = 128 + number
-
-
-def has_stopped() -> bool:
-    """Whether `stopped_by` was called."""
-    return _stopped != 0
+    ending.exit_code = 128 + number
 
 
 def once_more() -> None:
     """`run` calls `main` again when it returns, in the same processes: for the next of several models."""
-    global _again
-    _again = True
+    ending.again = True
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Calls it, and again as long as it asks for that, with nothing left of the accelerator but the process group."""
-    global _again
+    """Calls it, and again after `once_more`, with nothing left of the accelerator but the process group."""
     while True:
-        _again = False
+        ending.again = False
         try:
             main()
         except BaseException:
             _take_sigterm()  # from here on no step is left that would
             raise
-        if not _again:
+        if not ending.again:
             return
         from accelerate.state import AcceleratorState, GradientState
 
@@ -129,33 +117,28 @@ def _report(work: Callable[[], object]) -> None:
             _leave_group()
         elif failure_detector.current is not None:  # the others would wait for it
             code = leaving.code if isinstance(leaving.code, int) else 1
-            said = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
-            leave(said, code, said.removeprefix("error: "))
+            text = str(leaving.code) if code is not leaving.code else f"error: it left by sys.exit({code})"
+            leave(text, code, text.removeprefix("error: "))
         raise
     except UserError as error:
-        leave(f"error: {error}", 1, str(error), final=True)
+        leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
         detector = failure_detector.current
-        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_NEWS_SECONDS)):
+        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_REPORT_SECONDS)):
             detector.end(failure)
         message = _describe(error)
         leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])
 
 
 def _describe(error: Exception) -> str:
-    """A traceback for our own faults; one line where `_explain` knows better."""
-    if explained := _explain and _explain(error):
+    """A traceback for our own faults; one line where a message explains it."""
+    if explained := ending.explain and ending.explain(error):
         return f"error: {explained}"
     if isinstance(error, BrokenPipeError) and _no_reader():
         return _NO_READER
     if line := line_of(error):
         return f"error: {line}"
     first, trace = str(error).strip().split("\n")[0], "".join(traceback.format_exception(error)).rstrip()
-    if "eaddrinuse" in first.lower() or "address already in use" in first.lower():
-        return (
-            f"error: port {os.environ.get('MASTER_PORT')} is in use, by another run perhaps: choose another with "
-            "--main_process_port (accelerate, or behind the script) or --master_port (deepspeed, torchrun)"
-        )
     if _lost_contact(error):
         return f"{trace}\nerror: lost contact with another process, which has ended or been ended ({first[:200]})"
     return trace
@@ -177,8 +160,8 @@ def _no_reader() -> bool:
     return False
 
 
-def leave(message: str, code: int, short: str = "", final: bool = False) -> NoReturn:
-    """`short` is what the other nodes say of it; `final`: it would fail again.
+def leave(message: str, code: int, short: str = "", final: bool = False, early: bool = False) -> NoReturn:
+    """`short` is what the other nodes report; `final`: it would fail again; `early`: they may not have a report of it.
 
     There is no cleanup of a broken group: the exit code must reach the launcher at once.
     """
@@ -191,22 +174,25 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
         failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
         if failure.rank != place.rank:
             detector.end(failure)
-        # Ctrl-C reaches every process of a terminal, and rank 0 says so
+        # Ctrl-C reaches every process of a terminal, and rank 0 reports it
         speaks = code != INTERRUPTED or place.rank == 0 or detector.failure is None
     elif code == INTERRUPTED:
         speaks = place.rank == 0
     else:
         speaks = True
-        if place.world_size > 1 and place.local_rank:  # all usually fail alike, and the first of each node speaks
+        if place.world_size > 1 and place.local_rank:  # all usually fail alike, and the first of each node reports it
             time.sleep(SILENCE_SECONDS)
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
         print(f"{who}{message}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    if speaks and final:
-        tell_of_early_failure(place, short)
+    if speaks and early:
+        announce_early_failure(place, short)
     close_what_is_open()
+    if detector is not None:
+        detector.wait_for_readers()
+        final = detector.ends_all_attempts(final)
     if final or (speaks and code == INTERRUPTED):
         give_up(code)
     os._exit(code)
@@ -215,7 +201,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False) -> NoRe
 def _take_sigterm() -> None:
     """No step is left to finish: the launcher may end this process at once, or once all is closed."""
     with contextlib.suppress(ValueError):  # not of the main thread
-        signal.signal(signal.SIGTERM, signal.SIG_IGN if is_open() else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if ending.close else signal.SIG_DFL)
 
 
 def _place() -> Place:
@@ -234,13 +220,13 @@ def _leave_group() -> None:
     """
     if failure_detector.current is not None:
         failure_detector.current.wait_for_all(LAST_WAIT_SECONDS)
-    if _stopped:
+    if ending.exit_code:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends the others when the first one has left
-        give_up(_stopped)
+        give_up(ending.exit_code)
     distributed = sys.modules.get("torch.distributed")
     grouped = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    if grouped or _stopped:  # nobody who stopped it waits until Python has taken down what was imported: seconds
+    if grouped or ending.exit_code:  # Python takes seconds to unload what was imported
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_stopped)
+        os._exit(ending.exit_code)

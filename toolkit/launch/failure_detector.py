@@ -1,53 +1,50 @@
 """Ends a run whose peer has failed, died, lost its network, or does not arrive in a collective: everywhere, in seconds.
 
-Each rank keeps its channel to rank 0 (the coordinator) open. The kernel closes it when its process dies, however it
-dies, and notices by itself when a node's answers stay away: no death depends on what Python is doing. Heartbeats only
-carry how many collectives a rank has begun and where its main thread is. The coordinator decides what the failure was
-and tells all; then every process ends, and one of each node says why.
+Each rank writes heartbeats into torch's store (how many collectives it has begun, where its main thread is) and reads
+the run's failure there: the first one that was written. A store does not report that a client is gone. So each rank has
+a connection to rank 0 on which nothing is sent but one byte, when its work is done: the kernel closes it when the
+process dies, however it dies, and reports a node that no longer answers. Every process ends, and one of each node says
+why.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from toolkit.errors import listing
+from toolkit.errors import UserError
+from toolkit.launch import network
 from toolkit.launch.bad_end import close_what_is_open
-from toolkit.launch.channel import Channel, ChannelError, ClosedError, Message
 from toolkit.launch.environment import seconds_of
 from toolkit.launch.interrupted import ENDED_FILE
-from toolkit.launch.restarts import give_up
+from toolkit.launch.nodes import name_machine
+from toolkit.launch.rendezvous import Rendezvous, read
+from toolkit.launch.restarts import give_up, most_restarts
+from toolkit.utils.within import within
 
-_HEARTBEAT_SECONDS = 2.0
-# A failure waits this long for news of a process that died before it: what that did to others is not the cause.
-_SECOND_THOUGHT_SECONDS = 0.5
+_HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 3.0
+# A failed rank waits for reports of earlier failures, so that the first cause is named.
+_REPORT_SECONDS = 0.5
 # Waiting this long for a rank is worth a line.
 _MENTION_SECONDS = 60.0
 # Without a heartbeat for so long a rank is stopped, or stuck.
 _SILENCE_SECONDS = 15.0
-# How long the coordinator stays for those that have still to hear that all are done.
+# Rank 0, which may serve the store, stays so long for ranks that have still to read the end of the run.
 _LAST_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A process of the run."""
-
-    rank: int
-    host: str
-    node: str
-    """See `network.node_id`."""
-    local_rank: int
-    pid: int
+_DONE = b"d"
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Failure:
 
     rank: int
     kind: Literal["failed", "interrupted", "gone", "lost", "late"]
-    """It said so itself; its process ended; its node does not answer; it does not arrive in a collective."""
+    """It reported so itself; its process ended; its node does not answer; it does not arrive in a collective."""
     message: str
     final: bool = False
     """It would fail again."""
@@ -66,93 +63,152 @@ class Failure:
 class _Progress:
     """Of a rank, by its heartbeats."""
 
+    heartbeat: Sequence[object] = ()
     collectives: int = 0
-    since: float = field(default_factory=time.monotonic)
-    heard: float = field(default_factory=time.monotonic)
-    doing: str = "its start"
+    position: str = "its start"
+    moved: float = field(default_factory=time.monotonic)
+    alive: float = field(default_factory=time.monotonic)
 
-    def update(self, collectives: int, doing: str) -> None:
-        self.heard, self.doing = time.monotonic(), doing
-        if collectives != self.collectives:
-            self.collectives, self.since = collectives, self.heard
+    def update(self, heartbeat: Sequence[object]) -> None:
+        if heartbeat != self.heartbeat:
+            self.heartbeat, self.position, self.alive = heartbeat, str(heartbeat[2]), time.monotonic()
+            if heartbeat[1] != self.collectives:
+                self.collectives, self.moved = int(str(heartbeat[1])), self.alive
 
 
 class FailureDetector:
-    """A rank's part; rank 0 has a channel to every other one, the others have theirs to rank 0."""
+    """A rank's part; rank 0 has a connection to every other one, the others have theirs to rank 0."""
 
-    def __init__(self, peers: Sequence[Peer], rank: int, channels: Mapping[int, Channel]) -> None:
-        self.peers, self.me = peers, peers[rank]
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.peers, self.me = rendezvous.peers, rendezvous.peers[rendezvous.rank]
         self.failure: Failure | None = None
         self.finished = False
-        """Work is done: from now on channels may close."""
-        self._channels = dict(channels)
-        self._progress = {number: _Progress() for number in sorted({rank, *channels})}
-        self._known, self._all_done = threading.Event(), threading.Event()
-        self._leaving = False  # the main thread has the last word, not one of the detector
-        self._word, self._sending, self._deciding = threading.Lock(), threading.Lock(), threading.Lock()
-        self._reports: list[Failure] = []
+        """Work is done: from now on connections may close."""
+        self._rendezvous, self._store = rendezvous, rendezvous.store
+        self._connections: dict[int, socket.socket] = {}
+        self._progress = {rank: _Progress() for rank in (0, self.me.rank)}
         self._done: set[int] = set()
-        self._threads: list[threading.Thread] = []
+        self._failed, self._all_done, self._ending = threading.Event(), threading.Event(), threading.Lock()
+        self._leaving = False  # the main thread ends the process, not one of the detector
 
-    def start(self) -> None:
-        self._threads = [self._start(self._receive, rank, channel) for rank, channel in self._channels.items()]
-        self._start(self._beat)
+    def start(self, timeout: int) -> None:
+        """`timeout`: the seconds for which a node may not answer. Raises UserError where rank 0 cannot be reached."""
+        # a call that waits holds up its own client alone
+        self._store = self._rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        if self.me.rank:
+            self._connections[0] = self._connect()
+        else:
+            self._connections = self._accept()
+            self._progress = {rank: _Progress() for rank in range(len(self.peers))}
+        for rank, connection in self._connections.items():
+            network.keep_alive(connection, timeout)
+            os.register_at_fork(after_in_child=connection.close)  # the copy would stay open when this process dies
+            self._start(partial(self._watch_connection, rank, connection))
+        self._start(self._watch_store)
         atexit.register(self.done)
-        for channel in self._channels.values():  # a forked process's copy would keep it open when this one dies
-            os.register_at_fork(after_in_child=channel.forget)
+
+    def _start(self, watch: Callable[[], object]) -> None:
+        threading.Thread(target=watch, daemon=True, name="failure detector").start()
+
+    def _accept(self) -> dict[int, socket.socket]:
+        """Rank 0's connections: all ranks connect now, as they have read the verdict."""
+        master, one_node = os.environ["MASTER_ADDR"], len({peer.node for peer in self.peers}) == 1
+        address = master if network.is_own(master) else network.address_towards(master) or master
+        connections: dict[int, socket.socket] = {}
+        with network.listen(0, network.address_to_listen(address, local=one_node)) as server:
+            self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
+            server.settimeout(2 * _CONNECT_SECONDS)  # a rank that cannot connect reports why
+            while absent := set(range(1, len(self.peers))) - connections.keys():
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    self._start(partial(self._decide, Failure(min(absent), "gone", "")))
+                    break
+                with contextlib.suppress(OSError, ValueError, TypeError):  # of a stranger
+                    connection.settimeout(1.0)
+                    number, rank = json.loads(connection.recv(256))
+                    if number == self._rendezvous.hello["id"] and rank in absent:
+                        connection.settimeout(None)
+                        connections[rank] = connection
+        return connections
+
+    def _connect(self) -> socket.socket:
+        address, port = read(self._store, "connect")
+        try:
+            connection = network.connect(address, port, _CONNECT_SECONDS)
+        except network.UnreachableError as error:
+            raise UserError(
+                f"rank {self.me.rank} on {self.me.host} reached {address}, but not its port {port}: {error.detail}; "
+                f"all TCP ports must be open between the machines of a run, not just one. To do: {error.remedy}"
+            ) from error
+        connection.settimeout(None)
+        connection.sendall(json.dumps([self._rendezvous.hellos[0]["id"], self.me.rank]).encode())
+        return connection
 
     # --- for the main thread
 
     def report(self, kind: Literal["failed", "interrupted"], message: str, final: bool) -> Failure:
-        """Tells all of this rank's own failure; returns the one that counts, which came first."""
+        """Reports this rank's own failure to all; returns the one that counts, which came first."""
         self._leaving = True
-        mine = Failure(self.me.rank, kind, message, final)
-        self._suspect(mine)
-        return self.failure_within(3.0) or mine  # without an answer nobody is left who could tell
+        self._failed.wait(_REPORT_SECONDS)
+        self.failure = self.failure or self._write(Failure(self.me.rank, kind, message, final))
+        return self.failure
 
     def failure_within(self, seconds: float) -> Failure | None:
-        """The failure that others know of, where they tell it in time."""
+        """The failure that others report, where they do in time."""
         self._leaving = True
-        self._known.wait(seconds)
+        self._failed.wait(seconds)
         return self.failure
 
     def done(self) -> None:
         """This rank may leave; when rank 0 does, all may."""
         if not self.finished and self.failure is None:
             self.finished = True
-            self._send({"done": True})
+            self._send_done()
 
     def wait_for_all(self, seconds: float) -> None:
         """A barrier: returns when all are done."""
         if self.me.rank:
-            self._send({"done": True})
+            self._send_done()
         self._all_done.wait(seconds)
         self.done()
-        deadline = time.monotonic() + (0.0 if self.me.rank else _LAST_SECONDS)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
+        """Rank 0 leaves last, a few seconds later at most."""
+        deadline = time.monotonic() + _LAST_SECONDS
+        for connection in self._connections.values() if self.me.rank == 0 else ():
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                while connection.recv(64):
+                    pass
 
     def end(self, failure: Failure) -> NoReturn:
         """Leaves at once: what a broken process group would still do can hang."""
-        self._word.acquire()  # for good: the main thread and one of the detector may both be about to
+        self._ending.acquire()  # for good: the main thread and one of the detector may both be about to
         with contextlib.suppress(OSError):  # nobody reads it any more
             if self.speaks_of(failure):
                 print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         close_what_is_open()
+        self.wait_for_readers()
         code = 130 if failure.kind == "interrupted" else 1
-        if failure.final:
+        if self.ends_all_attempts(failure.final):
             give_up(code)
         os._exit(code)
 
-    # --- who says what
+    def ends_all_attempts(self, final: bool) -> bool:
+        """Also where one node has no restart left: the others would wait for it."""
+        return final or (most_restarts() > 0 and any(hello["restarts_left"] < 1 for hello in self._rendezvous.hellos))
+
+    # --- who reports what
 
     def speaks_of(self, failure: Failure) -> bool:
-        """Whether this process is its node's voice for what happened to another one."""
+        """Whether this process reports for its node what happened to another one."""
         culprit = self.peers[failure.rank]
         same = culprit.node == self.me.node
         if same and (failure.kind == "failed" or (failure.kind == "gone" and ENDED_FILE in os.environ)):
-            return False  # it spoke itself, or the launcher does
+            return False  # it reported itself, or the launcher does
         if failure.kind == "interrupted":
             return self.me.rank == 0
         others = [p.local_rank for p in self.peers if p.node == self.me.node and p.rank != failure.rank]
@@ -170,107 +226,94 @@ class FailureDetector:
         if failure.kind == "late":
             return f"error: a collective hangs: the others wait for {failure.message}"
         if failure.kind == "lost":
-            named = _named(culprit.host, [p.rank for p in self.peers if p.node == culprit.node])
-            down = f"it, or the network between, is down ({failure.message})"
-            return f"error: no contact with {named}: {down}{again}"
+            machine = name_machine(culprit.host, [p.rank for p in self.peers if p.node == culprit.node])
+            return f"error: no contact with {machine}: it, or the network between, is down ({failure.message}){again}"
         return f"error: {who} has ended without a word: it was killed, or crashed; its own machine knows more{again}"
 
-    # --- the detector's threads
+    def _write(self, failure: Failure) -> Failure:
+        """The run's failure: the first that was written; this one where the store does not answer."""
 
-    def _start(self, target: object, *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=arguments, daemon=True, name="failure detector")  # type: ignore[arg-type]
-        thread.start()
-        return thread
+        def write() -> Failure:
+            self._store.compare_set("failure", "", json.dumps(asdict(failure)))
+            return Failure(**read(self._store, "failure"))
 
-    def _send(self, message: Message, rank: int | None = None) -> None:
-        for number, channel in list(self._channels.items()):
-            if rank in (None, number):
-                with self._sending, contextlib.suppress(ChannelError):
-                    channel.send(message, 2.0)
+        try:
+            return within(_STORE_SECONDS, write)
+        except (RuntimeError, TimeoutError):
+            return failure
 
-    def _receive(self, rank: int, channel: Channel) -> None:
-        while True:
-            try:
-                self._take(rank, channel.receive(None))
-            except ChannelError as error:
-                if rank not in self._done:
-                    kind: Literal["gone", "lost"] = "gone" if isinstance(error, ClosedError) else "lost"
-                    self._suspect(Failure(rank, kind, str(error)))
-                return
-            except (LookupError, TypeError, ValueError):  # not of this version; its death is noticed all the same
-                continue
-
-    def _take(self, rank: int, message: Message) -> None:
-        if "collectives" in message:
-            self._progress[rank].update(int(message["collectives"]), str(message["doing"]))
-            if self.me.rank == 0:  # an answer, and no beat of its own: nothing piles up before a rank that is stopped
-                self._send(self._heartbeat(), rank)
-        elif "failure" in message:
-            failure = Failure(**message["failure"])
-            self.peers[failure.rank]  # LookupError for a rank there is not
-            self._learn(failure) if rank == 0 else self._suspect(failure)
-        elif "done" in message:
-            self._done.add(rank)
-            self.finished = self.finished or rank == 0
-            if rank == 0 or len(self._done) == len(self.peers) - 1:
-                self._all_done.set()
-
-    def _suspect(self, failure: Failure) -> None:
-        if self.me.rank:  # where it is rank 0 that is gone nobody else decides
-            self._learn(failure) if failure.rank == 0 else self._send({"failure": asdict(failure)})
-            return
-        with self._deciding:
-            self._reports.append(failure)
-            if len(self._reports) == 1:
-                self._start(self._decide)
-
-    def _decide(self) -> None:
-        time.sleep(_SECOND_THOUGHT_SECONDS)
-        with self._deciding:
-            dead = [report for report in self._reports if report.kind in ("gone", "lost")]
-            spoke = {report.rank for report in self._reports if report not in dead}
-            failure = next((report for report in dead if report.rank not in spoke), self._reports[0])
-        if not self.finished:
-            self._send({"failure": asdict(failure)})
-            self._learn(failure)
+    def _decide(self, failure: Failure) -> None:
+        self._learn(self._write(failure))
 
     def _learn(self, failure: Failure) -> None:
         """The end of this process, unless its main thread is about to end it."""
         if self.finished or self.failure is not None:
             return
         self.failure = failure
-        self._known.set()
+        self._failed.set()
         if not self._leaving:
             self.end(failure)
 
-    # --- who does not arrive
+    # --- who is gone: the connections
 
-    def _heartbeat(self) -> Message:
-        return {"collectives": collectives(), "doing": what_main_thread_does()}
+    def _send_done(self) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(_DONE)
 
-    def _beat(self) -> None:
-        # rank 0 tells who does not arrive; where it is stopped itself, the others do
+    def _watch_connection(self, rank: int, connection: socket.socket) -> None:
+        kind: Literal["gone", "lost"] = "gone"
+        message = ""
+        try:
+            while connection.recv(64):
+                self._done.add(rank)
+                self.finished = self.finished or rank == 0
+                if rank == 0 or len(self._done) == len(self.peers) - 1:
+                    self._all_done.set()
+        except ConnectionResetError:
+            pass
+        except OSError as error:
+            kind, message = "lost", str(error.strerror or error)
+        if rank not in self._done and not self.finished:
+            self._decide(Failure(rank, kind, message))
+
+    # --- who does not arrive: the store
+
+    def _watch_store(self) -> None:
+        # rank 0 names who does not arrive; where it is stopped itself, the others do
         timeout, mentioned = seconds_of("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
-        while not self.finished:
+        for count in itertools.count():
+            if self.finished or self.failure is not None:
+                return
+            try:
+                within(timeout, partial(self._exchange_heartbeats, count))
+            except TimeoutError:  # rank 0, whose process serves the store, is stopped
+                self._learn(Failure(0, "late", self._account([0], timeout)))
+            except RuntimeError:  # the process that serves it has ended: the connection to rank 0 shows it
+                return
+            mentioned = self._check_progress(timeout, mentioned)
             time.sleep(_HEARTBEAT_SECONDS)
-            beat = self._heartbeat()
-            self._progress[self.me.rank].update(beat["collectives"], beat["doing"])
-            if self.me.rank:
-                self._send(beat)
-            mentioned = self._check(timeout, mentioned)
 
-    def _check(self, timeout: float, mentioned: int) -> int:
-        """`mentioned`, and what is returned, is the collective of which a line has told that it is waited for."""
+    def _exchange_heartbeats(self, count: int) -> None:
+        if self._store.check(["failure"]):
+            self._learn(Failure(**read(self._store, "failure")))
+        self._store.set(f"heartbeat {self.me.rank}", json.dumps([count, collectives(), what_main_thread_does()]))
+        for rank, progress in self._progress.items():
+            if self._store.check([f"heartbeat {rank}"]):
+                progress.update(read(self._store, f"heartbeat {rank}"))
+
+    def _check_progress(self, timeout: float, mentioned: int) -> int:
+        """`mentioned`, and what is returned, is the collective for which a line has named who is waited for."""
         now, furthest = time.monotonic(), max(progress.collectives for progress in self._progress.values())
         late = [
             rank
             for rank, progress in self._progress.items()
-            if progress.collectives < furthest or (now - progress.heard > _SILENCE_SECONDS and rank not in self._done)
+            if progress.collectives < furthest or (now - progress.alive > _SILENCE_SECONDS and rank not in self._done)
         ]
         # nobody has moved since: neither those who wait nor those who are late
-        still = now - max(progress.since for progress in self._progress.values())
-        if late and still > timeout and self.failure is None and not self._reports:
-            self._suspect(Failure(late[0], "late", self._account(late, still)))
+        still = now - max(progress.moved for progress in self._progress.values())
+        if late and still > timeout:
+            self._decide(Failure(late[0], "late", self._account(late, still)))
         elif late and still > min(_MENTION_SECONDS, timeout / 2) and mentioned != furthest and self.me.rank == 0:
             print(f"waiting for {self._account(late, still)}", file=sys.stderr, flush=True)
             return furthest
@@ -278,39 +321,35 @@ class FailureDetector:
 
     def _account(self, late: Sequence[int], seconds: float) -> str:
         """`rank 1 on B (it is at read.py:70 read_file < ...), for 60 s`."""
-        said = []
+        accounts = []
         for peer in (self.peers[rank] for rank in late[:4]):
             progress = self._progress[peer.rank]
-            doing = f"it is at {progress.doing}"
+            position = f"it is at {progress.position}"
             if peer.rank in self._done:
-                doing = "it has left already"
-            elif time.monotonic() - progress.heard > 3 * _HEARTBEAT_SECONDS:
-                doing = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
-            said.append(f"rank {peer.rank} on {peer.host} ({doing})")
+                position = "it has left already"
+            elif time.monotonic() - progress.alive > 6 * _HEARTBEAT_SECONDS:
+                position = f"it does not answer: process {peer.pid} there is stopped or stuck, and may need a `kill -9`"
+            accounts.append(f"rank {peer.rank} on {peer.host} ({position})")
         rest = f" and {len(late) - 4} more" if len(late) > 4 else ""
-        return f"{', '.join(said)}{rest}, for {seconds:.0f} s"
+        return f"{', '.join(accounts)}{rest}, for {seconds:.0f} s"
 
 
+# The process's own: its main thread, its signal handlers and its last lines report failures through it.
 current: FailureDetector | None = None
 
 
-def start(peers: Sequence[Peer], rank: int, channels: Mapping[int, Channel]) -> None:
-    """From now on this process ends when another one of the run has failed."""
+def start(rendezvous: Rendezvous | None, timeout: int) -> None:
+    """From now on this process ends when another one of the run has failed, unless one has `--failure_detector off`."""
     global current
-    current = FailureDetector(peers, rank, channels)
-    current.start()
-
-
-def named_machines() -> list[str]:
-    """`hostA (ranks 0, 1)` of each machine, where there are several."""
-    ranks: dict[tuple[str, str], list[int]] = {}
-    for peer in current.peers if current else ():
-        ranks.setdefault((peer.node, peer.host), []).append(peer.rank)
-    return [_named(host, of_node) for (_, host), of_node in ranks.items()] if len(ranks) > 1 else []
-
-
-def _named(host: str, ranks: Sequence[int]) -> str:
-    return f"{host} (rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)})"
+    hellos = rendezvous.hellos if rendezvous else []
+    if (
+        rendezvous
+        and len(hellos) > 1
+        and current is None
+        and all(hello["failure_detector"] == "on" for hello in hellos)
+    ):
+        current = FailureDetector(rendezvous)
+        current.start(timeout)
 
 
 def collectives() -> int:

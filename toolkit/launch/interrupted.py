@@ -22,7 +22,7 @@ _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def say_interrupted() -> None:
-    """Ctrl-C reaches every process of a terminal: the first rank says so, and the launcher only where none did."""
+    """Ctrl-C reaches every process of a terminal: the first rank reports it, and the launcher only where none did."""
     os.write(2, b"interrupted\n")  # a handler may not wait for a stream's lock
     leave_code(INTERRUPTED)
 

@@ -30,29 +30,28 @@ from toolkit.launch import network
 from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
-from toolkit.launch.rank_rendezvous import serve_store
 from toolkit.utils.compat import require
 from toolkit.utils.plain_yaml import read_yaml
 
-# How long processes that were told to stop have for their checkpoint.
+# How long processes have for their checkpoint after a stop signal.
 _SHUTDOWN_SECONDS = 600
 
 
-def launch(given: Sequence[str]) -> NoReturn:
+def launch(words: Sequence[str]) -> NoReturn:
     """Starts what these arguments of `accelerate launch` ask for, and ends with its exit code."""
     raise_again()  # this process has to wait for those it starts
-    arguments = launch_command_parser().parse_args(list(given))
+    arguments = launch_command_parser().parse_args(list(words))
     run = require(elastic, "run", "torch")
     python_path = os.environ.get("PYTHONPATH", "")
 
-    def run_here(given: argparse.Namespace) -> None:
+    def run_here(options: argparse.Namespace) -> None:
         os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
-        run(_of_this_node(given))
+        run(_of_this_node(options))
 
     elastic.run = run_here
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
-    # its account of which process it stops next says nothing that the failed process has not said
+    # which process it stops next adds nothing to what the failed process has reported
     for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
@@ -68,13 +67,13 @@ def launch(given: Sequence[str]) -> NoReturn:
     os._exit(code)  # to take down what was imported takes Python a second
 
 
-def _of_this_node(given: argparse.Namespace) -> argparse.Namespace:
+def _of_this_node(options: argparse.Namespace) -> argparse.Namespace:
     """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
     launchers of several machines would wait for each other, deaf to signals."""
-    given.nnodes, given.node_rank, given.rdzv_endpoint, given.standalone = "1", 0, "", False
+    options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
     rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    given.rdzv_backend, given.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
-    return given
+    options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+    return options
 
 
 class _OneNode(rendezvous.RendezvousHandler):
@@ -95,7 +94,7 @@ class _OneNode(rendezvous.RendezvousHandler):
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """A new store for each attempt: an old one would give it the addresses of the last."""
-        store = serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
+        store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
 
     def is_closed(self) -> bool:
@@ -125,7 +124,7 @@ def _without_ours(path: Path, folder: Path) -> Path:
 
 
 def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
-    """The exit code. `ended` is there where the processes said themselves how they ended, and with which code."""
+    """The exit code. `ended` is there where the processes have left their exit code themselves."""
     try:
         launch_command(arguments)
     except ChildFailedError as error:
@@ -167,8 +166,8 @@ def _kills_for_memory() -> int:
 
 
 def _code_of(exit_code: int, who: str, kills: int) -> int:
-    """A worker that ended by itself has said why; one that was killed could not. `kills`: see `_kills_for_memory`, as
-    the run began."""
+    """A worker that ended by itself has reported why; one that was killed could not. `kills`: `_kills_for_memory`
+    as the run began."""
     if exit_code < 0:
         name, hint = signal.Signals(-exit_code).name, ""
         if exit_code == -signal.SIGKILL:

@@ -1,18 +1,73 @@
-"""The addresses, interfaces and ports of this machine, by the kernel's account; nothing is sent."""
+"""The addresses, interfaces and ports of this machine, by the kernel's account; why another one cannot be reached."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import ipaddress
 import os
+import shlex
 import socket
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
 LOOPBACK = "127.0.0.1"
+
+
+class UnreachableError(OSError):
+    """No connection to `address`:`port`; `kind` is one of name, refused, silent, no_route, local."""
+
+    def __init__(self, address: str, port: int, kind: str, detail: str) -> None:
+        super().__init__(f"{address}:{port}: {detail}")
+        self.address, self.port, self.kind, self.detail = address, port, kind, detail
+        self.remedy = remedy_for(kind, address, port)
+
+
+def remedy_for(kind: str, address: str, port: int) -> str:
+    """What to look at and to type for a `kind` of UnreachableError; empty for one that is not known."""
+    here, name = address_towards(address) or "THIS_MACHINE", shlex.quote(address)
+    remedies = {
+        "name": f"give its IP address (`hostname -I` on that machine), or add `{name}` to /etc/hosts",
+        "refused": "start the other machine too; or is another address of it meant (`hostname -I` there)?",
+        "silent": f"is that machine on, and is this its address (`hostname -I` there)? If so, a firewall drops the "
+        f"packets: on {name}, `sudo ufw allow from {here}` (or the security group of your cloud: all TCP ports "
+        f"between the machines, {port} among them)",
+        "local": "`sudo iptables -S OUTPUT` and `sudo nft list ruleset` here show the rule",
+        "no_route": f"`ip route get {name}` shows the route; is the interface up (`ip -br address`), and the "
+        "address right (`hostname -I` on that machine)?",
+    }
+    return remedies.get(kind, "")
+
+
+def connect(address: str, port: int, seconds: float) -> socket.socket:
+    """A TCP connection. Raises UnreachableError."""
+    try:
+        return socket.create_connection((address, port), seconds)
+    except OSError as error:
+        raise UnreachableError(address, port, *_obstacle(error, seconds)) from error
+
+
+def _obstacle(error: OSError, seconds: float) -> tuple[str, str]:
+    """(kind, what it means)."""
+    if isinstance(error, socket.gaierror):
+        return "name", "this name cannot be resolved here"
+    if isinstance(error, ConnectionRefusedError):
+        return "refused", "the machine answers, but nothing listens on this port"
+    if isinstance(error, TimeoutError):
+        return "silent", f"no answer in {seconds:.0f} s"
+    if isinstance(error, PermissionError):
+        return "local", f"a firewall rule of this machine forbids it ({error.strerror})"
+    if error.errno == errno.EHOSTUNREACH:
+        return "no_route", "no machine answers to this address, or its firewall rejects the call"
+    return "no_route", f"there is no route to it from here ({error.strerror or error})"
 
 
 def listen(port: int, address: str = "") -> socket.socket:
@@ -20,6 +75,30 @@ def listen(port: int, address: str = "") -> socket.socket:
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else _family(address)
     return socket.create_server((address, port), family=family, backlog=256, dualstack_ipv6=dual)
+
+
+def serve_store(address: str, server: socket.socket, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """torch's store, where this socket listens: by itself it listens on all addresses. `address` leads there."""
+    from torch.distributed import TCPStore
+
+    port, descriptor = server.getsockname()[1], server.detach()  # the store closes it
+    return TCPStore(
+        address, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=descriptor
+    )
+
+
+def keep_alive(connection: socket.socket, seconds: int) -> None:
+    """The kernel closes it when the other machine has not answered for `seconds`, whatever Python is doing."""
+    count, interval = 3, max(1, seconds // 5)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, seconds - count * interval)),
+        ("TCP_KEEPINTVL", interval),
+        ("TCP_KEEPCNT", count),
+        ("TCP_USER_TIMEOUT", seconds * 1000),
+    ):
+        if hasattr(socket, name):  # Linux has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def free_port() -> int:
@@ -30,9 +109,9 @@ def free_port() -> int:
 
 def address_towards(address: str) -> str | None:
     """This machine's own address on the way to `address`, by the routing table."""
-    for found in addresses_of(address)[:1]:
-        with contextlib.suppress(OSError), socket.socket(_family(found), socket.SOCK_DGRAM) as probe:
-            probe.connect((found, 9))
+    for target in addresses_of(address)[:1]:
+        with contextlib.suppress(OSError), socket.socket(_family(target), socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
             return str(probe.getsockname()[0])
     return None
 
@@ -57,15 +136,15 @@ def reachable_addresses() -> list[str]:
 
 
 def _of_one_family(addresses: Iterable[str]) -> list[str]:
-    found = list(addresses)
-    return [address for address in found if ":" not in address] or found
+    listing = list(addresses)
+    return [address for address in listing if ":" not in address] or listing
 
 
 def addresses_of(name: str) -> list[str]:
-    """What a host's name (or an address) stands for here, of IPv6 only where there is nothing else; empty where nobody
-    knows it."""
+    """The addresses of a host's name here, of IPv6 only where there is nothing else; empty where it cannot be
+    resolved."""
     try:
-        return sorted(_of_one_family({str(found[4][0]) for found in socket.getaddrinfo(name, None)}))
+        return sorted(_of_one_family({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}))
     except OSError:
         return []
 
@@ -73,20 +152,15 @@ def addresses_of(name: str) -> list[str]:
 def address_to_listen(name: str, local: bool) -> str:
     """Where those that call `name` are to be answered: that address alone, or all of this machine's (``""``) where it
     is none of them. By Debian's /etc/hosts a machine's own name is a loopback address, good for `local` calls only."""
-    found = addresses_of(name)
-    sure = len(found) == 1 and (local if is_loopback(found[0]) else found[0] in own_addresses())
-    return found[0] if sure else ""
+    candidates = addresses_of(name)
+    is_certain = len(candidates) == 1 and (local if is_loopback(candidates[0]) else candidates[0] in own_addresses())
+    return candidates[0] if is_certain else ""
 
 
 def is_own(name: str) -> bool:
     """Whether a host's name or address is this machine's."""
-    own = own_addresses()
-    return any(address in own or address == "127.0.1.1" for address in addresses_of(name))
-
-
-def ipv4_of(address: str) -> str:
-    """Of a caller by IPv4, as a socket for both writes it."""
-    return address.removeprefix("::ffff:")
+    addresses = own_addresses()
+    return any(address in addresses or address == "127.0.1.1" for address in addresses_of(name))
 
 
 def is_loopback(address: str) -> bool:
@@ -118,8 +192,8 @@ def node_id() -> str:
 def holder_of(port: int) -> tuple[int, str] | None:
     """(process id, `process 4711 (python train.py)`) of whoever listens on a TCP port here, where that can be seen."""
     try:
-        held = [found for found in psutil.net_connections("tcp") if found.status == psutil.CONN_LISTEN]
-        pid = next((found.pid for found in held if found.laddr and found.laddr.port == port and found.pid), None)
+        listeners = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        pid = next((each.pid for each in listeners if each.laddr and each.laddr.port == port and each.pid), None)
         return (pid, f"process {pid} ({' '.join(psutil.Process(pid).cmdline())[:120]})") if pid else None
     except psutil.Error:
         return None

@@ -1,15 +1,17 @@
-"""Which of several nodes (machines) this is, where the first one is, and how it was known."""
+"""Which of several nodes (machines) this is, where the first one is, and how that was found out."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, listing
 from toolkit.launch.environment import first_host, requested, whole
-from toolkit.launch.network import addresses_of, is_loopback, is_own, own_addresses, reachable_addresses
+from toolkit.launch.network import addresses_of, is_loopback, is_own, reachable_addresses
 
 PLACEHOLDER = "ADDRESS_OF_MACHINE_0"
 # Of several machines it is not torch's: the `accelerate launch` that was typed holds that one meanwhile.
@@ -18,7 +20,7 @@ ONE_MACHINES_PORT, RENDEZVOUS_PORT = 29500, 29600
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run, as this one knows them."""
+    """The nodes of a run, as far as this one can tell them apart."""
 
     count: int
     rank: int
@@ -26,7 +28,7 @@ class Nodes:
     how: str
     """Where the rank comes from, for the user."""
     addresses: tuple[str, ...]
-    """In the order of ranks; node 0's alone where only that is known."""
+    """In the order of ranks; node 0's alone where there is no list."""
     port: int
 
     @property
@@ -34,28 +36,52 @@ class Nodes:
         return self.addresses[0]
 
     def address_of(self, rank: int) -> str:
-        """As it was given; empty where it is not known."""
+        """As in the settings; empty where it is not there."""
         return self.addresses[rank] if rank < len(self.addresses) else ""
 
     def others(self) -> list[str]:
-        """The other machines' addresses, as far as they were given."""
+        """The other machines' addresses, as far as settings name them."""
         return [name for rank, name in enumerate(self.addresses) if rank != self.rank]
 
     def name_of(self, rank: int) -> str:
         """`machine 1 (10.0.0.2)`."""
         return f"machine {rank} ({known})" if (known := self.address_of(rank)) else f"machine {rank}"
 
-    def allowed(self) -> set[str]:
-        """The addresses that may call, where all machines are named; otherwise none stand here, and any may."""
-        found = [addresses_of(name) for name in self.addresses]
-        sure = len(found) == self.count and all(found)
-        return {*own_addresses(), *(address for known in found for address in known)} if sure else set()
-
 
 def requested_nodes() -> Nodes | None:
-    """Those that our own launcher was asked for; None under another one."""
-    found = requested().get("nodes")
-    return Nodes(**found) if found else None
+    """Those of our own launcher; None under another one."""
+    nodes = requested().get("nodes")
+    return Nodes(**nodes) if nodes else None
+
+
+def name_machine(host: str, ranks: Sequence[int]) -> str:
+    """`hostA (ranks 0, 1)`."""
+    return f"{host} (rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)})"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1 (machine 1 (10.0.0.2))`; the machines only under our own launcher."""
+    text, nodes = f"rank{'s' * (len(ranks) > 1)} {listing(ranks, 8)}", requested_nodes()
+    if not nodes or nodes.count == 1:
+        return text
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    return f"{text} ({', '.join(dict.fromkeys(nodes.name_of(rank // each) for rank in ranks))})"
+
+
+def not_of_this_machine(address: str) -> str:
+    """The fault, and what to type, where rank 0 runs on another machine than the others call."""
+    return (
+        f"{address}, which the others call, is not an address of this machine "
+        f"({', '.join(reachable_addresses())}): pass --machine_rank here if it is "
+        "another one, or --main_process_ip with an address of the first machine"
+    )
+
+
+def doctor_command(first: str, *others: str | None) -> str:
+    """What to type where machines do not find each other."""
+    names = dict.fromkeys([first, *(name for name in others if name)])
+    listed = ",".join(names if len(names) > 1 else [first, "ADDRESS_OF_THE_OTHER"])
+    return f"`toolkit doctor --peers {shlex.quote(listed)}` on each machine finds out more"
 
 
 def span_nodes(env: MutableMapping[str, str]) -> None:
@@ -76,116 +102,118 @@ def span_nodes(env: MutableMapping[str, str]) -> None:
     env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
-def find_nodes(given: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]) -> Nodes:
+def find_nodes(
+    options: Mapping[str, str | None], config: Mapping[str, Any], path: Path, env: Mapping[str, str]
+) -> Nodes:
     """Settings behind the script, an accelerate config, the environment -> the nodes.
 
     Raises UserError where an address is missing or cannot be meant, or this machine does not know which it is.
     """
     count = whole("num_machines", config.get("num_machines") or 1, path)
     if count == 1:
-        _refuse_what_is_for_several(given, config, path)
-        return Nodes(1, 0, "", ("127.0.0.1",), _port(given, config, ONE_MACHINES_PORT, path))
-    listed = _listed(given.get("machines"), config.get("machines"), count, path)
-    first = given.get("main_process_ip") or (listed[0] if listed else _first(config, count, path, env))
-    port = _port(given, config, RENDEZVOUS_PORT, path)
-    rank, how = _rank(given.get("machine_rank"), config, listed or [first], count, path, env)
+        _refuse_what_is_for_several(options, config, path)
+        return Nodes(1, 0, "", ("127.0.0.1",), _port(options, config, ONE_MACHINES_PORT, path))
+    machines = _machines(options.get("machines"), config.get("machines"), count, path)
+    first = options.get("main_process_ip") or (machines[0] if machines else _first_address(config, count, path, env))
+    port = _port(options, config, RENDEZVOUS_PORT, path)
+    rank, how = _rank(options.get("machine_rank"), config, machines or [first], count, path, env)
     if rank is None or not 0 <= rank < count:
-        said = f"does not know which it is{how}" if rank is None else f"was given number {rank} ({how})"
+        reason = f"does not know which it is{how}" if rank is None else f"was given number {rank} ({how})"
         raise UserError(
-            f"{path} is for {count} machines, and this one {said}: pass --machine_rank 0 on the first and up to "
+            f"{path} is for {count} machines, and this one {reason}: pass --machine_rank 0 on the first and up to "
             f"{count - 1} on the others (or set NODE_RANK, or list them: --machines ADDRESS,ADDRESS)"
         )
-    return Nodes(count, rank, how, (first, *listed[1:]), port)
+    return Nodes(count, rank, how, (first, *machines[1:]), port)
 
 
-def _refuse_what_is_for_several(given: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
+def _refuse_what_is_for_several(options: Mapping[str, str | None], config: Mapping[str, Any], path: Path) -> None:
     """It would be ignored in silence, and each machine would train for itself."""
-    found = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if given.get(name)]
+    settings = [f"--{name}" for name in ("machines", "machine_rank", "main_process_ip") if options.get(name)]
     if config.get("machines"):
-        found.append("its list of machines")
-    if found:
+        settings.append("its list of machines")
+    if settings:
         raise UserError(
-            f"{path} is for one machine (num_machines: 1), so {found[0]} would have no effect: use "
+            f"{path} is for one machine (num_machines: 1), so {settings[0]} would have no effect: use "
             "accelerate_configs/2node.yaml (or 2node_zero2.yaml, 2node_zero3.yaml), or leave it out"
         )
 
 
-def _port(given: Mapping[str, str | None], config: Mapping[str, Any], default: int, path: Path) -> int:
-    wanted = given.get("main_process_port") or config.get("main_process_port") or default
-    port = whole("main_process_port", wanted, path)
+def _port(options: Mapping[str, str | None], config: Mapping[str, Any], default: int, path: Path) -> int:
+    value = options.get("main_process_port") or config.get("main_process_port") or default
+    port = whole("main_process_port", value, path)
     if not 0 < port <= 65535:
         raise UserError(f"{path}: main_process_port {port} is no TCP port: choose one from 1024 to 65535")
     return port
 
 
-def _listed(given: str | None, in_file: object, count: int, path: Path) -> list[str]:
-    if in_file and not given and not isinstance(in_file, list):
+def _machines(option: str | None, in_file: object, count: int, path: Path) -> list[str]:
+    if in_file and not option and not isinstance(in_file, list):
         raise UserError(f"{path}: machines is {in_file!r} and should be a list: `machines: [10.0.0.1, 10.0.0.2]`")
-    found: Sequence[object] = given.split(",") if given else in_file if isinstance(in_file, list) else []
-    names = [str(name).strip() for name in found]
+    items: Sequence[object] = option.split(",") if option else in_file if isinstance(in_file, list) else []
+    names = [str(name).strip() for name in items]
     if names and (len(names) != count or len(set(names)) != count or "" in names):
         raise UserError(
-            f"{'--machines' if given else f'{path}: machines'} names {', '.join(names)}, and num_machines is {count}: "
+            f"{'--machines' if option else f'{path}: machines'} names {', '.join(names)}, and num_machines is {count}: "
             "name each machine once, the first one first"
         )
     return names
 
 
-def _first(config: Mapping[str, Any], count: int, path: Path, env: Mapping[str, str]) -> str:
+def _first_address(config: Mapping[str, Any], count: int, path: Path, env: Mapping[str, str]) -> str:
     """The first node's address by the file, or by Slurm."""
-    written = config.get("main_process_ip")
-    if written and PLACEHOLDER not in str(written):
-        return str(written)
+    address = config.get("main_process_ip")
+    if address and PLACEHOLDER not in str(address):
+        return str(address)
     if env.get("SLURM_JOB_NODELIST") and env.get("SLURM_JOB_NUM_NODES") == str(count):
         return first_host(env["SLURM_JOB_NODELIST"])
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = (f", line {number}" for number, line in enumerate(lines, 1) if line.strip().startswith("main_process_ip:"))
+    places = (f", line {number}" for number, line in enumerate(lines, 1) if line.strip().startswith("main_process_ip:"))
     raise UserError(
-        f"{path}{next(found, '')}: main_process_ip is still {written!r}: write the first machine's address on that "
+        f"{path}{next(places, '')}: main_process_ip is still {address!r}: write the first machine's address on that "
         "line, or pass --main_process_ip ADDRESS (on the first machine, `hostname -I` shows it)"
     )
 
 
-def _refuse_loopback(listed: Sequence[str]) -> None:
+def _refuse_loopback(machines: Sequence[str]) -> None:
     """Every machine would take itself for the one that is meant. (By Debian's /etc/hosts a machine's own name means
     127.0.1.1 there, and only there.)"""
-    for name in listed:
-        known = addresses_of(name)
-        if known and all(is_loopback(found) and found != "127.0.1.1" for found in known):
+    for name in machines:
+        addresses = addresses_of(name)
+        if addresses and all(is_loopback(address) and address != "127.0.1.1" for address in addresses):
             raise UserError(
-                f"the address {name} means each machine itself ({known[0]}): give the one by which the other machines "
-                "reach it (`hostname -I` there shows it)"
+                f"the address {name} means each machine itself ({addresses[0]}): give the one by which the other "
+                "machines reach it (`hostname -I` there shows it)"
             )
 
 
 def _rank(
-    given: str | None,
+    option: str | None,
     config: Mapping[str, Any],
-    listed: Sequence[str],
+    machines: Sequence[str],
     count: int,
     path: Path,
     env: Mapping[str, str],
 ) -> tuple[int | None, str]:
-    """(this node's number, how it is known)."""
+    """(this node's number, where it comes from)."""
     # GROUP_RANK counts where an outer launcher spans nodes
     spans = whole("GROUP_WORLD_SIZE", env.get("GROUP_WORLD_SIZE", "1")) > 1
     names = ("NODE_RANK", "SLURM_NODEID", *(("GROUP_RANK",) if spans else ()))
-    for name, value in {"--machine_rank": given, **{name: env.get(name) for name in names}}.items():
+    for name, value in {"--machine_rank": option, **{name: env.get(name) for name in names}}.items():
         if value is not None:
             return whole(name.lstrip("-"), value), name
-    _refuse_loopback(listed)
-    mine = [number for number, name in enumerate(listed) if is_own(name)]
-    if len(mine) == 1:
-        return mine[0], f"{listed[mine[0]]} is an address of this machine"
-    if len(mine) > 1:
+    _refuse_loopback(machines)
+    matches = [number for number, name in enumerate(machines) if is_own(name)]
+    if len(matches) == 1:
+        return matches[0], f"{machines[matches[0]]} is an address of this machine"
+    if len(matches) > 1:
         return None, ""  # "machines" that share their addresses, as in a test
     if config.get("machine_rank") is not None:
         return whole("machine_rank", config["machine_rank"], path), "machine_rank in the config file"
-    if count == 2 and len(listed) == 1:
-        if not addresses_of(listed[0]):
+    if count == 2 and len(machines) == 1:
+        if not addresses_of(machines[0]):
             raise UserError(
-                f"the name {listed[0]} cannot be resolved here: give the first machine's IP address "
+                f"the name {machines[0]} cannot be resolved here: give the first machine's IP address "
                 "(`hostname -I` there), or add the name to /etc/hosts, or pass --machine_rank"
             )
-        return 1, f"{listed[0]} is not an address of this machine"
-    return None, f": none of {', '.join(listed)} is an address of this machine ({', '.join(reachable_addresses())})"
+        return 1, f"{machines[0]} is not an address of this machine"
+    return None, f": none of {', '.join(machines)} is an address of this machine ({', '.join(reachable_addresses())})"

@@ -1,4 +1,4 @@
-"""`--mixed_precision auto`: what a config file says, or else what the hardware computes fast (a CPU: `trial`)."""
+"""`--mixed_precision auto`: by a config file, or else what the hardware computes fast (a CPU: `trial`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _HAS_BF16, _HAS_FAST_FP16 = (8, 0), (7, 0)
 
 
 def auto_precision(launch_config: Mapping[str, Any] | None, device: int | None) -> tuple[str, str]:
-    """(no, bf16 or fp16, why): what a config file says, or else what this process's GPU is fast in. Of a CPU (`device`
+    """(no, bf16 or fp16, why): by a config file, or else what this process's GPU is fast in. Of a CPU (`device`
     None) its name does not tell: still auto, for a trial.
 
     `launch_config` is the file that `accelerate launch` was given; None where no such launcher started this process.
     """
     if enabled := enabled_in_deepspeed_config():
         return enabled, "the DeepSpeed config says so"
-    said = os.environ.get("ACCELERATE_MIXED_PRECISION")
-    # accelerate's launcher writes `no` where nobody said anything
-    if said == "no" and launch_config is not None and launch_config.get("mixed_precision") is None:
-        said = None
-    if said:
-        return said, "the accelerate config says so"
+    setting = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    # accelerate's launcher writes `no` where nothing was set
+    if setting == "no" and launch_config is not None and launch_config.get("mixed_precision") is None:
+        setting = None
+    if setting:
+        return setting, "the accelerate config says so"
     return (AUTO, "") if device is None else _of_gpu(device)
 
 
@@ -67,12 +67,12 @@ def refuse_different(accelerator: Accelerator) -> None:
     """Raises UserError, in every process, where one computes in one precision and another in another."""
     from accelerate.utils import gather_object
 
-    found: list[str] = gather_object([accelerator.mixed_precision])
-    if len(set(found)) == 1:
+    settings: list[str] = gather_object([accelerator.mixed_precision])
+    if len(set(settings)) == 1:
         return
-    ranks = {name: [rank for rank, each in enumerate(found) if each == name] for name in sorted(set(found))}
+    ranks = {name: [rank for rank, each in enumerate(settings) if each == name] for name in sorted(set(settings))}
     weakest = next(name for name in ("no", "fp16", "bf16") if name in ranks)
     raise UserError(
-        f"mixed precision is {', '.join(f'{name} on ranks {listing(listed)}' for name, listed in ranks.items())}: pass "
-        f"--mixed_precision {weakest} everywhere"
+        f"mixed precision is {', '.join(f'{name} on ranks {listing(numbers)}' for name, numbers in ranks.items())}: "
+        f"pass --mixed_precision {weakest} everywhere"
     )

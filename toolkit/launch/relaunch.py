@@ -1,4 +1,4 @@
-"""`--config_file X` after the script: honoured by starting again what X asks for.
+"""`--config_file X` after the script: obeyed by starting again as X requests.
 
 `accelerate launch script.py --config_file X` hands X to the script and starts one process per
 machine without reading it. Here the first process of each machine becomes the launcher that
@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import socket
 import sys
 import time
@@ -21,7 +20,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolkit.errors import Parser, UserError, did_you_mean
-from toolkit.launch.environment import MARKER, THREADS, TIMEOUTS, place_of, typed_launcher, users_threads, whole
+from toolkit.launch.environment import (
+    FAILURE_DETECTOR,
+    MARKER,
+    THREADS,
+    TIMEOUTS,
+    place_of,
+    typed_launcher,
+    users_threads,
+    whole,
+)
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import templates
@@ -29,7 +37,7 @@ from toolkit.utils.plain_yaml import read_yaml
 
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
          "max_restarts")  # fmt: skip
-OPTIONS = (*_OURS, *TIMEOUTS, "deepspeed_config", "local_rank")
+OPTIONS = (*_OURS, *TIMEOUTS, "failure_detector", "deepspeed_config", "local_rank")
 """What is read from a script's arguments before its own settings are; each takes a value."""
 _INHERITED = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
@@ -50,7 +58,7 @@ def split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[list[str], argparse.Namespace]:
-    """Becomes the launcher when a config file is given; otherwise returns (arguments, options).
+    """Becomes the launcher where there is a config file; otherwise returns (arguments, options).
 
     `argv` is `sys.argv`: the script and its arguments. `module` names the package for `python -m`.
     """
@@ -59,14 +67,18 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
         if (value := getattr(options, name)) is not None:
             whole(f"--{name} (seconds)", value, least=1)
             os.environ[variable] = value
-    given = [name for name in _OURS if getattr(options, name) is not None]
-    if not given:
+    if options.failure_detector is not None:
+        if options.failure_detector not in ("on", "off"):
+            raise UserError(f"--failure_detector is on or off, not {options.failure_detector!r}")
+        os.environ[FAILURE_DETECTOR] = options.failure_detector
+    present = [name for name in _OURS if getattr(options, name) is not None]
+    if not present:
         return [argv[0], *rest], options
     if place_of(os.environ).local_rank != 0:
-        raise SystemExit(0)  # the first process of this machine starts all that the file asks for
+        raise SystemExit(0)  # the first process of this machine starts all that the file requests
     if options.config_file is None:
         raise UserError(
-            f"--{given[0]} needs a config file to start from: add --config_file "
+            f"--{present[0]} needs a config file to start from: add --config_file "
             "accelerate_configs/ddp.yaml (or another file of that folder)"
         )
     arguments, requested = plan(options, [argv[0], *rest], os.environ, module)
@@ -84,7 +96,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
 def plan(
     options: argparse.Namespace, script: Sequence[str], env: Mapping[str, str], module: str | None = None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Options -> (arguments for accelerate's launcher, what the processes are told was requested).
+    """Options -> (arguments for accelerate's launcher, what is requested, for the processes).
 
     Raises UserError for a file that is missing, unreadable, incomplete or still holds a placeholder.
     """
@@ -107,8 +119,8 @@ def plan(
         raise UserError(
             f"{path}: deepspeed_config is a section: write `deepspeed_config_file: {section}` indented below it"
         )
-    if wanted := options.deepspeed_config or section.get("deepspeed_config_file"):
-        arguments += ["--deepspeed_config_file", str(find_file(str(wanted), script[0], "ds_configs"))]
+    if name := options.deepspeed_config or section.get("deepspeed_config_file"):
+        arguments += ["--deepspeed_config_file", str(find_file(str(name), script[0], "ds_configs"))]
     if config.get("distributed_type") == "MULTI_CPU" and processes > 1:
         arguments.append("--multi_gpu")  # without it `accelerate launch` starts one process, silently
     if module:
@@ -120,14 +132,14 @@ def plan(
 
 def _processes(options: argparse.Namespace, config: Mapping[str, Any], path: Path, machines: int) -> int:
     """Over all machines; on several, without a number, as many on each as this one has devices."""
-    wanted = options.num_processes or config.get("num_processes")
-    if wanted is None:
-        wanted = machines
+    number = options.num_processes or config.get("num_processes")
+    if number is None:
+        number = machines
         if machines > 1 and not config.get("use_cpu"):
             import torch
 
-            wanted *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
-    processes = whole("num_processes", wanted, path, least=1)
+            number *= torch.accelerator.device_count() or 1  # a machine without devices computes on its CPU
+    processes = whole("num_processes", number, path, least=1)
     if processes > 1 and config["distributed_type"] == "NO":
         raise UserError(f"{path} runs one process, not {processes}: use accelerate_configs/ddp.yaml")
     if processes % machines:
@@ -160,27 +172,25 @@ def find_file(name: str, script: str, folder: str) -> Path:
             return (root / name).resolve()
     near = [Path.cwd() / folder, *(root / folder for root in roots)]
     known = sorted({file.name for place in near if place.is_dir() for file in place.iterdir()})
-    listed = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
-    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{listed}")
+    hint = f"; {folder}/ holds {', '.join(known)}" if known else f" (looked in {Path.cwd()} and {roots[0]})"
+    raise UserError(f"there is no config file {name}{did_you_mean(Path(name).name, known)}{hint}")
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment without what an outer launcher put there for its own world."""
-    kept = {name: value for name, value in env.items() if not _INHERITED.match(name)}
+    clean = {name: value for name, value in env.items() if not _INHERITED.match(name)}
     if users_threads(env) is None:
-        kept.pop(THREADS, None)
-    return kept
+        clean.pop(THREADS, None)
+    return clean
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
     if typed_launcher(os.getppid()):
-        stop_with_parent()  # accelerate's launcher, which was typed, hands no signal on when it is told to stop
+        stop_with_parent()  # a typed `accelerate launch` passes no stop signal on
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)
     if requested["use_cpu"]:
         env["ACCELERATE_USE_CPU"] = "true"  # accelerate's launcher hands it on to one process only
-    if requested["nodes"]["count"] == 1:
-        env.setdefault("TOOLKIT_TOKEN", secrets.token_hex(16))  # known to this run's processes alone
     env.setdefault(THREADS, "1")  # torchrun's own default, without its page of warning
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns of every address without a name
     os.environ.clear()

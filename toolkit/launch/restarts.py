@@ -1,4 +1,4 @@
-"""What a process tells the launcher that started it, and knows of earlier attempts (`--max_restarts`).
+"""Attempts (`--max_restarts`), and what a process leaves for the launcher that started it.
 
 torchrun, and `accelerate launch` through it, start all processes of a machine again when one has failed.
 """
@@ -21,8 +21,13 @@ def attempt() -> int:
 
 
 def most_restarts() -> int:
-    """What --max_restarts says."""
+    """Of `--max_restarts`."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+
+
+def launcher_keeps_store() -> bool:
+    """Whether torch's store is the launcher's, and the same for all attempts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def started() -> str | None:

@@ -1,4 +1,4 @@
-"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): kept until the step is done."""
+"""Stop signals (SIGTERM, SIGUSR1, Ctrl-C): obeyed when the step is done."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from types import FrameType
 from typing import Any
 
 from toolkit.launch import failure_detector
+from toolkit.launch.bad_end import ending
 from toolkit.launch.environment import seconds_of
-from toolkit.launch.failure import has_stopped, leave
+from toolkit.launch.failure import leave
 
 # Launchers pass a terminal's Ctrl-C on to processes that have had it already: a second one within this
 # time is the same one.
 SAME_SECONDS = 3.0
-_NEWS_SECONDS = 1.5
+_REPORT_SECONDS = 2.5
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-_kept_by: StopSignals | None = None
+# A process has one handler of a signal, and an evaluation within the steps stops by what it has got.
+current: StopSignals | None = None
 
 
 class StopRequested(Exception):  # noqa: N818
@@ -33,8 +35,8 @@ class StopRequested(Exception):  # noqa: N818
 
 
 def stop_requested() -> int:
-    """The number of a stop signal that this process has got and keeps; 0 where there is none."""
-    return _kept_by.requested if _kept_by else 0
+    """The number of a stop signal that this process has got and not yet obeyed; 0 where there is none."""
+    return current.requested if current else 0
 
 
 class StopSignals:
@@ -52,13 +54,13 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """The signal's number; 0 as long as none has come. Read once a step, it also tells how long one takes."""
+        """The signal's number; 0 as long as none has come. Read once a step, it also measures how long one takes."""
         self._longest, self._read = max(self._longest, time.monotonic() - self._read), time.monotonic()
         return self._number
 
     def __enter__(self) -> StopSignals:
-        global _kept_by
-        _kept_by = self
+        global current
+        current = self
         self._read = time.monotonic()
         self._left.clear()
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
@@ -66,8 +68,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        global _kept_by
-        _kept_by = None
+        global current
+        current = None
         self._left.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -83,7 +85,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def _speak(self) -> None:
-        if self._speaks and not has_stopped():  # os.write: a handler may not wait for a stream's lock
+        if self._speaks and not ending.exit_code:  # os.write: a handler may not wait for a stream's lock
             os.write(
                 2, f"\n{signal.Signals(self._number).name}: stopping after this step, with a checkpoint\n".encode()
             )
@@ -91,8 +93,8 @@ class StopSignals:
     def _end_where_it_hangs(self) -> None:
         limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
-        # a launcher sends SIGTERM to the others of a process that was killed, too: that news ends this one first
-        if self._number == signal.SIGTERM and not self._left.wait(_NEWS_SECONDS):
+        # of a process that was killed a launcher ends the others, too: the failure detector is first
+        if self._number == signal.SIGTERM and not self._left.wait(_REPORT_SECONDS):
             self._speak()
         while not self._left.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -1,4 +1,4 @@
-"""What this CPU computes faster, fp32 or bf16: measured on one layer as wide as the model's, and kept for the machine.
+"""What this CPU computes faster, fp32 or bf16: measured on one layer as wide as the model's, once for a machine.
 
 The names of its instructions do not tell: with avx512_bf16 and no AMX an AMD EPYC trained twice as fast in bf16, and a
 Xeon takes 1.4 times as long (benchmarks/results/precision_trial.md).
@@ -37,7 +37,7 @@ _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 _FEW, _HOPELESS = 16, 3.0
 
 
-def measured(widths: Widths) -> Milliseconds:
+def measure_once(widths: Widths) -> Milliseconds:
     """Of this machine's CPU; measured by one process of the machine, once."""
     from filelock import FileLock
 
@@ -48,10 +48,10 @@ def measured(widths: Widths) -> Milliseconds:
         with FileLock(f"{path}.lock"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 return {name: float(json.loads(path.read_bytes())[name]) for name in ("no", "bf16")}
-            found = measure(widths)
+            milliseconds = measure(widths)
             with replace_file(path, flush=False) as draft:
-                draft.write_text(json.dumps({"of": facts, **found}), encoding="utf-8")
-            return found
+                draft.write_text(json.dumps({"of": facts, **milliseconds}), encoding="utf-8")
+            return milliseconds
     return measure(widths)
 
 
@@ -94,16 +94,16 @@ def _least(layer: torch.nn.Module, states: torch.Tensor, pairs: int) -> Millisec
     """`states`: (B, S, H)."""
     import torch
 
-    found: dict[str, list[float]] = {"no": [], "bf16": []}
+    durations: dict[str, list[float]] = {"no": [], "bf16": []}
     for _ in range(1 + pairs):
-        for precision, milliseconds in found.items():
+        for precision, milliseconds in durations.items():
             started = time.thread_time_ns()
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
                 loss = layer(states).float().square().mean()
             loss.backward()  # on a CPU in this very thread
             layer.zero_grad()
             milliseconds.append((time.thread_time_ns() - started) / 1e6)
-    return {precision: round(min(each[1:]), 3) for precision, each in found.items()}  # the first made kernels
+    return {precision: round(min(each[1:]), 3) for precision, each in durations.items()}  # the first made kernels
 
 
 def cpu_name() -> str:

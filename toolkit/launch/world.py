@@ -1,4 +1,4 @@
-"""The accelerator, and proof that its world is the one that was asked for."""
+"""The accelerator, and proof that its world is the one that was requested."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from toolkit.errors import UserError
+from toolkit.launch import failure_detector
 from toolkit.launch.environment import (
+    GPU_PEER_TIMEOUT,
     THREADS,
+    TIMEOUTS,
     Place,
     accelerate_arguments,
     requested,
@@ -30,15 +33,14 @@ from toolkit.launch.environment import (
     settle,
     users_threads,
 )
-from toolkit.launch.failure_detector import named_machines
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
 from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision, refuse_different
-from toolkit.launch.rank_rendezvous import exchange, find_ranks
 from toolkit.launch.relaunch import find_file, read_config
+from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
-from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measured, slowest
+from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
 from toolkit.utils.compat import require
 from toolkit.utils.versions import differences
 
@@ -71,7 +73,10 @@ def make_accelerator(
     if on_cpu:
         _use_cpu_well(place)
     plugin = _deepspeed_plugin(place)
-    find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
+    for name in TIMEOUTS:
+        seconds_of(name)  # a thread that reads them later could not report that one is no number
+    rendezvous = find_ranks(place, sys.argv[0], seconds_of("rendezvous_timeout"))
+    failure_detector.start(rendezvous, seconds_of("peer_timeout", None if on_cpu else GPU_PEER_TIMEOUT))
     sharded = _flag("ACCELERATE_USE_FSDP")
     if sharded and os.environ.get("FSDP_VERSION", "1") != "2":
         raise UserError("FSDP's version 1 is not supported: write fsdp_version: 2 into the config file")
@@ -88,16 +93,17 @@ def make_accelerator(
     if plugin is not None:
         options["deepspeed_plugin"] = plugin
     _quiet_libraries()
-    asked, why = mixed_precision, ""
-    if asked == AUTO:
+    setting, why = mixed_precision, ""
+    if setting == AUTO:
         device = None if on_cpu else place.local_rank % torch.accelerator.device_count()
         mixed_precision, why = auto_precision(launch_config(), device)
-    # all take part: a machine without the checkpoint that another one goes on from has a trial of its own
-    trials = exchange(place, measured(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None)
+    # all take part: a machine without the checkpoint from which another one continues has a trial of its own
+    trial_here = measure_once(layer() if layer else BERT_BASE) if mixed_precision == AUTO else None
+    trials = rendezvous.exchange(trial_here, seconds_of("ddp_timeout")) if rendezvous else [trial_here]
     trial = slowest(trials) if mixed_precision == AUTO else None
     if trial:
         mixed_precision, why = faster(trial), describe(trial)
-    # DeepSpeed chooses its own device; everything else must be told that there is no GPU,
+    # DeepSpeed chooses its own device; everything else needs `cpu=True`,
     # or each process would think itself alone
     try:
         accelerator = Accelerator(
@@ -118,13 +124,13 @@ def make_accelerator(
     refuse_different(accelerator)
     choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
-    if asked == AUTO:
+    if setting == AUTO:
         say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
     return accelerator
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:
-    """Accelerate knows FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
+    """Accelerate has FSDP on GPUs alone and would run plain data parallel; torch shards on a CPU mesh as well."""
     from accelerate import DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import PartialState
 
@@ -140,14 +146,14 @@ def verify_world(accelerator: Accelerator, place: Place) -> None:
     import torch
 
     ones = torch.ones(1, device=accelerator.device)
-    found = int(accelerator.reduce(ones, reduction="sum").item())
-    wanted, source = requested_processes(place)
-    if wanted == found == accelerator.num_processes:
+    joined = int(accelerator.reduce(ones, reduction="sum").item())
+    number, source = requested_processes(place)
+    if number == joined == accelerator.num_processes:
         return
     raise UserError(
-        f"{source} asks for {wanted} processes, and {found} joined (this one counts "
+        f"{source} asks for {number} processes, and {joined} joined (this one counts "
         f"{accelerator.num_processes}, on {socket.gethostname()}): nothing was read or trained. Start with "
-        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {wanted}`"
+        f"`accelerate launch SCRIPT --config_file FILE` (file after the script) or `torchrun --nproc_per_node {number}`"
     )
 
 
@@ -155,7 +161,7 @@ def requested_processes(place: Place) -> tuple[int, str]:
     """How many processes were requested, and by what."""
     if ours := requested():
         return int(ours["num_processes"]), str(ours["config_file"])
-    # `accelerate launch` can start one process for a file that says many (MULTI_CPU), and says nothing
+    # `accelerate launch` can start one process for a file that requests many (MULTI_CPU), without a warning
     config = launch_config() if place.world_size == 1 else None
     if config and "num_processes" in config:
         return int(config["num_processes"]), config["source"]
@@ -163,13 +169,13 @@ def requested_processes(place: Place) -> tuple[int, str]:
 
 
 def launch_config() -> dict[str, Any] | None:
-    """What the `accelerate launch` was given that started this process; None where none did."""
+    """The config of the `accelerate launch` that started this process; None where none did."""
     if ours := requested():
         return read_config(Path(ours["config_file"]))
     with contextlib.suppress(psutil.Error):
         for parent in psutil.Process().parents()[:3]:
-            if (found := _launch_of(parent.cmdline())) is not None:
-                return found
+            if (config := _launch_of(parent.cmdline())) is not None:
+                return config
     return None
 
 
@@ -182,37 +188,37 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
     from accelerate.commands.launch import launch_command_parser
 
     with contextlib.suppress(SystemExit, ValueError, OSError):
-        given = launch_command_parser().parse_args(words)
+        options = launch_command_parser().parse_args(words)
         # without a file `accelerate launch` takes the user's own, silently
-        file = Path(given.config_file or config_args.default_config_file)
+        file = Path(options.config_file or config_args.default_config_file)
         config = {**read_config(file), "source": str(file)} if file.is_file() else {}
-        if given.num_processes is not None:
-            config |= {"num_processes": given.num_processes, "source": "accelerate launch --num_processes"}
-        return config | ({"mixed_precision": given.mixed_precision} if given.mixed_precision else {})
+        if options.num_processes is not None:
+            config |= {"num_processes": options.num_processes, "source": "accelerate launch --num_processes"}
+        return config | ({"mixed_precision": options.mixed_precision} if options.mixed_precision else {})
     return None
 
 
 def how_launched() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
     ours = requested()
-    words = ["python", *ours["typed"]] if ours else _typed(tuple(sys.argv))
+    words = ["python", *ours["typed"]] if ours else _command_words(tuple(sys.argv))
     return {"config_file": ours.get("config_file"), "command": shlex.join(words)}
 
 
 @functools.cache
-def _typed(argv: tuple[str, ...]) -> list[str]:
+def _command_words(argv: tuple[str, ...]) -> list[str]:
     """The command line of the outermost launcher that started this script, as it was typed. Looked up once, as a run
     begins: Ctrl-C ends DeepSpeed's launcher before the run's last step is done."""
-    found = ["python", *argv]
+    words = ["python", *argv]
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
             line = process.cmdline()
             if argv[0] in line[1:]:
-                found = line
-    interpreter, script = Path(found[0]), Path(found[1])
+                words = line
+    interpreter, script = Path(words[0]), Path(words[1])
     if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
-        return [script.name, *found[2:]]
-    return [interpreter.name, *found[1:]]
+        return [script.name, *words[2:]]
+    return [interpreter.name, *words[1:]]
 
 
 def _check_devices(place: Place) -> None:
@@ -232,14 +238,14 @@ def _check_devices(place: Place) -> None:
 
 
 def _deepspeed_plugin(place: Place) -> Any:
-    """DeepSpeed's launcher starts the script without telling Accelerate: tell it."""
-    given = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
-    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not given):
+    """DeepSpeed's launcher does not set what Accelerate reads: set it."""
+    file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
+    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not file):
         return None
-    path = find_file(given or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
+    path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin
 
-    # Accelerate opens the group through DeepSpeed only where this variable says so
+    # Accelerate opens the group through DeepSpeed only where this variable is set
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in alone.items():
@@ -282,7 +288,7 @@ def _skip_shared_memory_kernel() -> None:
 
 
 def say(accelerator: Accelerator, line: str) -> None:
-    """One line from one process, for what a user should know and need not mend."""
+    """One line from one process, for what a user should see and need not mend."""
     if accelerator.is_main_process:
         print(line, file=sys.stderr, flush=True)
 
@@ -299,13 +305,13 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
     store = require(torch.distributed, "distributed_c10d._get_default_store", "torch")()
     keys = {rank: f"toolkit/{what}/{rank}" for rank in range(accelerator.num_processes)}
     store.set(keys[accelerator.process_index], "here")
-    started = said = time.monotonic()
+    started = mentioned = time.monotonic()
     while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         now = time.monotonic()
         if now - started > patience_seconds:
             raise UserError(f"waiting for {what}: ranks {missing} did not finish in {patience_seconds:.0f} s")
-        if now - said > 60:
-            said = now
+        if now - mentioned > 60:
+            mentioned = now
             say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")
         time.sleep(min(0.5, 0.01 + (now - started) / 10))
 
@@ -317,8 +323,8 @@ def same_everywhere(accelerator: Accelerator, what: str, values: Mapping[str, An
     from accelerate.utils import gather_object
 
     host = socket.gethostname() if named_machines() else f"rank {accelerator.process_index}"
-    found = gather_object([(host, dict(values))])
-    differing = differences(found)
+    of_hosts = gather_object([(host, dict(values))])
+    differing = differences(of_hosts)
     if differing:
         raise UserError(
             f"{what} are not the same everywhere: {differing}. Give every machine the same files and settings; nothing "

@@ -28,12 +28,12 @@ _PEAK_TERAFLOPS = {
 def peak_flops(device_name: str, mixed_precision: str) -> float | None:
     """Of one device; None where it is not known, and in float32."""
     words = device_name.replace("-", " ")
-    known = (peak for name, peak in _PEAK_TERAFLOPS.items() if f" {name} " in f" {words} ")
-    return next(known, 0) * 1e12 or None if mixed_precision in ("bf16", "fp16") else None
+    peaks = (peak for name, peak in _PEAK_TERAFLOPS.items() if f" {name} " in f" {words} ")
+    return next(peaks, 0) * 1e12 or None if mixed_precision in ("bf16", "fp16") else None
 
 
 def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | None:
-    """Lengths of texts -> operations of a training step on them; None where the config does not say how many layers
+    """Lengths of texts -> operations of a training step on them; None where the config does not give how many layers
     read how much (an encoder-decoder, a model of one's own). All layers are taken to attend to the whole text, a
     BigBird's to its blocks."""
     config: Any = getattr(model, "config", None)
@@ -41,19 +41,19 @@ def training_flops(model: torch.nn.Module) -> Callable[[np.ndarray], float] | No
     if None in sizes or getattr(config, "is_encoder_decoder", False):
         return None
     layers, hidden = (int(size) for size in sizes if size is not None)
-    looked_up = {id(weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)
+    embeddings = {id(weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)
                  for weight in part.parameters()}  # fmt: skip
     # a frozen weight has no gradient of its own; ds_numel: under ZeRO-3 a parameter may be empty here
     per_token = sum((6 if weight.requires_grad else 4) * getattr(weight, "ds_numel", weight.numel())
-                    for weight in model.parameters() if id(weight) not in looked_up)  # fmt: skip
+                    for weight in model.parameters() if id(weight) not in embeddings)  # fmt: skip
     sparse = getattr(config, "attention_type", "") == "block_sparse"
 
     def count(lengths: np.ndarray) -> float:  # (samples,)
-        read = lengths.astype(float)
+        context = lengths.astype(float)  # the tokens that each token attends to
         if sparse:
             short = lengths <= full_attention_up_to(config.block_size, config.num_random_blocks)
-            read = np.where(short, read, (5 + config.num_random_blocks) * config.block_size)
-        return float((lengths * (per_token + 12 * layers * hidden * read)).sum())
+            context = np.where(short, context, (5 + config.num_random_blocks) * config.block_size)
+        return float((lengths * (per_token + 12 * layers * hidden * context)).sum())
 
     return count
 
@@ -70,12 +70,11 @@ def utilization(accelerator: Accelerator, model: torch.nn.Module) -> Callable[[n
 
 def describe(steps: Iterable[Mapping[str, Any]]) -> str:
     """Lines of metrics.jsonl -> what part of all tokens was padding, and the MFU; nothing for those of older runs."""
-    found = [line for line in steps if "padding" in line]
-    if not found:
+    lines = [line for line in steps if "padding" in line]
+    if not lines:
         return ""
-    tokens = sum(line["tokens"] for line in found)
-    padded = sum(line["tokens"] / (1 - line["padding"]) for line in found)
-    seconds = [line["samples"] / line["samples_per_second"] for line in found]
-    used = sum((line.get("mfu") or 0) * each for line, each in zip(found, seconds, strict=True)) / sum(seconds)
-    mfu = f"; {used:.1%} of the devices' peak arithmetic used (MFU)" if any(line.get("mfu") for line in found) else ""
-    return f"training: {1 - tokens / padded:.1%} of all tokens were padding{mfu}"
+    tokens, padding = (np.array([line[name] for line in lines]) for name in ("tokens", "padding"))
+    seconds = [line["samples"] / line["samples_per_second"] for line in lines]
+    mfu = np.average([line.get("mfu") or 0 for line in lines], weights=seconds)
+    used = f"; {mfu:.1%} of the devices' peak arithmetic used (MFU)" if mfu else ""
+    return f"training: {1 - tokens.sum() / (tokens / (1 - padding)).sum():.1%} of all tokens were padding{used}"

@@ -1,8 +1,7 @@
-"""What is made once per machine and kept: tokens, and models made longer. `toolkit cache` lists and removes it."""
+"""What is made once per machine and reused: tokens, and models made longer."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -18,17 +17,14 @@ import xxhash
 
 from toolkit import launch
 from toolkit.errors import UserError
-from toolkit.utils.features import Command
 from toolkit.utils.files import cache_folder, replace_file, replace_folder
-from toolkit.utils.units import size_text
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _CHUNK_BYTES = 1 << 20
-_FILES = "files.json"
+FILES = "files.json"
 """In each folder, written last: what it was made of, and the size and checksum of every file."""
-_DAY_SECONDS = 24 * 3600
 _LARGE_BYTES, _SETTLED_SECONDS, _DIGEST_LETTERS = 32 << 20, 2.0, 32
 
 
@@ -36,10 +32,10 @@ def made_once(
     kind: str, digest: str, make: Callable[[Path], object], accelerator: Accelerator | None, source: str = ""
 ) -> Path:
     """The cache folder `kind`/`digest`, filled by one process per machine beside its final name, flushed and then
-    renamed. One that is damaged, or lacks a file, is made again. `source` says what it is of in `toolkit cache`.
+    renamed. One that is damaged, or lacks a file, is made again. `toolkit cache` prints `source`.
 
-    Who comes second waits on a file lock, not in a collective, so that no time limit of the process group
-    counts. Raises UserError where it cannot be written, and where processes asked for different digests.
+    A second process waits on a file lock, not in a collective, so that no time limit of the process group
+    counts. Raises UserError where it cannot be written, and where the digests of processes differ.
     """
     folder = cache_folder() / kind / digest
     try:
@@ -51,7 +47,7 @@ def made_once(
             "TOOLKIT_CACHE=$(mktemp -d), say), or free space if the disk is full; nothing was left behind"
         ) from error
     with contextlib.suppress(OSError):  # a cache that only others may write
-        os.utime(_checked(folder))
+        os.utime(checked_file(folder))
     if accelerator is not None:
         launch.wait_for_all(accelerator, f"the {kind} {digest}")
         launch.same_everywhere(accelerator, f"the {kind}", {"what they were made of": digest})
@@ -71,8 +67,8 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
         _remove_drafts(folder)
         with replace_folder(folder, overwrite=True) as draft:
             make(draft)
-            files = {name: [path.stat().st_size, digest_of_file(path)] for name, path in _files_of(draft).items()}
-            (draft / _FILES).write_text(json.dumps({"source": source, "files": files}), encoding="utf-8")
+            files = {name: [path.stat().st_size, digest_of_file(path)] for name, path in files_of(draft).items()}
+            (draft / FILES).write_text(json.dumps({"source": source, "files": files}), encoding="utf-8")
         damage_of(folder)
 
 
@@ -83,9 +79,9 @@ def damage_of(folder: Path) -> str | None:
     """
     if not folder.exists():
         return ""
-    checked = _checked(folder)
+    checked = checked_file(folder)
     try:
-        listed = json.loads((folder / _FILES).read_bytes())["files"]
+        listed = json.loads((folder / FILES).read_bytes())["files"]
         stats = {name: (folder / name).stat() for name in listed}
         odd = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})
@@ -95,20 +91,20 @@ def damage_of(folder: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
     except (OSError, ValueError, KeyError, TypeError):
-        return _FILES
+        return FILES
     if odd is None:
         with contextlib.suppress(OSError):
             checked.write_text(state)
     return odd
 
 
-def _checked(folder: Path) -> Path:
+def checked_file(folder: Path) -> Path:
     """Beside a folder: the state of its files in which their checksums were right. Its own time is that of the last
     use."""
     return folder.with_name(f".{folder.name}.checked")
 
 
-def _files_of(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -131,17 +127,17 @@ def remembered_digest(path: Path) -> str:
     """`digest_of_file`, computed once for each state of a large file on its disk."""
     stat = path.stat()
     state = f"{path.absolute()} {stat.st_dev} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"
-    kept = cache_folder() / "digests" / digest_of_text(state)
+    record = cache_folder() / "digests" / digest_of_text(state)
     # what is written twice within a tick of the disk's clock looks the same
     if stat.st_size < _LARGE_BYTES or time.time() - stat.st_ctime < _SETTLED_SECONDS:
         return digest_of_file(path)
     with contextlib.suppress(OSError):
-        if len(found := kept.read_text()) == _DIGEST_LETTERS:  # not flushed: a power cut may have emptied it
-            return found
+        if len(digest := record.read_text()) == _DIGEST_LETTERS:  # not flushed: a power cut may have emptied it
+            return digest
     digest = digest_of_file(path)
     with contextlib.suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replace_file(kept, flush=False) as draft:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(record, flush=False) as draft:
             draft.write_text(digest)
     return digest
 
@@ -159,53 +155,17 @@ def digest_of_files(folder: Path, files: Iterable[Path]) -> str:
     return xxhash.xxh3_128(lines.encode()).hexdigest()
 
 
-# --- `toolkit cache`
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
-    parser.add_argument(
-        "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes what no run used since [30]"
-    )
-
-
-def run(options: argparse.Namespace) -> None:
-    kept, shown = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir()), False
-    for folder in kept:
-        checked, source = _checked(folder), ""
-        days = (time.time() - (checked if checked.exists() else folder).stat().st_mtime) / _DAY_SECONDS
-        size = sum(path.stat().st_size for path in _files_of(folder).values())
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            source = json.loads((folder / _FILES).read_bytes())["source"]
-        gone = options.action == "prune" and days >= options.unused_days and remove(folder)
-        if gone or options.action == "list":
-            name, shown = folder.relative_to(cache_folder()), True
-            print(f"{'removed ' * gone}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
-    if not shown:
-        held = f"holds nothing that was unused for {options.unused_days:g} days" if kept else "is empty"
-        print(f"{cache_folder()} {held}")
-
-
 def remove(folder: Path) -> bool:
-    """Whether it is gone: one that is being made again is left alone."""
+    """Whether it was removed: one that is being made again stays."""
     from filelock import FileLock, Timeout
 
     try:
         with FileLock(f"{folder}.lock", timeout=0):
             shutil.rmtree(folder)
-            _checked(folder).unlink(missing_ok=True)
+            checked_file(folder).unlink(missing_ok=True)
             _remove_drafts(folder)
     except Timeout:
         return False
     except OSError as error:
         raise UserError(f"cannot remove {folder}: {error.strerror}") from error
     return True
-
-
-COMMAND = Command(
-    "cache",
-    "list the tokens and models that are kept, or remove those that are not used",
-    run,
-    add_arguments,
-    description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
-)

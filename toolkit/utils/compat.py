@@ -1,4 +1,4 @@
-"""What we reach for inside other packages is looked up here, so that a version without it is told by name.
+"""Private names of other packages are looked up here, so that an error names a version that lacks one.
 
 docs/compatibility.md lists every such name, why we need it and what breaks without it.
 """

@@ -103,6 +103,11 @@ class Feature:
         none is held back. `facts`: what `data_facts` of all features returned."""
         return {"train": rows}, []
 
+    def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
+        """(the model that a run with these settings begins with, the tokens of a text in each of its inputs), where
+        this feature trains another model than a classifier."""
+        return None
+
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         """The settings of a run that begins now, changed or as they are. Raises UserError where the data cannot have
         them."""

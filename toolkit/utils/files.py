@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 from toolkit.errors import UserError
 
 Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Key -> what its value must fulfil where it is given and not null, and the words for it."""
+"""Key -> what its value must fulfil where there is one that is not null, and the words for it."""
 _SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
            "a table of names of files")  # fmt: skip
-_LEFT_BEHIND = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
+_DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 
 def cache_folder() -> Path:
@@ -78,13 +78,13 @@ def replace_folder(
     draft and the parent folders made for it. Raises OSError.
     """
     draft = draft_of(path)
-    made: list[Path] = []
+    new_parents: list[Path] = []
     try:
         for parent in reversed(draft.parents):
             if not parent.exists():
                 with contextlib.suppress(FileExistsError):  # another process made it first, and has its own use for it
                     parent.mkdir()
-                    made.insert(0, parent)
+                    new_parents.insert(0, parent)
         draft.mkdir()
         yield draft
         if flush:
@@ -92,7 +92,7 @@ def replace_folder(
         _move(draft, path, overwrite, spare)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
-        for parent in made:  # the innermost first, and only when empty
+        for parent in new_parents:  # the innermost first, and only when empty
             with contextlib.suppress(OSError):
                 parent.rmdir()
         raise
@@ -116,12 +116,12 @@ def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], obje
 
 
 def remove_drafts(folder: Path) -> None:
-    """Removes what killed writers left beside their targets, and gives a folder back its name that was being replaced.
+    """Removes the drafts of writers that were killed, and renames a folder back that was being replaced.
 
     Only for a folder in which nobody else is writing.
     """
     for path in sorted(folder.glob(".*")):
-        match = _LEFT_BEHIND.fullmatch(path.name)
+        match = _DRAFTS.fullmatch(path.name)
         if match is None:
             continue
         target = folder / match["name"]
@@ -134,15 +134,15 @@ def remove_drafts(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path, left: str = "nothing was left behind") -> Iterator[None]:
-    """Raises UserError where the disk does not take what the block writes at `path`; `left` says what is there then."""
+def writing(path: Path, state: str = "nothing was left behind") -> Iterator[None]:
+    """Raises UserError where the disk does not take what the block writes at `path`; `state` is what is there then."""
     try:
         yield
     except Exception as error:
-        # safetensors and tokenizers say it in their own way
+        # safetensors and tokenizers raise errors of their own
         if not isinstance(error, OSError) and not re.search(r"\(os error \d+\)", str(error)):
             raise
-        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; {left}") from error
+        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; {state}") from error
 
 
 def as_json(content: Any) -> Any:
@@ -180,9 +180,9 @@ def read_table(path: Path, kinds: Kinds) -> dict[str, Any]:
 
 def check_values(table: Mapping[str, Any], kinds: Kinds, where: object) -> None:
     """Raises UserError naming `where` and the key of a value that is not of its kind."""
-    for key, (fits, said) in kinds.items():
+    for key, (fits, description) in kinds.items():
         if table.get(key) is not None and not fits(table[key]):
-            raise UserError(f"{where}: {key} is {json.dumps(table[key])[:60]} and should be {said}")
+            raise UserError(f"{where}: {key} is {json.dumps(table[key])[:60]} and should be {description}")
 
 
 def is_number(value: Any, low: float, high: float) -> bool:

@@ -1,4 +1,4 @@
-"""Out of memory, said with the setting that mends it; a limit for what a file makes of itself."""
+"""Out of memory, reported with the setting that mends it; a limit of the memory that reading a file may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit.errors import first_line
 # torch's CPU allocator, CUDA's libraries and the C++ runtime raise plain RuntimeErrors, the system an OSError, and
 # a library that no longer fits is an ImportError
 _KINDS = (RuntimeError, OSError, ImportError)
-_SAID = re.compile(
+_MESSAGES = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|_status_alloc_failed|std::bad_alloc"
     # oneDNN says no more; where it cannot do something at all, it is a primitive *descriptor* that it cannot create
     r"|could not create a primitive$|failed to map segment",
@@ -49,7 +49,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, _KINDS) and _SAID.search(str(error)) is not None
+    return isinstance(error, _KINDS) and _MESSAGES.search(str(error)) is not None
 
 
 def _device() -> str:
@@ -61,8 +61,8 @@ def _device() -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    said = [line.strip() for line in str(error).splitlines() if _SAID.search(line)]
-    return (said[0] if said else first_line(error))[:200]
+    lines = [line.strip() for line in str(error).splitlines() if _MESSAGES.search(line)]
+    return (lines[0] if lines else first_line(error))[:200]
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ from toolkit.errors import UserError
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML that refuses a name given twice, where the first would be lost silently, and aliases: a few of them make
-    a small file a large one, and settings need none."""
+    """YAML that refuses a name that occurs twice, where the first would be lost silently, and aliases: a few of them
+    make a small file a large one, and settings need none."""
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

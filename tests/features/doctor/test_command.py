@@ -24,7 +24,7 @@ def doctor(*arguments: str | Path, **options: Any) -> Finished:
     return start([*DOCTOR, *arguments], seconds=90, **options)
 
 
-def found_by(done: Finished) -> dict[str, dict[str, str]]:
+def findings_of(done: Finished) -> dict[str, dict[str, str]]:
     """Name -> finding; the only thing on stdout is one JSON object."""
     return {finding["name"]: finding for finding in json.loads(done.out)["findings"]}
 
@@ -40,9 +40,9 @@ def test_what_is_wrong_here_is_found_with_the_line_that_mends_it(tmp_path: Path)
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         done = doctor(*line, str(port), env={**left, "TORCH_EXTENSIONS_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"})
-    found, told = found_by(done), json.loads(done.out)
-    assert (done.code, told["ok"], told["machines"], told["links"]) == (1, False, [], [])
-    assert {finding["host"] for finding in told["findings"]} == {socket.gethostname()} == {told["host"]}
+    found, output = findings_of(done), json.loads(done.out)
+    assert (done.code, output["ok"], output["host"]) == (1, False, socket.gethostname())
+    assert output["environment"]["python_version"].startswith(f"{sys.version_info.major}.")
     assert {"python", "libraries", "backend", "disk", "port"} <= set(found)
     assert found["port"]["level"] == "warn"
     assert f"taken by process {os.getpid()} " in found["port"]["text"]
@@ -58,7 +58,7 @@ def test_what_is_wrong_here_is_found_with_the_line_that_mends_it(tmp_path: Path)
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
     done = doctor("--json", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"})
-    found = found_by(done)["torch"]
+    found = findings_of(done)["torch"]
     assert (done.code, found["level"]) == (1, "fail")
     assert found["text"] == "torch cannot be imported: ImportError: libcudart.so.12: cannot open"
     assert found["remedy"].startswith("pip install --force-reinstall 'torch")
@@ -87,7 +87,7 @@ def test_what_cannot_be_meant_is_one_line() -> None:
 def test_help_needs_no_torch_and_lists_the_options() -> None:
     done = doctor("--help")
     assert done.code == 0
-    assert all(option in done.out for option in ("--peers", "TOOLKIT_TOKEN", "--timeout", "--json"))
+    assert all(option in done.out for option in ("--peers", "--timeout", "--json"))
 
 
 @needs_address
@@ -95,12 +95,10 @@ def test_the_others_never_come() -> None:
     started, peers = time.monotonic(), f"{OWN},192.0.2.77"
     done = doctor("--json", "--peers", peers, "--main_process_port", str(network.free_port()), "--timeout", "2")
     assert time.monotonic() - started < 60  # it waits 2 s; the rest is importing torch on a busy machine
-    told = json.loads(done.out)
-    found = {finding["name"]: finding for finding in told["findings"]}["machine 1"]
-    assert (done.code, found["level"]) == (1, "fail")
-    assert "machine 1 (192.0.2.77) did not come within 2 s" in found["text"]
-    assert "on it type: toolkit doctor --json --peers" in found["remedy"]
-    assert [(link["to"], link["ok"]) for link in told["links"]] == [("machine 1", False)]
+    missing = findings_of(done)["machine 1"]
+    assert (done.code, missing["level"]) == (1, "fail")
+    assert "machine 1 (192.0.2.77) did not come within 2 s" in missing["text"]
+    assert "on it type: toolkit doctor --json --peers" in missing["remedy"]
 
 
 @needs_address
@@ -110,7 +108,7 @@ def test_ctrl_c_ends_it_at_once() -> None:
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stderr.readline().startswith("waiting up to")
+        assert process.stderr.readline().startswith("waiting for rank 1")
         started = time.monotonic()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)

@@ -23,16 +23,24 @@ def test_room_where_a_run_writes(free: int, level: str, tmp_path: Path, monkeypa
     """In the nearest folder that exists; and in /dev/shm."""
     (tmp_path / "it's").mkdir()
     monkeypatch.setattr(host.psutil, "disk_usage", lambda path: Usage(free, 0, free, 0))
-    found, *shared = host.check(tmp_path / "it's" / "runs" / "today")
-    assert (found.level, f"{tmp_path}/it's " in found.text) == (level, True)
-    assert ["--shm-size=8g" in one.remedy for one in shared] == ([True] if free < GB else [])
+    disk, *shared = host.check_disk(tmp_path / "it's" / "runs" / "today")
+    assert (disk.level, f"{tmp_path}/it's " in disk.text) == (level, True)
+    assert ["--shm-size=8g" in finding.remedy for finding in shared] == ([True] if free < GB else [])
     monkeypatch.setattr(host.os, "access", lambda *_: False)
-    unwritable = host.check(tmp_path / "it's")[0]
+    unwritable = next(host.check_disk(tmp_path / "it's"))
     assert "cannot be written" in unwritable.text
     assert """it'"'"'s'`""" in unwritable.remedy
 
 
-def test_a_lock_that_is_held_is_no_fault_and_one_that_is_left_is(tmp_path: Path) -> None:
+def test_files_that_are_missing_and_there(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    missing, there = host.check_files({"train_file": tmp_path / "absent", "test_file": tmp_path / "x"})
+    assert (missing.level, missing.name, there.level) == ("fail", "train_file", "ok")
+    assert "absent" in missing.text
+    assert there.text.endswith("1 bytes")
+
+
+def test_the_lock_of_a_running_build_is_no_fault_and_that_of_a_killed_one_is(tmp_path: Path) -> None:
     """As torch's FileBaton takes it."""
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)
     lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
@@ -59,11 +67,12 @@ def test_torch_looks_in_the_same_place(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_variables_that_a_launcher_left_and_those_of_nccl() -> None:
-    assert host.check_shell({"PATH": "/bin", "ACCELERATE_LOG_LEVEL": "info"}) == []
+    assert list(host.check_shell({"PATH": "/bin", "ACCELERATE_LOG_LEVEL": "info"})) == []
     env = {"WORLD_SIZE": "8", "RANK": "3", "ACCELERATE_USE_DEEPSPEED": "true", "TORCHELASTIC_RUN_ID": "\x1b[31mx",
            "PATH": "/bin", "NCCL_IB_DISABLE": "1"}  # fmt: skip
-    left, told = host.check_shell(env)
-    assert (left.level, left.remedy) == ("warn", "unset ACCELERATE_USE_DEEPSPEED RANK TORCHELASTIC_RUN_ID WORLD_SIZE")
-    assert "RANK=3" in left.text
-    assert "\x1b" not in left.text
-    assert (told.level, told.text) == ("note", "NCCL_IB_DISABLE=1")
+    launcher, variables = host.check_shell(env)
+    names = "ACCELERATE_USE_DEEPSPEED RANK TORCHELASTIC_RUN_ID WORLD_SIZE"
+    assert (launcher.level, launcher.remedy) == ("warn", f"unset {names}")
+    assert "RANK=3" in launcher.text
+    assert "\x1b" not in launcher.text
+    assert (variables.level, variables.text) == ("note", "NCCL_IB_DISABLE=1")

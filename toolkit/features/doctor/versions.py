@@ -1,70 +1,52 @@
-"""Python and the libraries: whether they fit this package and each other."""
+"""Python and the libraries: whether they fit this package and each other, by `pip check`."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
+import re
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.requirements import Requirement
 
-from toolkit.errors import listing
+from toolkit.errors import plain
 from toolkit.features.doctor.finding import Finding
 from toolkit.utils.versions import ALL_PACKAGES, versions
 
 OURS = "finetune-toolkit"
+_SECONDS = 30.0
+_MISFIT = re.compile(
+    r"(?P<owner>\S+) \S+ "
+    r"(has requirement (?P<needed>[^;]+?)(;.*)?, but you have |requires (?P<missing>\S+), which is not installed)"
+)
 
 
-def installed_version(name: str) -> str | None:
-    """The version of an installed package; None where it is missing."""
-    return versions([name])[name]
+def install_command(name: str) -> str:
+    """The line that installs the version of a library that this package needs, whatever is there."""
+    lines = map(Requirement, importlib.metadata.requires(OURS) or [])
+    needed = next((f"{line.name}{line.specifier}" for line in lines if line.name == name), name)
+    return f"pip install --force-reinstall '{needed}'"
 
 
-def requirements() -> dict[str, list[str]]:
-    """Package -> its requirement lines, of this one and of the libraries that are installed."""
-    return {name: importlib.metadata.requires(name) or [] for name in (OURS, *ALL_PACKAGES) if installed_version(name)}
-
-
-def wanted(name: str) -> str:
-    """The versions of a library that this package needs: `>=2.13,<2.14`."""
-    lines = map(Requirement, requirements().get(OURS, []))
-    return next((_specifier(line) for line in lines if line.name == name), "")
-
-
-def check(
-    needs: Mapping[str, Sequence[str]], version_of: Callable[[str], str | None] = installed_version
-) -> list[Finding]:
-    """Checks installed versions against the requirement lines of each package."""
-    owners: dict[tuple[str, str], list[str]] = {}
-    for owner, lines in needs.items():
-        who = "this package" if owner == OURS else f"{owner} {version_of(owner)}"
-        for misfit in filter(None, (_misfit(line, version_of) for line in lines)):
-            owners.setdefault(misfit, []).append(who)
+def check() -> Iterator[Finding]:
+    """What this package and the libraries that it uses require; other packages do not matter."""
     python = f"Python {platform.python_version()} ({sys.executable}) on {platform.system()} {platform.machine()}"
-    shown = ", ".join(f"{name} {version}" for name in ALL_PACKAGES if (version := version_of(name)))
-    found = [Finding("versions", "python", "ok", python),
-             Finding("versions", "libraries", "note" if owners else "ok", shown)]  # fmt: skip
-    for (name, needed), whose in owners.items():
-        have = f"{name} {version} is installed" if (version := version_of(name)) else f"{name} is missing"
-        text = f"{have}, and {listing(whose, 3)} {'needs' if len(whose) == 1 else 'need'} {name}{needed}"
-        found.append(Finding("versions", name, "fail", text, f"pip install '{name}{needed}'"))
-    return found
-
-
-def _misfit(line: str, version_of: Callable[[str], str | None]) -> tuple[str, str] | None:
-    """(package, versions wanted) where a requirement line is not met."""
-    with contextlib.suppress(InvalidRequirement, InvalidVersion):  # an image may have `torch 2.13.0a0.custom!`
-        needed = Requirement(line)
-        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            have = version_of(needed.name)
-            if have is None or not needed.specifier.contains(Version(have), prereleases=True):
-                return canonicalize_name(needed.name), _specifier(needed)
-    return None
-
-
-def _specifier(needed: Requirement) -> str:
-    return ",".join(sorted(map(str, needed.specifier), key=lambda part: part.startswith("<")))  # `>=2.13,<2.14`
+    yield Finding("versions", "python", "ok", python)
+    installed = versions(ALL_PACKAGES)
+    libraries = ", ".join(f"{name} {installed[name]}" for name in ALL_PACKAGES if installed[name])
+    yield Finding("versions", "libraries", "ok", libraries)
+    command = [sys.executable, "-P", "-m", "pip", "check"]
+    result = subprocess.run(
+        command, stdin=subprocess.DEVNULL, timeout=_SECONDS, capture_output=True, text=True, check=False
+    )
+    if "No module named pip" in result.stderr:
+        text = "their requirements were not checked: this environment has no pip"
+        yield Finding("versions", "requirements", "note", text, f"uv pip check --python {sys.executable}")
+    for line in result.stdout.splitlines():
+        match = _MISFIT.match(line)
+        if match and match["owner"] in (OURS, *ALL_PACKAGES):
+            needed = match["needed"] or match["missing"]
+            name = re.split(r"[^\w.-]", needed)[0]
+            yield Finding("versions", name, "fail", plain(line), f"pip install '{needed}'")

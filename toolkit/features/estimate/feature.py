@@ -34,7 +34,7 @@ def _run(arguments: list[str]) -> None:
         settings = settings_of_recipe(task, [demo_file, *arguments], "estimate", description)
     from toolkit.features.estimate.command import run
 
-    run(task, settings, options.num_processes)
+    run(settings, options.num_processes)
 
 
 FEATURE = Feature(

@@ -20,10 +20,12 @@ from transformers import (
 )
 
 from toolkit.config import PretrainedSettings
+from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.demo import model_path
 from toolkit.errors import UserError
-from toolkit.features.titles.settings import KIND, GenerationSettings
+from toolkit.features.titles.settings import KIND, GenerationSettings, TitleSettings
 from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.models.to_bigbird import long_model
 from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
 
 
@@ -60,6 +62,16 @@ def load_title_model(
         recompute_activations(name, model)
     freeze_unused(model, decoder_input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
     return model
+
+
+def load_untrained_title_model(settings: TitleSettings) -> tuple[EncoderDecoderModel, dict[str, int]]:
+    """(the model that a run with these settings begins with, the tokens of a text in each of its inputs)."""
+    long = long_model(settings.model, settings.data.max_length)
+    tokenizer, title_length = load_tokenizer(long), settings.data.max_target_length
+    length = choose_max_length(settings.data.max_length, tokenizer, load_config(long))
+    seed = settings.training.seed
+    model = load_title_model(settings.model, long, settings.generation, tokenizer, title_length, seed)
+    return model, {"input_ids": length, "decoder_input_ids": title_length}
 
 
 def load_saved_title_model(settings: PretrainedSettings) -> EncoderDecoderModel:

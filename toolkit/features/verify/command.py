@@ -1,7 +1,7 @@
 """`toolkit verify RECIPE`: a few steps under each config, compared with one process: is it the same training?
 
 Each run is the recipe started as a child, as it would be typed, without dropout and with micro-batches of uneven sizes.
-Two more runs in one process say why: with other random numbers, and with micro-batches of another size.
+Two more runs in one process show the reason: with other random numbers, and with micro-batches of another size.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Trial:
         """Of the first so many steps. One that fp16 skips has an infinite gradient, and no number to compare."""
         if len(self.losses) != len(other.losses):
             return math.inf
-        counts, differences = 1.0 if self.precision == "no" else _OF_GRADIENT, [0.0]
-        for mine, theirs, part in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, counts)):
+        weight, differences = 1.0 if self.precision == "no" else _OF_GRADIENT, [0.0]
+        for mine, theirs, part in ((self.losses, other.losses, 1.0), (self.grad_norms, other.grad_norms, weight)):
             pairs = [(a, b) for a, b in zip(mine[:steps], theirs[:steps], strict=True) if math.isfinite(a + b)]
             differences += [part * abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
         return max(differences)
@@ -72,15 +72,15 @@ class Trial:
         self.reason = "" if self.agrees or self.error else reason
 
     def lines(self) -> list[str]:
-        begin = f"{self.name:28} {self.precision:4}  "
+        prefix = f"{self.name:28} {self.precision:4}  "
         if self.error:
-            return [f"{begin}ended with an error: {self.error}"]
+            return [f"{prefix}ended with an error: {self.error}"]
         verdict = "" if self.agrees else "  NOT THE SAME:"
         if self.difference is not None:
             verdict += f"  differs by {self.difference:.1e} (allowed {self.allowed:.1e})"
         losses, norms = (" ".join(f"{value:10.7g}" for value in values) for values in (self.losses, self.grad_norms))
         reason = [f"    -> {self.reason}"] if self.reason else []
-        return [f"{begin}loss          {losses}{verdict}", f"{'':35}gradient norm {norms}", *reason]
+        return [f"{prefix}loss          {losses}{verdict}", f"{'':35}gradient norm {norms}", *reason]
 
 
 def run(options: argparse.Namespace, words: list[str]) -> NoReturn:
@@ -109,8 +109,8 @@ class Verification:
         self.options, self.configs = options, options.config_file or CONFIGS
         self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        read = [read_config(find_file(name, options.recipe, "accelerate_configs")) for name in self.configs]
-        world = max(int(launch.num_processes or config.get("num_processes") or 1) for config in read)
+        configs = [read_config(find_file(name, options.recipe, "accelerate_configs")) for name in self.configs]
+        world = max(int(launch.num_processes or config.get("num_processes") or 1) for config in configs)
         self.samples = max(_SAMPLES, 4 * world + 1)  # several micro-batches on each process
 
     def run(self) -> list[Trial]:
@@ -134,9 +134,9 @@ class Verification:
                 trials.append(reference := self._trial(f"one-process-{kind}-{host}", kind, []))
                 reference.compare(one, "", math.inf)
                 references[kind] = reference
-            apart = references[kind].difference if other.losses else None
-            because = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are kept in {kind}"
-            other.compare(one, because, max(_ROUNDING.get(kind, 0.0), _MORE * (apart or 0.0)))
+            half_precision = references[kind].difference if other.losses else None
+            reason = trial.reason or f"in fp32 it agrees: weights, or sums of gradients, are kept in {kind}"
+            other.compare(one, reason, max(_ROUNDING.get(kind, 0.0), _MORE * (half_precision or 0.0)))
             trials.append(other)
         return trials
 
@@ -153,9 +153,9 @@ class Verification:
         trial = Trial(name, precision, shlex.join(command), self.options.tolerance)
         print(f"{name}, {precision}: running", file=sys.stderr, flush=True)
         with log.open("wb") as file:
-            ended = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
+            result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
                               check=False, env={**os.environ, OTHER_RANDOMNESS: str(randomness)})  # fmt: skip
-        if ended.returncode:
+        if result.returncode:
             trial.error = f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
         elif (folder / "metrics.jsonl").exists():
             lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]

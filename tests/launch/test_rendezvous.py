@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,10 @@ import pytest
 
 from tests.faults import refusal
 from tests.launch.ranks import HERE, codes, group
-from toolkit.launch import network, rank_rendezvous
-from toolkit.launch.channel import Listener, TokenError, dial
-from toolkit.launch.environment import Place
-from toolkit.launch.network import free_port, listen
-from toolkit.launch.rendezvous import Rendezvous
+from toolkit.launch import network, rendezvous
+from toolkit.launch.environment import Place, settle
+from toolkit.launch.network import free_port
+from toolkit.launch.rendezvous import Rendezvous, RendezvousError
 
 
 @pytest.mark.multiprocess
@@ -97,13 +97,13 @@ def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
 
 EARLY = """
 from toolkit.errors import UserError
-find, calls = rank_rendezvous.find_ranks, []
+find, calls = rendezvous.find_ranks, []
 def fails_at_first(*given):
     calls.append(given)
     if len(calls) == 1:
         raise UserError("unknown setting --trainfile")
     find(*given)
-rank_rendezvous.find_ranks = fails_at_first
+rendezvous.find_ranks = fails_at_first
 """
 
 
@@ -119,32 +119,12 @@ def test_what_fails_on_one_machine_before_the_rendezvous_is_said_on_the_other_to
 
 
 @pytest.mark.multiprocess
-def test_who_has_another_token_stays_out_and_is_told_so() -> None:
-    tokens = [{"TOOLKIT_TOKEN": "word of A"}, {"TOOLKIT_TOKEN": "word of B"}]
-    with group("", "", hosts=["A", "B"], env=tokens, seconds=50) as started:
-        first, second = started.end(40)  # nobody waits for who will not come
-    for one in (first, second):
-        assert "TOOLKIT_TOKEN is not the same on both" in one.error_lines[0]
-    assert "word of" not in first.err + second.err
-
-
-def test_the_key_is_of_the_token_which_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What can be read at torch's port, where rank 0 is and a nonce, is not enough."""
-    monkeypatch.setenv("TOOLKIT_TOKEN", "a secret")
-    with Listener(listen(port := free_port(), HERE), rank_rendezvous._key("nonce")):
-        dial(HERE, port, rank_rendezvous._key("nonce")).close()
-        for wrong in (rank_rendezvous._key("another"), "a secret", "nonce", " nonce"):
-            with pytest.raises(TokenError):
-                dial(HERE, port, wrong)
-
-
-@pytest.mark.multiprocess
 def test_rank_0_listens_on_the_address_that_was_named_alone() -> None:
     with group("", "", before={1: "wait_for_line()"}) as started:
         rank_0, deadline, ours = psutil.Process(started.ranks[0].pid), time.monotonic() + 30, set()
         while not ours and time.monotonic() < deadline:
             found = [one for one in rank_0.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-            ours = {one.laddr.ip for one in found} if len(found) > 1 else set()  # torch's store, and ours
+            ours = {one.laddr.ip for one in found}
         started.tell(1)
         assert codes(started.end()) == [0, 0]
     assert ours == {HERE}
@@ -184,10 +164,9 @@ ENDS_AND_IS_STARTED_AGAIN = """
 import json, time
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     from torch.distributed import PrefixStore
-    server = rank_rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
-    store = rank_rendezvous.serve_store("127.0.0.1", server)
-    known = {"port": 1, "nonce": "x", "host": "A", "address": "127.0.0.1", "size": 2}
-    PrefixStore("toolkit/rendezvous", store).set("coordinator", json.dumps(known))
+    server = rendezvous.network.listen(int(os.environ["MASTER_PORT"]), "127.0.0.1")
+    store = PrefixStore("toolkit/rendezvous", rendezvous.network.serve_store("127.0.0.1", server))
+    store.set("coordinator", json.dumps({"id": "x", "host": "A", "rank": 0, "world_size": 2, "attempt": 0}))
     time.sleep(2)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     os.execv(sys.executable, [sys.executable, __file__])
@@ -222,21 +201,70 @@ def test_a_port_of_rank_0_that_is_taken_names_the_process_that_holds_it() -> Non
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, name: str
+def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(name: str) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": HERE, "MASTER_PORT": "29500"}
+    del env[name]
+    refusal(settle, env, match=name)
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> int:
+    found = free_port()
+    monkeypatch.setenv("MASTER_ADDR", HERE)
+    monkeypatch.setenv("MASTER_PORT", str(found))
+    return found
+
+
+def joined(rank: int, size: int = 3, seconds: float = 20.0, failure: str = "") -> Any:
+    """What this rank finds, or why it does not."""
+    ranks = Rendezvous(Place("environment", rank, size, rank, size), {"versions": {}, "failure": failure}, seconds)
+    try:
+        ranks.join()
+    except RendezvousError as error:
+        return error
+    return ranks
+
+
+def test_what_each_has_to_say_reaches_all_in_the_order_of_ranks(port: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(joined, range(3)))
+        assert [[peer.rank for peer in each.peers] for each in found] == [[0, 1, 2]] * 3
+        for value in ("a", "b"):
+            said = pool.map(lambda each, value=value: each.exchange(f"{value}{each.rank}", 20), found)
+            assert list(said) == [[f"{value}{rank}" for rank in range(3)]] * 3
+    with pytest.raises(RendezvousError) as error:
+        found[0].exchange("x", 0.5)
+    assert error.value.missing == [1, 2]
+
+
+def test_a_fault_is_raised_by_all_and_can_be_printed(port: int) -> None:
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(lambda rank: joined(rank, failure="no \x1b[2J good" * (rank == 1)), range(3)))
+    assert [str(error) for error in found] == ["no  [2J good"] * 3
+
+
+def test_who_finds_nobody_knows_whether_the_port_refused(port: int) -> None:
+    error = joined(1, seconds=0.1)
+    assert error.missing == [0]
+    assert error.unreachable.kind == "refused"
+
+
+def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
+    with socket.create_server((HERE, port)):
+        assert "another program" in str(joined(1, seconds=0.1))
+
+
+def test_what_an_earlier_attempt_left_in_a_launchers_store_is_not_taken_for_this_ones(
+    monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    for given in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(given, HERE if given == "MASTER_ADDR" else str(free_port()))
-    monkeypatch.delenv(name)
-    refusal(rank_rendezvous.find_ranks, Place("environment", 1, 2, 0, 1), "", 0.1, match=name)
-
-
-def test_a_server_that_is_there_or_not_is_found_out_however_little_time_is_left() -> None:
-    place, over = Place("environment", 1, 2, 0, 1), -1.0
-    with socket.create_server((HERE, 0)) as server:
-        port = server.getsockname()[1]
-        rank_rendezvous._await_server(HERE, port, place, over, 1)
-    refusal(rank_rendezvous._await_server, HERE, port, place, over, 1, match="nothing listens on this port")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = network.serve_store(HERE, network.listen(port, HERE))
+    with ThreadPoolExecutor() as pool:
+        first, second = (list(pool.map(joined, range(3))) for _ in range(2))
+    assert {each.hellos[2]["id"] for each in second} == {second[2].hello["id"]}
+    assert first[2].hello["id"] != second[2].hello["id"]
+    assert store.num_keys() > 0
 
 
 @pytest.mark.parametrize(
@@ -258,8 +286,13 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
         if given is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr("toolkit.launch.network.own_addresses", lambda: {"127.0.0.1": "lo", "10.0.0.1": "eth7"})
-    channels: Any = {rank: SimpleNamespace(own=address) for rank, address in enumerate(own or (), 1)}
-    network.choose_interface(network.LOOPBACK if own is None else Rendezvous({}, channels).own_address())
+    monkeypatch.setattr("toolkit.launch.network.address_towards", lambda name: name.removeprefix("to "))
+    nodes = [*(["A"] * (own is None) + ["B"] * (own is not None)), *"A" * len(own or "A")]
+    hellos = [{"address": f"to {address}", "peer": {"node": node, "rank": 0, "host": "", "local_rank": 0, "pid": 0}}
+              for node, address in zip(nodes, ["", *(own or [""])], strict=True)]  # fmt: skip
+    peers = [rendezvous.Peer(**hello["peer"]) for hello in hellos]
+    ranks = SimpleNamespace(address="127.0.0.1", rank=0, hellos=hellos, peers=peers)
+    network.choose_interface(rendezvous._own_address(ranks))  # type: ignore[arg-type]
     found = [os.environ.get(name) for name in names]
     assert found == [chosen, f"={chosen}" if chosen and not given else chosen]
 
@@ -267,8 +300,8 @@ def test_the_interface_towards_the_other_node_is_chosen_for_gloo_and_nccl(
 def test_two_nodes_of_one_name_are_told_apart_where_they_differ() -> None:
     def hello(rank: int, node: str, torch: str) -> dict[str, Any]:
         known = {"rank": rank, "host": "node", "node": node}
-        return {"number": rank, "peer": known, "world_size": 2, "failure": "", "versions": {"torch": torch}}
+        return {"peer": known, "world_size": 2, "failure": "", "versions": {"torch": torch}}
 
-    said = rank_rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")])
+    said = rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "1")])
     assert "torch is 2 on node (m0) and 1 on node (m1)" in said
-    assert rank_rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")]) == ""
+    assert rendezvous._difference([hello(0, "m0", "2"), hello(1, "m1", "2")]) == ""

@@ -1,0 +1,43 @@
+"""toolkit/launch/network.py: what stands in the way to another machine, and how long its silence is borne."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from toolkit.launch import network
+from toolkit.launch.network import UnreachableError, connect, free_port
+
+
+@pytest.mark.parametrize(("name", "kind"), [("127.0.0.1", "refused"), ("no-such-machine.invalid", "name")])
+def test_a_port_nobody_listens_on_and_a_name_nobody_knows(name: str, kind: str) -> None:
+    with pytest.raises(UnreachableError) as error:
+        connect(name, free_port(), 2)
+    assert (error.value.kind, error.value.address) == (kind, name)
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["name", "refused", "silent", "no_route", "local"])
+def test_every_kind_has_something_to_type(kind: str) -> None:
+    assert network.remedy_for(kind, "10.0.0.9", 29600)
+
+
+@pytest.mark.parametrize("seconds", [14, 120])
+def test_silence_of_a_network_is_borne_as_long_as_the_setting_says(seconds: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, connect(*server.getsockname()[:2], 5) as connection:
+        network.keep_alive(connection, seconds)
+        option = connection.getsockopt
+        assert option(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * seconds
+        probes = option(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) * option(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL)
+        assert option(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) + probes == seconds
+
+
+def test_a_store_answers_on_ipv6_alone() -> None:
+    from torch.distributed import TCPStore
+
+    served = network.serve_store("::1", network.listen(port := free_port(), "::1"))
+    TCPStore("::1", port, None, False).set("a", "b")
+    assert served.get("a") == b"b"
+    with pytest.raises(UnreachableError):
+        connect("127.0.0.1", port, 2)

@@ -1,0 +1,47 @@
+"""`toolkit cache`: lists or removes what is reused between runs."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+
+from toolkit.utils.cache import FILES, checked_file, files_of, remove
+from toolkit.utils.features import Command
+from toolkit.utils.files import cache_folder
+from toolkit.utils.units import size_text
+
+_DAY_SECONDS = 24 * 3600
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
+    parser.add_argument(
+        "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes what no run used since [30]"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    folders, lines = sorted(path for path in cache_folder().glob("*/[!.]*") if path.is_dir()), []
+    for folder in folders:
+        checked, source = checked_file(folder), ""
+        days = (time.time() - (checked if checked.exists() else folder).stat().st_mtime) / _DAY_SECONDS
+        size = sum(path.stat().st_size for path in files_of(folder).values())
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            source = json.loads((folder / FILES).read_bytes())["source"]
+        removed = options.action == "prune" and days >= options.unused_days and remove(folder)
+        if removed or options.action == "list":
+            name = folder.relative_to(cache_folder())
+            lines.append(f"{'removed ' * removed}{name}  {size_text(size)}  used {days:.0f} days ago  {source}")
+    contents = f"holds nothing that was unused for {options.unused_days:g} days" if folders else "is empty"
+    print("\n".join(lines) or f"{cache_folder()} {contents}")
+
+
+COMMAND = Command(
+    "cache",
+    "list the tokens and models that are kept, or remove those that are not used",
+    run,
+    add_arguments,
+    description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
+)

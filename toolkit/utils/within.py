@@ -1,0 +1,30 @@
+"""A time limit for calls that have none of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+def within(seconds: float, work: Callable[[], Result]) -> Result:
+    """What `work` returns or raises; TimeoutError after `seconds`. Its thread is left behind where it hangs."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="within")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"no answer in {seconds:.0f} s")
+    return results[0]
