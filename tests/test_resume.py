@@ -165,7 +165,7 @@ def test_without_the_best_checkpoint_the_next_evaluation_counts(
     said = train(*settings, "--output_dir", run)
     assert f"the best model so far, of step {best}, is gone" in said
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STEPS
-    assert folders.pointed(run / "checkpoints", "best") == checkpoint(run, STEPS)
+    assert folders.link_target(run / "checkpoints", "best") == checkpoint(run, STEPS)
 
 
 def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
@@ -173,7 +173,8 @@ def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
     arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
-    assert (state["step"], folders.pointed(tmp_path / "whole" / "checkpoints", "best")) != (4, checkpoint(tmp_path, 4))
+    target = folders.link_target(tmp_path / "whole" / "checkpoints", "best")
+    assert (state["step"], target) != (4, checkpoint(tmp_path, 4))
     run = rewound(tmp_path / "whole", tmp_path / "run", 6)
     assert "is gone" not in train(*arguments, "--output_dir", run)
     assert_same_run(run, tmp_path / "whole")

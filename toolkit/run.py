@@ -25,10 +25,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list
 
 from toolkit import demo, launch
-from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
+from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
 from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split

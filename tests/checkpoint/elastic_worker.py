@@ -29,7 +29,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import drafts_of, optimizer_facts, write, written_by
+from toolkit.checkpoint.save import drafts_of, files_of_rank, optimizer_facts, write
 
 WAIT_SECONDS = 100
 HANG_SECONDS = 60  # of one restore
@@ -48,7 +48,7 @@ def save(way: Way, folder: Path) -> None:
             write(draft, folder)
     facts = optimizer_facts(way.state)
     entries: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(entries, folders.described(folder, written_by(folder, rank)))
+    dist.all_gather_object(entries, folders.manifest_entries(folder, files_of_rank(folder, rank)))
     if rank == 0:
         module = way.state.module
         folders.publish(
@@ -75,7 +75,7 @@ def make(model: str, name: str, root: Path) -> None:
         take_step(way, step)
     save(way, root / "checkpoint")
     truth = truth_of(way)
-    saved = way.state.whole_weights(torch.device("cpu"))
+    saved = way.state.gather_weights(torch.device("cpu"))
     kinds = {"weight", "frozen", "buffer"}
     wanted = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
     if dist.get_rank() > 0:

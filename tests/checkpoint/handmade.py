@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.checksum import crc32_of_range
 from toolkit.checkpoint.save import Draft, write
+from toolkit.checkpoint.tensor_index import crc32_of_range
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
-from toolkit.checkpoint.convert.conversion import _renamed, with_model_names
+from toolkit.checkpoint.convert.conversion import _by_names_of, model_names
 from toolkit.checkpoint.convert.model_files import check_config
 from toolkit.checkpoint.convert.transfer import Output, into_shards
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 from toolkit.commands.convert import parse_size
 from toolkit.errors import UserError
 
@@ -111,7 +111,7 @@ def test_sizes() -> None:
 def test_shards_are_no_larger_than_asked() -> None:
     outputs = [Output(f"x.{size}", TensorIndex("", (size,), "F32", ()), "F32") for size in (10, 10, 50, 5, 5, 5)]
     shards = into_shards(outputs, 80)
-    assert [[output.stored.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
+    assert [[output.tensor.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
     assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     assert len(into_shards(outputs, 10**6)) == 1
 
@@ -150,9 +150,9 @@ def test_a_base_model_of_many_prefixes_costs_little() -> None:
     """Each of them with each name would take hours, and all memory."""
     known = {f"p{number}": TensorIndex("", (1,), "F32", ()) for number in range(20_000)}
     began = time.process_time()
-    assert _renamed(known, {f"q{number}" for number in range(20_000)}) == known
+    assert _by_names_of(known, {f"q{number}" for number in range(20_000)}) == known
     assert time.process_time() - began < 5
-    assert set(_renamed(known, {"bert.p1", "bert.p2", "p3"})) == {f"bert.{name}" for name in known}
+    assert set(_by_names_of(known, {"bert.p1", "bert.p2", "p3"})) == {f"bert.{name}" for name in known}
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_base_model_of_many_prefixes_costs_little() -> None:
 )
 def test_wrappers_leave_no_trace(names: list[str], clean: list[str]) -> None:
     reader = CheckpointReader(path=Path("x"), weights={name: TensorIndex(name, (2,), "F32", ()) for name in names})
-    assert list(with_model_names(reader).weights) == clean
+    assert list(model_names(reader).values()) == clean
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

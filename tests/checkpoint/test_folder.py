@@ -18,7 +18,7 @@ def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> 
     (folder / "model").mkdir()
     (folder / "weights").write_bytes(bytes(range(100)))
     (folder / "model" / "config.json").write_text("{}")
-    files = folders.described(folder, ["weights", "model/config.json"])
+    files = folders.manifest_entries(folder, ["weights", "model/config.json"])
     saved_at = folders.later_than_all(checkpoints) if at is None else at
     folders.publish(folder, {"format": 1, "step": step, "saved_at": saved_at, "files": files, **more})
     return folder
@@ -139,8 +139,8 @@ def test_keeping_the_newest_and_the_best(tmp_path: Path) -> None:
             folders.point(tmp_path, "best", folder)
         folders.prune(tmp_path, keep=2)
     assert left(tmp_path) == ["best", "last", "step-00000002", "step-00000005", "step-00000006"]
-    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 2)
-    assert folders.pointed(tmp_path, "last") == folders.step_folder(tmp_path, 6)
+    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 2)
+    assert folders.link_target(tmp_path, "last") == folders.step_folder(tmp_path, 6)
 
 
 def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
@@ -183,6 +183,6 @@ def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4), save(tmp_path, 8)
     folders.point(tmp_path, "best", folders.step_folder(tmp_path, 8))
     folders.point_best(tmp_path, 4)
-    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 4)
+    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 4)
     folders.point_best(tmp_path, 5)
     assert not (tmp_path / "best").is_symlink()

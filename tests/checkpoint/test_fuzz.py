@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import rewritten
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_file import read_member, verify_member, zip_members
+from toolkit.checkpoint.read.torch_archive import read_member, zip_members
 from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
@@ -51,7 +51,7 @@ def read_whole(root: Path) -> None:
         for stored in open_checkpoint(root).weights.values():
             stored.read()
             for span in stored.spans:
-                verify_member(span.member)
+                span.member.verify()
     except UserError as error:
         assert str(root) in str(error).partition("\n")[0]  # noqa: PT017
 

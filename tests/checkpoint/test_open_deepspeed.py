@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from tests.checkpoint.conftest import Made, names
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 

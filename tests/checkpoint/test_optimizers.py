@@ -121,7 +121,7 @@ def test_factors_do_not_cross_into_zero(tmp_path: Path, name: str, key: str) -> 
     """An optimizer over matrices sees vectors there, and keeps something else of them."""
     reader = save(started(name, 3), tmp_path / "one")
     said = refused(Flattened(started(name, 2)), reader)
-    assert f"keeps {key} of 0.weight as a whole, which zero2 on 1 cannot take over: resume under single with 1" in said
+    assert f"keeps {key} of 0.weight as a whole, which zero2 on 1 cannot restore: resume under single with 1" in said
 
 
 def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -> None:

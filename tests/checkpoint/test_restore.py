@@ -22,17 +22,17 @@ from toolkit.checkpoint import machines
 from toolkit.checkpoint import restore as restoring
 from toolkit.checkpoint.live import LiveState, live_state, tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader, Scalar
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    files_of_rank,
     optimizer_facts,
     random_states,
     set_random_states,
     write,
-    written_by,
 )
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar
 from toolkit.errors import UserError
 
 
@@ -83,7 +83,7 @@ def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), 
     folders.begin(folder)
     for draft in drafts_of(state, set(without), rank=0):
         write(draft, folder)
-    files = folders.described(folder, written_by(folder, 0))
+    files = folders.manifest_entries(folder, files_of_rank(folder, 0))
     content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
     folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
     return open_checkpoint(folder)
@@ -296,8 +296,8 @@ def test_each_file_is_described_by_who_wrote_it(tmp_path: Path, name: str, rank:
     (tmp_path / "global_step3").mkdir()
     (tmp_path / "global_step3" / name).touch()
     (tmp_path / ".draft").touch()
-    assert written_by(tmp_path, rank) == [f"global_step3/{name}"]
-    assert written_by(tmp_path, rank + 1) == []
+    assert files_of_rank(tmp_path, rank) == [f"global_step3/{name}"]
+    assert files_of_rank(tmp_path, rank + 1) == []
 
 
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.checkpoint.handmade import rewritten
 from tests.faults import Fault, refusal
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import ALLOWED, Tensor, unpickle
 from toolkit.errors import UserError
 
@@ -107,7 +107,7 @@ def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
     said = refusal(
-        open_torch_file, file, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
+        open_torch_archive, file, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
     )
     assert not (tmp_path / "mark").exists()
     fault("a checkpoint that would run a command", said)
@@ -214,26 +214,26 @@ def test_structures_of_torch(tmp_path: Path) -> None:
         "numpy": np.float64(1.5),
     }
     torch.save({**kept, **tensors}, tmp_path / "a.pt")
-    opened = open_torch_file(tmp_path / "a.pt")
+    opened = open_torch_archive(tmp_path / "a.pt")
     read = opened.content
     expected = {**kept, "set": [1, 2], "texts": ("", "模型", "\0bytes", "x" * 300)}  # what nobody reads stays inert
     assert {key: read[key] for key in kept} == expected
     assert {key: read[key].shape for key in tensors if key != "numpy"} == {
         key: tuple(value.shape) for key, value in tensors.items() if key != "numpy"
     }
-    assert opened.stored("view", read["view"]).read() == tensors["view"].numpy().tobytes()
+    assert opened.index("view", read["view"]).read() == tensors["view"].numpy().tobytes()
     assert isinstance(read["parameter"], Tensor)
-    refusal(opened.stored, "transposed", read["transposed"], match="not contiguous")
+    refusal(opened.index, "transposed", read["transposed"], match="not contiguous")
 
 
 def test_compressed_and_foreign_zip_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("archive/data.pkl", pickle.dumps({}, 2))
-    refusal(open_torch_file, tmp_path / "packed.pt", match=r"packed\.pt.*compressed")
+    refusal(open_torch_archive, tmp_path / "packed.pt", match=r"packed\.pt.*compressed")
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
         other.writestr("notes.txt", "x")
-    refusal(open_torch_file, tmp_path / "other.pt", match=r"other\.pt.*torch\.save did not write")
-    refusal(open_torch_file, tmp_path / "nowhere.pt", match=r"nowhere\.pt: No such file")
+    refusal(open_torch_archive, tmp_path / "other.pt", match=r"other\.pt.*torch\.save did not write")
+    refusal(open_torch_archive, tmp_path / "nowhere.pt", match=r"nowhere\.pt: No such file")
 
 
 def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
@@ -242,5 +242,5 @@ def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
     torch.save(torch.arange(7.0), file)
     longer = rewritten(file, lambda name, old: old.replace(b"K\x07", b"K\x70") if name.endswith("data.pkl") else old)
     file.write_bytes(longer)
-    opened = open_torch_file(file)
-    refusal(opened.stored, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")
+    opened = open_torch_archive(file)
+    refusal(opened.index, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")

@@ -72,9 +72,9 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
 
 def test_what_checkpoints_take_is_compared_with_the_disk(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 3)
-    (size,), free = folders.sizes(tmp_path / "checkpoints")
+    (size,), free = folders.disk_usage(tmp_path / "checkpoints")
     assert size == 102
-    assert folders.sizes(tmp_path / "not" / "there")[0] == []
+    assert folders.disk_usage(tmp_path / "not" / "there")[0] == []
     assert free > 0
     note = folders.size_note(tmp_path, 10**9, 3, 5 * 10**9)
     assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB of room at {tmp_path}"

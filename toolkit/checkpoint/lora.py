@@ -1,4 +1,4 @@
-"""LoRA by names: what peft calls the parameters of a live model, and what becomes of them. No peft, no torch.
+"""LoRA by names: peft's names of a live model's parameters, and their names in files. No peft, no torch.
 
 Under `base_model.model.` a live model holds
 
@@ -8,7 +8,7 @@ Under `base_model.model.` a live model holds
     H.original_module.*, H.modules_to_save.NAME.*             the head before training, and the trained one
     everything else                                           frozen, under its own name
 
-NAME is the adapter's, `default` where none was given.
+NAME is the adapter's, by default `default`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
@@ -34,8 +34,9 @@ _UNSUPPORTED = (
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
     "velora_config", "monteclora_config",
 )  # fmt: skip
+_HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 # Ways to initialise that change the base weights too: a base model from elsewhere does not fit.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_lora(reader: CheckpointReader) -> bool:
@@ -48,7 +49,7 @@ def is_adapters(name: str) -> bool:
     return ".lora_" in name or _TRAINED_HEAD.search(name) is not None
 
 
-def stays(name: str) -> bool:
+def in_merged_model(name: str) -> bool:
     """Whether a parameter of a live model has a place in the merged model."""
     return ".lora_" not in name and ".original_module." not in name
 
@@ -118,8 +119,8 @@ class AdapterConfig:
     content: Mapping[str, Any]
 
     def _of_layer(self, layer: str, patterns: str, key: str) -> Any:
-        known = self.content.get(patterns) or {}
-        return next((value for name, value in known.items() if f".{layer}".endswith(f".{name}")), self.content.get(key))
+        table = self.content.get(patterns) or {}
+        return next((value for name, value in table.items() if f".{layer}".endswith(f".{name}")), self.content.get(key))
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
         """What the factors add to a weight. Raises UserError where they do not fit it, or the config is another's."""
@@ -138,12 +139,11 @@ class AdapterConfig:
             )
         return delta
 
-    def head(self, held: Collection[str]) -> str | None:
-        """The name of the classifier's weight that a folder of peft holds, trained whole."""
-        heads = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-        return (
-            next((name for name in heads if name in held), None) if self.content.get("task_type") == "SEQ_CLS" else None
-        )
+    def head(self, names: Collection[str]) -> str | None:
+        """Of the names of a classifier's adapter: the head's weight, which is trained whole."""
+        if self.content.get("task_type") != "SEQ_CLS":
+            return None
+        return next((head for head in _HEADS if head in names), None)
 
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
@@ -152,7 +152,7 @@ class AdapterConfig:
                 f"{self.path} uses {listing(used)}: such adapters are merged by peft alone (merge_and_unload)"
             )
         initial = str(self.content.get("init_lora_weights")).lower()
-        if base_left_out and initial.startswith(_CHANGES_BASE):
+        if base_left_out and initial.startswith(_BASE_CHANGING):
             raise UserError(f"{self.path}: {initial} changes the base weights, which the checkpoint leaves out")
 
 
@@ -169,14 +169,14 @@ def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> Adapte
     return AdapterConfig(path, content)
 
 
-def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
+def factors_of(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
     """Weight (its name in the merged model) -> (A, B, whether it is an embedding's).
 
     Raises UserError where there are several adapters, or half of one.
     """
-    found: dict[str, dict[str, TensorIndex]] = {}
+    factors: dict[str, dict[str, TensorIndex]] = {}
     adapters = set()
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         if ".lora_" not in name:
             continue
         match = _FACTOR.match(name)
@@ -184,15 +184,15 @@ def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[T
             raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here")
         adapters.add(match["name"])
         weight = f"{merged_name(match['layer'])}.weight"
-        found.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
+        factors.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
     if len(adapters) != 1:
         raise UserError(f"{path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
-    for weight, pair in found.items():
+    for weight, pair in factors.items():
         if set(pair) not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
             raise UserError(f"{path} holds only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
     return {
         weight: (*(pair[key] for key in sorted(pair)), "embedding_A" in pair)  # type: ignore[misc]
-        for weight, pair in found.items()
+        for weight, pair in factors.items()
     }
 
 
@@ -202,13 +202,12 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
     Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
     """
     factors_of(reader.weights, reader.path)  # one adapter, whole
-    trained, frozen = reader.optimizer_state, reader.frozen
+    trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
     adapters: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
-        is_trained = name in trained if trained else bool(frozen) and name not in frozen
         if is_adapters(name):
             adapters[saved_name(name)] = tensor
-        elif is_trained:
+        elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
                 raise UserError(
                     f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"

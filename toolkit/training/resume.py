@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.machines import brought
+from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -168,7 +168,7 @@ class Resume:
         if fault:
             yield folder, fault
             return
-        with brought(self.accelerator, folder, self.path) as here:
+        with local_copy(self.accelerator, folder, self.path) as here:
             # each process reads a part of the files through, and so brings them into memory for the loading
             names = sorted(folders.read_manifest(here)["files"])
             mine = names[self.accelerator.process_index :: self.accelerator.num_processes]

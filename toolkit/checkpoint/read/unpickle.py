@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.checkpoint.reader import ITEM_BYTES
+from toolkit.checkpoint.tensor_index import ITEM_BYTES
 from toolkit.errors import UserError
 
 MOST_BYTES = 64 << 20
