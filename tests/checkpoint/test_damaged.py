@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.conftest import Made
 from tests.faults import Fault, refusal
@@ -136,7 +137,7 @@ def test_two_saves_in_one_folder(copied: Callable[..., Path]) -> None:
     root, other = copied("zero2-bf16 x2"), copied("zero2-fp32 x2", to="other")
     for file in tag_of(other).glob("*optim*"):
         shutil.copy(file, tag_of(root))
-    assert "two saves" in fault_of(root)
+    assert "different saves" in fault_of(root)
     for file in tag_of(root).glob("bf16_*rank_1_*"):
         file.unlink()
     for file in tag_of(root).glob("zero_pp_rank_0_*optim*"):
@@ -162,8 +163,6 @@ def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
 
 
 def test_nvme_offload_is_named(copied: Callable[..., Path]) -> None:
-    import torch
-
     root = copied("zero3-frozen x2")
     (tag_of(root) / "offloaded_tensors" / "rank0").mkdir(parents=True)
     file = next(file for file in files_of(root) if "rank_0" in file.name and "optim" in file.name)
@@ -188,12 +187,10 @@ def test_no_checkpoint(tmp_path: Path) -> None:
     assert "did you mean runs?" in fault_of(tmp_path / "run")
     (tmp_path / "runs" / "model").mkdir()
     (tmp_path / "runs" / "model" / "model.safetensors").touch()
-    assert f"its trained model is {tmp_path / 'runs' / 'model'}" in fault_of(tmp_path / "runs")
+    assert str(tmp_path / "runs" / "model") in fault_of(tmp_path / "runs")
 
 
 def test_a_file_of_the_old_format(copied: Callable[..., Path]) -> None:
-    import torch
-
     root = copied("zero1-bf16 x2")
     file = files_of(root)[0]
     torch.save(torch.load(file, weights_only=False), file, _use_new_zipfile_serialization=False)

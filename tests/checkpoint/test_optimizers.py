@@ -121,14 +121,14 @@ def test_factors_do_not_cross_into_zero(tmp_path: Path, name: str, key: str) -> 
     """An optimizer over matrices sees vectors there, and keeps something else of them."""
     reader = save(started(name, 3), tmp_path / "one")
     said = refused(Flattened(started(name, 2)), reader)
-    assert f"keeps {key} of 0.weight as a whole, which zero2 on 1 cannot restore: resume under single with 1" in said
+    assert f"has {key} of 0.weight as a whole, which zero2 on 1 cannot restore: resume under single with 1" in said
 
 
 def test_what_each_process_has_its_own_of_is_refused_elsewhere(tmp_path: Path) -> None:
     reader = save(started("lion", 3), tmp_path / "one")
     tables = [{"groups": [{"k": count}], "state": {}} for count in (3, 4)]
     apart = dataclasses.replace(reader, strategy="zero2", world=2, optimizer={"class": "Lion", "ranks": tables})
-    assert "keeps another k in each process" in refused(started("lion", 0), apart)
+    assert "has another k in each process" in refused(started("lion", 0), apart)
 
 
 class Listing(Lion):

@@ -107,7 +107,7 @@ def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
     said = refusal(
-        open_torch_archive, file, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
+        open_torch_archive, file, match=r"mp_rank_00_model_states\.pt needs posix\.system, .*nothing was executed"
     )
     assert not (tmp_path / "mark").exists()
     fault("a checkpoint that would run a command", said)
@@ -163,7 +163,7 @@ def test_what_is_called_copies_nothing() -> None:
         ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is no name of a parameter"),
         (
             {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
-            "wants torch._utils._rebuild_nested_tensor",
+            "needs torch._utils._rebuild_nested_tensor",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
     ):
         refusal(clean, path, match=said)
     (run / "report.html").unlink()
-    refusal(clean, run, match=r"is not finished: it goes on from its checkpoints")
+    refusal(clean, run, match=r"is not finished: the same command resumes it")
     (run / "report.html").touch()
     os.utime(run / "report.html", (1, 1))  # of before it went on
     refusal(clean, run, match="is not finished")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,29 +71,6 @@ def live_name(name: str) -> str:
     return re.sub(r"(\.lora_(?:embedding_)?[AB])(\.weight)?$", r"\1.default\2", name)
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_scale(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value != 0
-
-
-def _by_layer(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Of a table whose keys are names: peft takes any regular expression, which can take hours to match."""
-    return lambda value: (
-        isinstance(value, dict) and all(re.fullmatch(r"[\w.-]+", key) and fits(value[key]) for key in value)
-    )
-
-
-_KINDS = {
-    "r": (_is_rank, "a whole number above zero"),
-    "lora_alpha": (_is_scale, "a finite number that is not zero"),
-    "rank_pattern": (_by_layer(_is_rank), "a table from layers' names to whole numbers above zero"),
-    "alpha_pattern": (_by_layer(_is_scale), "a table from layers' names to finite numbers that are not zero"),
-}
-
-
 @dataclass(frozen=True, eq=False)
 class LoraDelta:
     """What a LoRA adapter adds to a weight: scaling * B A (Hu et al., 2021, section 4.1)."""
@@ -113,14 +90,23 @@ class LoraDelta:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, as far as it bears on the weights."""
+    """The entries of adapter_config.json on which the weights depend."""
 
     path: Path
     content: Mapping[str, Any]
 
-    def _of_layer(self, layer: str, patterns: str, key: str) -> Any:
+    def _of_layer(self, layer: str, patterns: str, key: str) -> int | float:
+        """A layer's rank or alpha. Raises UserError for what is no such number."""
         table = self.content.get(patterns) or {}
-        return next((value for name, value in table.items() if f".{layer}".endswith(f".{name}")), self.content.get(key))
+        # peft takes any regular expression, which can take hours to match
+        if not isinstance(table, dict) or not all(re.fullmatch(r"[\w.-]+", name) for name in table):
+            raise UserError(f"{self.path}: {patterns} should be a table by layers' names, without patterns")
+        names = [name for name in table if f".{layer}".endswith(f".{name}")]
+        value = table[names[0]] if names else self.content.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value and math.isfinite(value)):
+            where = f"{patterns} of {names[0]}" if names else key
+            raise UserError(f"{self.path}: {where} is {value!r:.60} and should be a finite number that is not zero")
+        return value
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
         """What the factors add to a weight. Raises UserError where they do not fit it, or the config is another's."""
@@ -129,14 +115,10 @@ class AdapterConfig:
         if expected != rank:
             raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
         alpha = self._of_layer(layer, "alpha_pattern", "lora_alpha")
-        if alpha is None:
-            raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
         scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
         delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))
         if delta.shape != weight.shape or rank != b.shape[1]:
-            raise UserError(
-                f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
-            )
+            raise UserError(f"the adapter of {layer} has shape {list(delta.shape)}, its weight {list(weight.shape)}")
         return delta
 
     def head(self, names: Collection[str]) -> str | None:
@@ -148,9 +130,7 @@ class AdapterConfig:
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
         if used := [key for key in _UNSUPPORTED if self.content.get(key)]:
-            raise UserError(
-                f"{self.path} uses {listing(used)}: such adapters are merged by peft alone (merge_and_unload)"
-            )
+            raise UserError(f"{self.path} uses {listing(used)}: only peft merges such adapters (merge_and_unload)")
         initial = str(self.content.get("init_lora_weights")).lower()
         if base_left_out and initial.startswith(_BASE_CHANGING):
             raise UserError(f"{self.path}: {initial} changes the base weights, which the checkpoint leaves out")
@@ -159,11 +139,9 @@ class AdapterConfig:
 def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
     """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
     if folder is None or not (path := folder / ADAPTER_CONFIG).is_file():
-        raise UserError(
-            f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there: "
-            "name the folder that has it with --config_from FOLDER"
-        )
-    content = read_table(path, _KINDS)
+        fault = f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there"
+        raise UserError(f"{fault}: name the folder that has it with --config_from FOLDER")
+    content = read_table(path, {})
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path} is not of LoRA (peft_type {content.get('peft_type')}): only LoRA can be converted")
     return AdapterConfig(path, content)
@@ -209,8 +187,6 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
             adapters[saved_name(name)] = tensor
         elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
-                raise UserError(
-                    f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"
-                )
+                raise UserError(f"{name} was trained and is no part of the adapter: convert with --merge_lora")
             adapters[name] = tensor
     return adapters

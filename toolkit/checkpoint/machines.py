@@ -111,7 +111,5 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
         if rank in writers:
             flush_path(path)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, "
-            "and start the same command again"
-        ) from error
+        fault = f"{path} cannot be sent between machines: {error.strerror or error}"
+        raise UserError(f"{fault}. Make room on that disk, and start the same command again") from error

@@ -21,6 +21,7 @@ from toolkit.errors import Faults, UserError, listing
 _BLOCK = 4 << 20  # elements: 16 MiB of fp32
 # They keep the same state for the same algorithm.
 _SAME_AS = {"DeepSpeedCPUAdam": "AdamW", "FusedAdam": "AdamW"}
+_OTHER_RUN = "use the same {} again, or change --output_dir"
 
 
 def restore(state: LiveState, reader: CheckpointReader, steps: int) -> None:
@@ -101,10 +102,7 @@ def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
 def _refuse_other_optimizer(state: LiveState, reader: CheckpointReader) -> None:
     saved, now = str(reader.optimizer.get("class", "")), type(state.optimizer).__name__
     if saved and _SAME_AS.get(saved, saved) != _SAME_AS.get(now, now):
-        raise UserError(
-            f"{reader.path} was saved by {saved}, and this run has {now}: take that optimizer again, or another "
-            "--output_dir"
-        )
+        raise UserError(f"{reader.path} was saved by {saved}, and this run has {now}: {_OTHER_RUN.format('optimizer')}")
     if (reader.strategy, reader.world) != (state.strategy, state.world):
         _refuse_strategy_dependent(state, reader)
     groups = _optimizer_facts(reader).get("groups", [])
@@ -112,7 +110,7 @@ def _refuse_other_optimizer(state: LiveState, reader: CheckpointReader) -> None:
     if keys and len(groups) != len(state.optimizer.param_groups):
         raise UserError(
             f"{reader.path}: {now} had {len(groups)} groups of parameters, in which it changed {keys}, and has "
-            f"{len(state.optimizer.param_groups)} in this run: make the same groups, or take another --output_dir"
+            f"{len(state.optimizer.param_groups)} in this run: {_OTHER_RUN.format('groups')}"
         )
     if state.strategy_files == "deepspeed":
         for _, names in state.holders():
@@ -134,9 +132,8 @@ def _refuse_strategy_dependent(state: LiveState, reader: CheckpointReader) -> No
         parts += [f"another {key} in each process" for key in keys]
     if parts:
         raise UserError(
-            f"{reader.path}: {type(state.optimizer).__name__} keeps {parts[0]}, which {state.strategy} on "
-            f"{state.world} cannot restore: resume under {reader.strategy} with {reader.world} processes, or take "
-            "another --output_dir"
+            f"{reader.path}: {type(state.optimizer).__name__} has {parts[0]}, which {state.strategy} on {state.world} "
+            f"cannot restore: resume under {reader.strategy} with {reader.world} processes, or change --output_dir"
         )
 
 

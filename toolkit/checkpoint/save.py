@@ -116,18 +116,14 @@ def _refuse_unsavable(state: LiveState) -> None:
     known = {id(holder) for holder, _ in holders}
     strangers = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
     if strangers and state.strategy_files != "deepspeed":
-        raise UserError(
-            f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)} that is not the "
-            "model's, and would not be saved: make it a parameter of the model"
-        )
+        fault = f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)}"
+        raise UserError(f"{fault} that is not the model's, and would not be saved: make it a parameter of the model")
 
 
 def _cannot_be_saved(optimizer: Any, key: object, value: Any, where: str) -> UserError:
     kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-    return UserError(
-        f"{type(optimizer).__name__} keeps {key} ({kind}) {where}, which no checkpoint can hold: choose another "
-        "optimizer, or train without checkpoints"
-    )
+    fault = f"{type(optimizer).__name__} keeps {key} ({kind}) {where}, which no checkpoint can hold"
+    return UserError(f"{fault}: choose another optimizer, or train without checkpoints")
 
 
 def write(draft: Draft, folder: Path) -> dict[str, Any]:

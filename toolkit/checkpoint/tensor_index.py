@@ -20,7 +20,7 @@ from isal.isal_zlib import crc32_combine as combine  # of `a + b`: (CRC32 of a, 
 from toolkit.errors import UserError
 
 __all__ = ["CheckpointReader", "Member", "Scalar", "Span", "TensorIndex", "blocks", "combine", "crc32",
-           "crc32_of_range", "join_shards", "read_into"]  # fmt: skip
+           "crc32_of_range", "join_shards", "mixed_saves", "read_into"]  # fmt: skip
 
 # Name of a dtype, as safetensors has it -> its format in `struct`; bf16 has none.
 _FORMATS = {
@@ -90,10 +90,8 @@ class Member:
     def check(self, checksum: int) -> None:
         """Raises UserError unless the CRC32 of its bytes is the one in the file."""
         if self.crc32 not in (None, checksum):
-            raise UserError(
-                f"{self.file}: the bytes of {self.name} have the checksum {checksum:08x} and were written with "
-                f"{self.crc32:08x}: damaged, copy the file again or take another checkpoint"
-            )
+            digits = f"(checksum {checksum:08x}, saved as {self.crc32:08x})"
+            raise UserError(f"{self.file}: {self.name} is damaged {digits}: copy the file again or take another one")
 
     def verify(self) -> None:
         """Reads its bytes and compares their checksum, where the file holds one. Raises UserError."""
@@ -166,6 +164,11 @@ class TensorIndex:
         return content
 
 
+def mixed_saves(one: Path, other: Path, what: str) -> UserError:
+    """The error for two files that differ in what all files of a save have in common."""
+    return UserError(f"{one} and {other} differ in {what}: they are of different saves; copy the checkpoint again")
+
+
 def join_shards(
     folder: Path, name: str, shape: tuple[int, ...], shards: Iterable[tuple[int, TensorIndex]]
 ) -> TensorIndex:
@@ -183,9 +186,7 @@ def join_shards(
             spans += shard.spans
             place += shard.count
     if place != math.prod(shape):
-        raise UserError(
-            f"the files in {folder} hold {place:,} of the {math.prod(shape):,} elements of {name}: copy them again"
-        )
+        raise UserError(f"{folder} holds {place:,} of the {math.prod(shape):,} elements of {name}: copy it again")
     return TensorIndex(name, shape, next(iter(dtypes), "F32"), tuple(spans))
 
 

@@ -52,9 +52,7 @@ def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
         try:
             return numbers.astype(_NUMPY[dtype], copy=False)
         except FloatingPointError:
-            raise UserError(
-                f"{name} holds a number that {dtype.lower()} cannot hold, it would become infinite: use --dtype bf16"
-            ) from None
+            raise UserError(f"{name} has a number that is infinite in {dtype.lower()}: use --dtype bf16") from None
 
 
 def add_delta(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:

@@ -121,8 +121,8 @@ def _refuse_unchecked(settings: ConvertSettings, tensors: Iterable[TensorIndex])
     files = sorted({each.file for each in members if each.crc32 is None and each.file.suffix != ".safetensors"})
     if files and not settings.without_checksums:
         raise UserError(
-            f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options), so that "
-            "damage in it cannot be seen: convert it all the same with --without_checksums"
+            f"{listing(files, 3)} was saved without checksums (torch.serialization.set_crc32_options): damage in it "
+            "cannot be seen; convert it nevertheless with --without_checksums"
         )
 
 
@@ -153,10 +153,8 @@ def _refuse_foreign(folder: Path, out: Path) -> None:
     """Raises UserError when what is to be removed is not of a conversion. `out`: its name, for the message."""
     foreign = sorted(path.name for path in folder.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
     if foreign:
-        raise UserError(
-            f"{out} holds {listing(foreign, 3)}, which a conversion does not write and --overwrite would remove: name "
-            "another folder, or move that away"
-        )
+        files = f"{out} holds {listing(foreign, 3)}, which a conversion does not write and --overwrite would remove"
+        raise UserError(f"{files}: name another folder, or move that away")
 
 
 def _dry_run(settings: ConvertSettings, shards: list[Shard], files: Iterable[str]) -> list[str]:
@@ -282,10 +280,8 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
     home = reader.path if reader.path.is_dir() else reader.path.parent
     is_adapters_folder = (home / lora.ADAPTER_CONFIG).is_file()
     if is_adapters_folder and not settings.merge_lora:
-        raise UserError(
-            f"{home} is an adapter's folder already, which PeftModel.from_pretrained(base, FOLDER) loads; to make a "
-            f"whole model of it: toolkit convert {home} OUT --merge_lora --base_model FOLDER"
-        )
+        hint = f"for the whole model: toolkit convert {home} OUT --merge_lora --base_model FOLDER"
+        raise UserError(f"{home} is an adapter's folder, which PeftModel.from_pretrained(base, FOLDER) loads; {hint}")
     folder = _with_file(lora.ADAPTER_CONFIG, reader.model_folder) or settings.config_from
     return lora.read_adapter_config(home if is_adapters_folder else folder, reader)
 
@@ -350,16 +346,12 @@ def _from_base(
     base = open_checkpoint(folder)
     known = _by_names_of({**base.weights, **base.buffers}, {*tensors, *missing})
     if absent := [name for name in missing if name not in known]:
-        raise UserError(
-            f"--base_model {base.path} lacks {len(absent)} of the {len(missing)} parameters that "
-            f"{reader.path} leaves out: {listing(absent, 5)}"
-        )
+        counts = f"{len(absent)} of the {len(missing)} parameters that {reader.path} leaves out"
+        raise UserError(f"--base_model {base.path} lacks {counts}: {listing(absent, 5)}")
     for name, shape in missing.items():
         if shape is not None and known[name].shape != shape:
-            raise UserError(
-                f"{name} is of shape {list(known[name].shape)} in {base.path} and of {list(shape)} in the model of "
-                f"{reader.path}: --base_model is not the model that was trained"
-            )
+            shapes = f"{list(known[name].shape)} in {base.path} and of {list(shape)} in {reader.path}"
+            raise UserError(f"{name} is of shape {shapes}: --base_model is not the model that was trained")
     if reader.excluded:
         return {name: known[name] for name in missing}
     stored = {*tensors, *map(lora.merged_name, reader.tied)}

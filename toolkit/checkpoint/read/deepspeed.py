@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit.checkpoint.read.torch_archive import TorchArchive, open_torch_archive
 from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, join_shards
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, join_shards, mixed_saves
 from toolkit.errors import UserError, listing
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,7 +34,6 @@ _PIPELINE_OR_EXPERT = re.compile(
     r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
 )
 _MOST_PROCESSES = 1 << 20  # a larger number is not believed
-_COPY_AGAIN = "they are of different saves; copy the folder again or take another checkpoint"
 
 
 def is_tag_folder(folder: Path) -> bool:
@@ -118,9 +117,7 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
     believable = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
     world = next(believable, max([*paths["model"], *paths["optimizer"]]) + 1)
     # under stage 3 each rank has a model file
-    sharded = any(_is_sharded(model) for model in models[:1]) or (
-        not models and any(_optimizer(each).get("zero_stage") == 3 for each in optimizers)
-    )
+    sharded = any(map(_is_sharded, models)) or any(_optimizer(each).get("zero_stage") == 3 for each in optimizers)
     _check_ranks(folder, paths, {"model": world if sharded else 1, "optimizer": world if optimizers else 0})
     _check_same([*models, *optimizers], "ds_version")
     for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes"):
@@ -134,17 +131,14 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> di
         match = pattern.fullmatch(name)
         if _PIPELINE_OR_EXPERT.fullmatch(name) or (match and int(match["tensor"])):
             raise UserError(
-                f"{folder / name}: written with {'tensor' if match else 'pipeline or expert'} parallelism, which is "
-                "not supported; DeepSpeed's ds_to_universal.py reads it"
+                f"{folder / name}: {'tensor' if match else 'pipeline or expert'} parallelism is not supported; "
+                "DeepSpeed's ds_to_universal.py reads it"
             )
         if match:
             other = files.setdefault(int(match["rank"] or 0), name)
             first = files[min(files)]
             if other != name or name.startswith("bf16_") != first.startswith("bf16_"):
-                raise UserError(
-                    f"{folder} holds {other if other != name else first} and {name}: two saves lie in one folder; "
-                    "remove the files of the other one"
-                )
+                raise mixed_saves(folder / (other if other != name else first), folder / name, "their names")
     return {rank: folder / files[rank] for rank in sorted(files)}
 
 
@@ -178,28 +172,26 @@ def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[s
     """Raises UserError that names every rank of which a file is missing, or a file that is left of another save."""
     for kind, files in paths.items():
         if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
-            raise UserError(
-                f"{folder} was saved by {counts['optimizer']} processes, and {listing(surplus)} is left of a larger "
-                "save; remove the files of the other save"
-            )
+            saved = f"{folder} was saved by {counts['optimizer']} processes"
+            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove the files of that one")
     missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
     lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
     path = shlex.quote(str(folder.resolve()))
     if lines:
         raise UserError(
-            f"{folder} lacks the {' and the '.join(lines)} ({max(counts.values())} processes saved it): copy the "
-            "folder again; where machines share no disk each has the files of its own processes: collect them here "
-            f"with `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+            f"{folder} lacks the {' and the '.join(lines)} ({max(counts.values())} processes saved it): copy it again; "
+            f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
         )
 
 
 def _check_same(files: Collection[TorchArchive], key: str) -> None:
     first, *others = files
     for other in others:
-        one, two = first.content.get(key), other.content.get(key)
+        one, two = other.content.get(key), first.content.get(key)
         if one != two:
-            values = f" ({one!r} and {two!r})" if type(two) in (int, str) else ""
-            raise UserError(f"{other.file} and {first.file} differ in {key}{values}: {_COPY_AGAIN}")
+            raise mixed_saves(
+                other.file, first.file, f"{key} ({one!r} and {two!r})" if type(two) in (int, str) else key
+            )
 
 
 def _stage(folder: Path, models: list[TorchArchive], optimizers: list[TorchArchive], world: int) -> int:
@@ -213,8 +205,8 @@ def _stage(folder: Path, models: list[TorchArchive], optimizers: list[TorchArchi
             raise UserError(f"{opened.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
         if any(count != world for count in counts):
             raise UserError(
-                f"{opened.file} was saved by {counts[:4]} processes and {world} optimizer files are there: some are "
-                "missing, or files of two saves lie in one folder (or experts are sharded, which is not supported)"
+                f"{opened.file} was saved by {counts[:4]} processes, and {world} optimizer files are there: some are "
+                "missing, or of another save (or experts are sharded, which is not supported)"
             )
         stages.add(stage)
     stage = max(stages, default=0)
@@ -262,10 +254,8 @@ class _Rank:
             return TensorIndex(key, (0,), masters.dtype, ())
         flat = self.opened.index(f"group {number}", tensor)
         if flat.shape not in ((self.sizes[number],), masters.shape):
-            raise UserError(
-                f"{self.file}: group {number} has {flat.count:,} elements of {key} and {self.sizes[number]:,} "
-                "weights: damaged?"
-            )
+            counts = f"{flat.count:,} elements of {key} and {self.sizes[number]:,} weights"
+            raise UserError(f"{self.file}: group {number} has {counts}: damaged?")
         return flat
 
     def addresses(self, number: int) -> dict[str, tuple[int, int]]:
@@ -291,10 +281,7 @@ def _trained(
         raise UserError(f"{model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
     for rank in ranks:
         if len(rank.groups) != len(groups):
-            raise UserError(
-                f"{rank.file} holds {len(rank.groups)} groups and {model.file} names parameters of {len(groups)}: "
-                f"{_COPY_AGAIN}"
-            )
+            raise mixed_saves(rank.file, model.file, f"their groups ({len(rank.groups)} and {len(groups)})")
     tensors: dict[str, dict[str, TensorIndex]] = {name: {} for name in names}
     scalars: dict[str, dict[str, Scalar]] = {}
     shards_of = _shards_of_parameters if stage == 3 else _shards_of_buffer
@@ -311,10 +298,8 @@ def _shards_of_buffer(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards
     gaps = first.content.get("param_alignment_paddings")
     for rank in ranks[1:]:
         if rank.content.get("param_alignment_paddings") != gaps or rank.sizes[number] != size:
-            raise UserError(
-                f"{rank.file} holds {rank.sizes[number]:,} elements of group {number} and {first.file} {size:,}, "
-                f"or pads them otherwise, where all ranks have equal partitions: {_COPY_AGAIN}"
-            )
+            sizes = f"{rank.sizes[number]:,} and {size:,} elements"
+            raise mixed_saves(rank.file, first.file, f"their partition of group {number} ({sizes}), or its padding")
     gaps = gaps[number] if type(gaps) is list and number < len(gaps) else [0] * len(shapes)
     if min(gaps, default=0) < 0:
         raise ValueError("param_alignment_paddings below 0")
@@ -328,16 +313,11 @@ def _shards_of_buffer(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards
     count = sum(rank.groups[number][""].count for rank in ranks)
     # the padding of the buffer to a multiple of 2 x world may be saved
     if not place <= count < place + 2 * len(ranks):
-        raise UserError(
-            f"{first.file} and its {len(ranks) - 1} siblings hold {count:,} elements in group {number} where the "
-            f"parameters of the model file need {place:,}: they are of different saves, or one is damaged"
-        )
+        raise _wrong_count(first, number, count, place)
     for order, rank in enumerate(ranks):  # a second opinion on the layout
         for name, (start, count) in rank.addresses(number).items():
             if count and (order, start, count) not in shards.get(name, []):
-                raise UserError(
-                    f"{rank.file}: it has {name} in another place than the parameters of the model file: {_COPY_AGAIN}"
-                )
+                raise mixed_saves(rank.file, first.file, f"the place of {name}")
     return shards
 
 
@@ -351,17 +331,15 @@ def _shards_of_parameters(ranks: list[_Rank], number: int, shapes: Shapes) -> Sh
         place += size
     for rank in ranks:
         if (count := rank.groups[number][""].count) != place:
-            hint = _COPY_AGAIN
-            if (rank.file.parent / "offloaded_tensors").is_dir():
-                hint = (
-                    "the optimizer was offloaded to NVMe, whose swap files are not read: load the checkpoint in the "
-                    "run that wrote it and save it with offload_optimizer on cpu"
-                )
-            raise UserError(
-                f"{rank.file} holds {count:,} elements in sub-group {number} where its parameters need {place:,}: "
-                f"{hint}"
-            )
+            raise _wrong_count(rank, number, count, place)
     return shards
+
+
+def _wrong_count(rank: _Rank, number: int, count: int, expected: int) -> UserError:
+    hint = "files of different saves are mixed, or one is damaged"
+    if (rank.file.parent / "offloaded_tensors").is_dir():
+        hint = "its optimizer was offloaded to NVMe, which is not read: resume it there, with offload_optimizer on cpu"
+    return UserError(f"{rank.file}: group {number} has {count:,} elements and should have {expected:,}: {hint}")
 
 
 def _tensors_of_group(
@@ -386,10 +364,8 @@ def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
                 by_key.setdefault(key, []).append(scalar)
                 first = by_key[key][0].value
                 if key == "step" and scalar.value != first:
-                    raise UserError(
-                        f"{rank.file} is of optimizer step {scalar.value:g} and {ranks[0].file} of step {first:g}: "
-                        f"{_COPY_AGAIN}"
-                    )
+                    steps = f"{scalar.value:g} and {first:g}"
+                    raise mixed_saves(rank.file, ranks[0].file, f"the optimizer step ({steps})")
     scalars = {}
     for key, (first, *others) in by_key.items():
         values = (first.value, *(other.value for other in others))

@@ -46,9 +46,8 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         # each file is sound in itself, and holds what no version that we know writes
-        raise UserError(
-            f"{path}: its files are damaged, or of a version that is not known ({type(error).__name__}: {error})"
-        ) from error
+        fault = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: its files are damaged, or of a version that is not known ({fault})") from error
 
 
 def _open(path: Path) -> tuple[CheckpointReader, Path]:
@@ -67,9 +66,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
         return open_run_checkpoint(path, path), path
     # DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses
     if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
-        raise UserError(
-            f"{path} is in DeepSpeed's universal format, which only DeepSpeed loads: name what it was made of"
-        )
+        raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint that it was made of")
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
@@ -91,8 +88,8 @@ def _only_checkpoint_in(path: Path) -> Path:
     no checkpoint itself. Raises UserError where there is none, or several."""
     if any((path / "model").glob("*.safetensors")):
         raise UserError(
-            f"{path} is a run without a whole checkpoint (--checkpoint_every N takes them): its trained model is "
-            f"{path / 'model'}, a Hugging Face folder already"
+            f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
+            f"Hugging Face folder, is {path / 'model'}"
         )
     entries = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
     inside = [entry for entry in entries if entry.name.startswith("checkpoint-") and entry.is_dir()]
@@ -116,7 +113,5 @@ def _check(reader: CheckpointReader, folder: Path) -> None:
         check_files(reader, folder)
     most = max(reader.step_counts().values(), default=0)
     if reader.step is not None and most > reader.step:
-        raise UserError(
-            f"{reader.path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}: files of "
-            "two checkpoints are mixed; copy it again or take another one"
-        )
+        steps = f"{reader.path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}"
+        raise UserError(f"{steps}: files of two checkpoints are mixed; copy it again or take another one")

@@ -20,6 +20,7 @@ from toolkit.checkpoint.tensor_index import (
     combine,
     crc32_of_range,
     join_shards,
+    mixed_saves,
 )
 from toolkit.errors import UserError
 
@@ -46,10 +47,8 @@ def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     elif state == "slices" and len(slices) == world:
         reader = _open_ours(path, slices, manifest)
     else:
-        raise UserError(
-            f"{folder / MANIFEST}: its state is {state!r}, written by {world} processes, and the folder holds "
-            f"{len(slices)} files of slices: not all files are there; copy the checkpoint again"
-        )
+        files_there = f"{folder} holds {len(slices)} files of slices of {world} processes (state {state!r})"
+        raise UserError(f"{files_there}: not all files are there; copy the checkpoint again")
     excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
     return dataclasses.replace(
         reader,
@@ -84,10 +83,7 @@ def check_files(reader: CheckpointReader, folder: Path) -> None:
             value = combine(value, crc32_of_range(file, place, between), between)
             value, place = combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
-            raise UserError(
-                f"{file} is not the file that {folder / MANIFEST} was written for: it is of another save, or "
-                "damaged; copy the checkpoint again or take another one"
-            )
+            raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
 
 
 def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> CheckpointReader:
@@ -145,10 +141,7 @@ def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
 
 
 def _compare_scalars(name: str, first: TensorIndex, other: TensorIndex) -> None:
-    one, two = first.number(), other.number()
+    one, two = other.number(), first.number()
     if one != two:
-        what = "optimizer step" if name.startswith("step.") else name
-        raise UserError(
-            f"{other.spans[0].member.file} is of {what} {two} and {first.spans[0].member.file} of {what} {one}: "
-            "they are of different saves; copy the checkpoint again or take another one"
-        )
+        key = "the optimizer step" if name.startswith("step.") else name
+        raise mixed_saves(other.spans[0].member.file, first.spans[0].member.file, f"{key} ({one} and {two})")

@@ -1,8 +1,7 @@
 """A file of `torch.save`, opened: its structure, and where each tensor's bytes lie. Reads no data, imports no torch.
 
 Such a file is a zip file that compresses nothing; it may also be a range of a larger file, as
-torch.distributed.checkpoint writes them. Nothing that it says of itself is believed before it is compared with its
-size.
+torch.distributed.checkpoint writes them. Its sizes and offsets are compared with the file's size before they are used.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ class TorchArchive:
         if member is None:
             raise UserError(f"{self.file}: the bytes of {name} (data/{tensor.storage.key}) are missing: damaged")
         if member.size != tensor.storage.size:
-            raise UserError(
-                f"{self.file}: {member.name} holds {member.size:,} bytes and should hold "
-                f"{tensor.storage.size:,} for {name}: damaged"
-            )
+            sizes = f"holds {member.size:,} bytes and should hold {tensor.storage.size:,}"
+            raise UserError(f"{self.file}: {member.name} {sizes} for {name}: damaged")
         span = Span(member, tensor.offset * ITEM_BYTES[tensor.dtype], tensor.count)
         return TensorIndex(name, tensor.shape, tensor.dtype, (span,))
 
@@ -120,9 +117,7 @@ def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (MalformedError, zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, struct.error) as error:
-        raise UserError(
-            f"{file} is damaged: its zip structure has {error}; copy it again or take another one"
-        ) from None
+        raise UserError(f"{file} is damaged: its zip structure has {error}; copy it again") from None
 
 
 class _Range:
@@ -139,8 +134,8 @@ class _Range:
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        count = left if count < 0 else min(count, left)
+        rest = max(0, self.size - self._at)
+        count = rest if count < 0 else min(count, rest)
         if count > MOST_BYTES:
             raise MalformedError(f"a directory of {count:,} bytes")
         content = os.pread(self.opened.fileno(), count, self.start + self._at)
@@ -164,9 +159,7 @@ def _members(file: Path, archive: _Range) -> Iterator[Member]:
     with_checksums = any(entry.CRC for entry in entries)
     for entry, next_start in zip(entries, [*(each.header_offset for each in entries[1:]), directory], strict=True):
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise UserError(
-                f"{file}: {entry.filename} is compressed, and torch.save never does that: save it with torch"
-            )
+            raise UserError(f"{file}: {entry.filename} is compressed: save it with torch.save, which does not compress")
         header = archive.read_at(entry.header_offset, 30)
         if not header.startswith(_LOCAL):
             raise MalformedError(f"no header before {entry.filename}")
@@ -186,7 +179,6 @@ def _format_fault(first: bytes) -> str:
         return "the end of the file is missing: truncated; copy it again or take another checkpoint"
     if first.startswith(b"\x80"):
         return (
-            "written in torch's old format, before zip files, which cannot be read without executing it; "
-            "load and save it again with torch.save, if you trust it"
+            "in torch's old format, which cannot be read without executing it; if you trust it, load and save it again"
         )
     return "not a file that torch.save wrote, or its beginning and end are damaged"

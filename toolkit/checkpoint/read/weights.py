@@ -83,9 +83,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
         if (folder / single).is_file():
             second = (folder / single).with_stem(f"{Path(single).stem}_1")  # as accelerate names them
             if second.is_file():
-                raise UserError(
-                    f"{folder} holds several models ({single}, {second.name}): put each into its own folder"
-                )
+                raise UserError(f"{folder} holds several models ({single}, {second.name}): give each its own folder")
             return [folder / single], ()
         if index and (folder / index).is_file():
             return _files_of_index(folder / index)
@@ -220,9 +218,8 @@ def _state_of_shards(folder: Path) -> State:
             raise UserError(f"{metadata} names no tensors of a model")
         return tensors, {}, _details(tables)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{metadata} is damaged, or of a version that is not known ({type(error).__name__}: {error})"
-        ) from None
+        fault = f"{type(error).__name__}: {error}"
+        raise UserError(f"{metadata} is damaged, or of a version that is not known ({fault})") from None
 
 
 def _is_weight(value: Any) -> bool:
@@ -244,8 +241,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
         path = shlex.quote(str(folder.resolve()))
         raise UserError(
             f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
-            "share no disk each has the files of its own processes (__RANK_...): collect them here with "
-            f"`rsync -a OTHER_MACHINE:{path}/ {path}/`"
+            f"share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
         )
     return chunks
 
