@@ -50,10 +50,10 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        actual |= load_file(path)
+    return actual
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

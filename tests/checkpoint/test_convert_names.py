@@ -122,9 +122,9 @@ def test_they_come_from_the_base_model(tmp_path: Path) -> None:
     refusal(convert, run, tmp_path / "out", match=r"leaves 2 frozen parameters out .*--base_model")
     base = base_folder(tmp_path / "base", {**BASE, "pooler.bias": torch.ones(2)})
     convert(run, tmp_path / "out", base_model=base, verify=True)
-    found = read_folder(tmp_path / "out")
-    assert set(found) == {*HEAD, *EXCLUDED}  # and no pooler, which the run's model has not
-    assert all(same_bits(found[f"bert.{name}"], tensor) for name, tensor in BASE.items())
+    actual = read_folder(tmp_path / "out")
+    assert set(actual) == {*HEAD, *EXCLUDED}  # and no pooler, which the run's model has not
+    assert all(same_bits(actual[f"bert.{name}"], tensor) for name, tensor in BASE.items())
     # the run's own is taken when it is a folder
     (base / "config.json").write_text('{"model_type": "bert"}')
     convert(write_run(tmp_path / "named", HEAD, excluded=EXCLUDED, base_model=str(base)), tmp_path / "of its own")
@@ -136,8 +136,7 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     short = base_folder(tmp_path / "short", {"embeddings.weight": BASE["embeddings.weight"]})
     refusal(convert, run, tmp_path / "out", base_model=short, match=r"lacks 1 of the 2 parameters .*bert.dense.bias")
     other = base_folder(tmp_path / "other", {**BASE, "dense.bias": torch.ones(6)})
-    with pytest.raises(UserError, match=r"bert.dense.bias is of shape \[6\].*not the model that was trained"):
-        convert(run, tmp_path / "out", base_model=other)
+    refusal(convert, run, tmp_path / "out", base_model=other, match=r"bert.dense.bias is of shape \[6\]")
     assert not (tmp_path / "out").exists()
 
 
@@ -173,15 +172,13 @@ def test_integers_and_buffers_stay(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(5), "ids": torch.arange(9), "mask": torch.tensor([True, False]),
                "double": torch.randn(3, dtype=torch.float64), "none": torch.empty(0, 4)}  # fmt: skip
     convert(write_run(tmp_path / "run", tensors), tmp_path / "out", dtype="bf16", verify=True)
-    found = read_folder(tmp_path / "out")
+    actual = read_folder(tmp_path / "out")
     for name, tensor in tensors.items():
-        wanted = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
-        assert same_bits(found[name], wanted), name
+        expected = tensor.float().bfloat16() if tensor.is_floating_point() else tensor
+        assert same_bits(actual[name], expected), name
 
 
 def test_a_number_too_large_for_fp16_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"fine": torch.ones(5), "large.weight": torch.tensor([1.0, 7e4])})
-    with pytest.raises(UserError, match=r"large.weight .* f16: .*--dtype bf16"):
-        convert(run, tmp_path / "out", dtype="fp16")
+    refusal(convert, run, tmp_path / "out", dtype="fp16", match=r"large.weight .* f16: .*--dtype bf16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
-    convert(run, tmp_path / "out", dtype="bf16")

@@ -83,10 +83,10 @@ def test_all_missing_ranks_are_named_at_once(
     root = copied(name)
     for file in {file for pattern in gone.split("|") for file in tag_of(root).glob(pattern)}:
         file.unlink()
-    said, tag = fault_of(root), tag_of(root)
-    assert said.startswith(f"{tag} lacks the {told}")
-    assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in said
-    fault(f"files of ranks are missing ({name}: {gone})", said.replace(str(tag), "CHECKPOINT"))
+    message, tag = fault_of(root), tag_of(root)
+    assert message.startswith(f"{tag} lacks the {told}")
+    assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in message
+    fault(f"files of ranks are missing ({name}: {gone})", message.replace(str(tag), "CHECKPOINT"))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -106,11 +106,11 @@ def test_a_rank_of_another_step(stage: int, copied: Callable[..., Path]) -> None
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_of_another_world(stage: int, copied: Callable[..., Path]) -> None:
     two, three = copied(f"zero{stage}-bf16 x2"), copied(f"zero{stage}-bf16 x3", to="three")
-    left_over = [file for file in files_of(three) if "rank_2" in file.name]
-    for file in left_over:
+    surplus = [file for file in files_of(three) if "rank_2" in file.name]
+    for file in surplus:
         shutil.copy(file, tag_of(two))
         assert tag_of(two).name in fault_of(two)
-    for file in left_over:
+    for file in surplus:
         (tag_of(two) / file.name).unlink()
     open_checkpoint(two)
     for file in files_of(two):
@@ -118,7 +118,7 @@ def test_ranks_of_another_world(stage: int, copied: Callable[..., Path]) -> None
         shutil.copy(tag_of(three) / file.name, file)
         assert str(tag_of(two)) in fault_of(two)
         file.write_bytes(content)
-    for file in left_over:
+    for file in surplus:
         (tag_of(three) / file.name).unlink()
     assert "3 processes" in fault_of(three)
 

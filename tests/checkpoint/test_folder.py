@@ -72,18 +72,18 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
     """It says of which step everything is: no other step may come out of it."""
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
-    before, said = path.read_bytes(), folders.read_manifest(folder)
-    refused, _ = 0, said.pop("crc32")
+    before, manifest = path.read_bytes(), folders.read_manifest(folder)
+    refused, _ = 0, manifest.pop("crc32")
     for place in range(len(before)):
         for bit in range(8):
             path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
             try:
-                found = folders.read_manifest(folder)
+                actual = folders.read_manifest(folder)
             except UserError as error:
                 assert str(path) in str(error)  # noqa: PT017
                 refused += 1
             else:
-                assert {key: found.get(key) for key in said} == said
+                assert {key: actual.get(key) for key in manifest} == manifest
     assert refused > 0.9 * 8 * len(before)
 
 

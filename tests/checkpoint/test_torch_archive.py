@@ -25,10 +25,10 @@ def test_64_bit_offsets(tmp_path: Path) -> None:
         opened.seek(5 << 30)  # a hole
         with zipfile.ZipFile(opened, "w") as written, written.open("a/data/1", "w", force_zip64=True) as member:
             member.write(b"1234567")
-    (found,) = zip_members(file).values()
+    (actual,) = zip_members(file).values()
     with file.open("rb") as opened:
-        opened.seek(found.offset)
-        assert (found.offset > 5 << 30, opened.read(found.size)) == (True, b"1234567")
+        opened.seek(actual.offset)
+        assert (actual.offset > 5 << 30, opened.read(actual.size)) == (True, b"1234567")
     os.truncate(file, file.stat().st_size - 1)
     refusal(zip_members, file, match=re.escape(str(file)))
 

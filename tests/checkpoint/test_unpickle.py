@@ -67,11 +67,11 @@ def hostile(mark: Path) -> dict[str, bytes]:
         "torch.load": Bomb(torch.load, str(mark)),
         "map": Bomb(map, eval, [python]),
     }
-    found = {
+    actual = {
         f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in (0, 2, 4)
     }
     return {
-        **found,
+        **actual,
         "module with dots": called(stack_name("os.path", "os.system"), text(command)),
         "attribute with dots": called(stack_name("torch", "os.system"), text(command)),
         "attributes of an allowed name": called(name("collections", "OrderedDict.__init__.__globals__"), text("x")),
@@ -106,11 +106,11 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    said = refusal(
+    message = refusal(
         open_torch_archive, file, match=r"mp_rank_00_model_states\.pt needs posix\.system, .*nothing was executed"
     )
     assert not (tmp_path / "mark").exists()
-    fault("a checkpoint that would run a command", said)
+    fault("a checkpoint that would run a command", message)
 
 
 GREEDY = {
@@ -136,9 +136,9 @@ GREEDY = {
 def test_greedy_pickles_cost_nothing(kind: str, fault: Fault) -> None:
     assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt") == []  # the memo's last place
     started = time.process_time()
-    told = refusal(unpickle, GREEDY[kind], "rank.pt", says=["rank.pt"])
+    message = refusal(unpickle, GREEDY[kind], "rank.pt", says=["rank.pt"])
     assert time.process_time() - started < 5
-    fault(f"a small pickle that wants all memory or hours: {kind}", told)
+    fault(f"a small pickle that wants all memory or hours: {kind}", message)
 
 
 def test_what_is_called_copies_nothing() -> None:
@@ -169,8 +169,8 @@ def test_what_is_called_copies_nothing() -> None:
 )
 def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    said = refusal(open_checkpoint, tmp_path, match=told)
-    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), said)
+    message = refusal(open_checkpoint, tmp_path, match=told)
+    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), message)
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
 
 def test_every_allowed_name_makes_something_inert() -> None:
     """What an allowed name makes is ours, or a plain container."""
-    for found in ALLOWED.values():
-        assert found.make is None or found.make.__module__ == unpickle.__module__
+    for actual in ALLOWED.values():
+        assert actual.make is None or actual.make.__module__ == unpickle.__module__
 
 
 def test_structures_of_torch(tmp_path: Path) -> None:

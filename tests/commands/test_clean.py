@@ -34,8 +34,8 @@ def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     rest = [name for name in left(run) if name != "checkpoints"]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
-    said = clean(run)
-    assert said == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
+    message = clean(run)
+    assert message == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
     assert [name for name in left(run) if name != ".lock"] == rest
     assert "there were no checkpoints" in clean(run)
 
@@ -54,12 +54,12 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     with FileLock(run / ".lock"), pytest.raises(UserError, match="a run is writing to it"):
         clean(run)
-    for path, said in (
+    for path, message in (
         (finished_run(tmp_path / "stopped", stopped={"step": 3}), "was stopped"),
         (finished_run(tmp_path / "killed", steps=4), "has taken 4 of 6 steps"),
         (tmp_path / "none", "does not exist"),
     ):
-        refusal(clean, path, match=said)
+        refusal(clean, path, match=message)
     (run / "report.html").unlink()
     refusal(clean, run, match=r"is not finished: the same command resumes it")
     (run / "report.html").touch()
