@@ -135,6 +135,10 @@ def test_swapped_ranks(stage: int, copied: Callable[..., Path]) -> None:
 
 def test_two_saves_in_one_folder(copied: Callable[..., Path]) -> None:
     root, other = copied("zero2-bf16 x2"), copied("zero2-fp32 x2", to="other")
+    third = tag_of(copied("zero3-bf16 x2", to="third")) / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    surplus = Path(shutil.copy(third, tag_of(root)))
+    assert surplus.name in fault_of(root)
+    surplus.unlink()
     for file in tag_of(other).glob("*optim*"):
         shutil.copy(file, tag_of(root))
     assert "different saves" in fault_of(root)

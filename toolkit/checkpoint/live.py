@@ -2,7 +2,7 @@
 
 A strategy decides which elements of a parameter a process owns, and in which tensors their fp32 masters and the
 optimizer's state of them lie. Everything above works on `Fragment`s alone: to restore a checkpoint is to
-fill each of them with the same elements of whatever was saved.
+fill each of them with the same elements of the saved tensors.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class LiveState:
         return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if is_writer}
 
     def before_loading(self) -> None:
-        """Collective: brings parameters into the form in which fragments may be written."""
+        """Collective: prepares the parameters for writing into fragments."""
 
     def after_loading(self, steps: int) -> None:
         """Collective: the weights the model computes with follow the masters. `steps`: taken so far."""

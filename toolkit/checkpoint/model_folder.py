@@ -1,6 +1,6 @@
 """A Hugging Face folder from a model under any strategy, and its weights back into one.
 
-With LoRA the folder is the merged model's, and the adapter alone stands beside it in adapter/. What LoRA calls its
+With LoRA the folder is the merged model's, and adapter/ beside it has the adapter alone. What LoRA calls its
 parameters is in `lora`; nothing here imports peft, so that the folder needs it as little as its readers do.
 """
 

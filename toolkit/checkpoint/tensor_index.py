@@ -1,7 +1,7 @@
 """What a checkpoint holds: named tensors whose elements lie in byte ranges of files. Imports no torch.
 
-Everything that reads a checkpoint (resume, convert, inspect) works on a `CheckpointReader`, whoever wrote the
-files. A tensor is a chain of spans and never has to be in memory as a whole: the caller reads the elements it needs.
+Everything that reads a checkpoint (resume, convert, inspect) works on a `CheckpointReader`, whichever library wrote
+the files. A tensor is a chain of spans and never has to be in memory as a whole: its elements are read as needed.
 """
 
 from __future__ import annotations

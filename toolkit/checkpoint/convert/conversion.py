@@ -72,7 +72,7 @@ class ConvertSettings:
 def convert(settings: ConvertSettings) -> list[str]:
     """Converts a checkpoint, and returns the lines to print.
 
-    Raises UserError for whatever is wrong; nothing is changed then.
+    Raises UserError, and changes nothing then.
     """
     _check_place(settings)
     reader, dtype = _model_of(open_checkpoint(settings.checkpoint), settings.prefix), DTYPES[settings.dtype]

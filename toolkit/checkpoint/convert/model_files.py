@@ -108,7 +108,7 @@ def has_plain_names(folder: Path) -> bool:
 
 
 def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
-    """Raises UserError naming what the weights lack or have in surplus, as far as the config tells.
+    """Raises UserError naming what the weights lack or have in surplus, as far as the config determines it.
 
     `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
     """
@@ -130,7 +130,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
             if (name == end or (end in rows and name.endswith(end))) and count is not None and shape[:1] != (count,):
                 faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {setting}")
     if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
-        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
+        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} requires")
     if rows and heads and not any(head in shapes for head in _HEADS):
         prefix = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
         hint = f"; those under {prefix} alone: --prefix {prefix}" if prefix else ""

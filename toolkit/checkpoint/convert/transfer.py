@@ -22,7 +22,7 @@ from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blo
 from toolkit.errors import UserError
 from toolkit.utils.files import create_file, write_new
 
-# Bytes read at a time: with what a cast makes of them it fits a core's cache, so that memory is passed once.
+# Bytes read at a time: with the result of a cast they fit a core's cache, so that memory is read once.
 BLOCK = 512 << 10
 # Bytes of a thread's turn.
 CHUNK = 16 << 20
@@ -124,7 +124,7 @@ def _write_at(file: int, content: memoryview, place: int) -> None:
 
 
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """The file that tells `from_pretrained` where each tensor is."""
+    """The file in which `from_pretrained` looks tensors up."""
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)

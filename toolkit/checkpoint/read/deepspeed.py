@@ -33,7 +33,7 @@ _MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_mode
 _PIPELINE_OR_EXPERT = re.compile(
     r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
 )
-_MOST_PROCESSES = 1 << 20  # a larger number is not believed
+_MOST_PROCESSES = 1 << 20  # a larger number is damage
 
 
 def is_tag_folder(folder: Path) -> bool:
@@ -84,7 +84,7 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
         world=world,
         step=content.get("global_steps") if type(content.get("global_steps")) is int else None,
         members=tuple(member for opened in (*models, *optimizers) for member in opened.members.values()),
-        # as the model names them, whatever order the groups have
+        # in the model's order, not that of the groups
         weights={name: weights[name] for name in (*module, *weights) if name in weights},
         buffers={name: model.index(name, tensor) for name, tensor in buffers.items()},
         tied=tied,
@@ -114,10 +114,11 @@ def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], i
     models = [_open(path, "module") for path in paths["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
     counts = [*(model.content.get("dp_world_size") for model in models), *(_partition_counts(o)[0] for o in optimizers)]
-    believable = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
-    world = next(believable, max([*paths["model"], *paths["optimizer"]]) + 1)
+    plausible = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
+    world = next(plausible, max([*paths["model"], *paths["optimizer"]]) + 1)
     # under stage 3 each rank has a model file
-    sharded = any(map(_is_sharded, models)) or any(_optimizer(each).get("zero_stage") == 3 for each in optimizers)
+    stages = {_optimizer(each).get("zero_stage") for each in optimizers}
+    sharded = _is_sharded(models[0]) if models else stages == {3}
     _check_ranks(folder, paths, {"model": world if sharded else 1, "optimizer": world if optimizers else 0})
     _check_same([*models, *optimizers], "ds_version")
     for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes"):

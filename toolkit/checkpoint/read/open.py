@@ -1,6 +1,6 @@
 """Any checkpoint, recognised by what lies in the folder, as a `CheckpointReader`. Imports no torch.
 
-Opening reads the structure of the files; what the files say of one another is checked afterwards, on the reader.
+Opening reads the structure of the files; whether they belong together is checked afterwards, on the reader.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        # each file is sound in itself, and holds what no version that we know writes
+        # each file is sound in itself, with content that no known version writes
         fault = f"{type(error).__name__}: {error}"
         raise UserError(f"{path}: its files are damaged, or of a version that is not known ({fault})") from error
 

@@ -32,7 +32,7 @@ _DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "m
 def open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
     """Opens a folder with a manifest. `path`: as the user named it.
 
-    Raises UserError where a file is missing, damaged, or of another size than the manifest says.
+    Raises UserError where a file is missing, damaged, or of another size than in the manifest.
     """
     manifest = read_manifest(folder)
     if fault := fault_of(folder):

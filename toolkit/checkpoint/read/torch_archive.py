@@ -31,7 +31,7 @@ class TorchArchive:
     members: Mapping[str, Member]
     """By name in the zip file: `ARCHIVE/data/KEY` holds the storage KEY."""
     archive: str
-    """The name without a suffix that the file was written under, or `archive` where torch did not know one."""
+    """The name without a suffix that the file was written under, or `archive` where torch got none."""
 
     def index(self, name: str, tensor: Any) -> TensorIndex:
         """Where a tensor of this file lies. Raises UserError where its elements do not follow one another, or are not
@@ -74,7 +74,7 @@ class TorchArchive:
 def open_torch_archive(file: Path, start: int = 0, size: int | None = None) -> TorchArchive:
     """Opens a file of torch.save, or the range of one that holds it.
 
-    Raises UserError for what is missing, truncated, damaged, of an old format, or asks for anything to be executed.
+    Raises UserError for what is missing, truncated, damaged, of an old format, or would have to be executed.
     """
     members = zip_members(file, start, size)
     structures = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
@@ -91,7 +91,7 @@ def open_torch_archive(file: Path, start: int = 0, size: int | None = None) -> T
 def read_member(member: Member, most: int) -> bytes:
     """A whole member, its checksum compared. Raises UserError if it is larger than `most` bytes."""
     if member.size > most:
-        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than is believable: damaged?")
+        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than it can have: damaged?")
     content = bytearray(member.size)
     read_into(member.file, member.offset, memoryview(content))
     member.check(crc32(content))

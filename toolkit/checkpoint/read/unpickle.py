@@ -97,7 +97,7 @@ def unpickle(content: bytes, where: Path | str) -> Any:
     Raises UserError for a global that is not allowed, and a malformed or unbelievably large pickle.
     """
     if len(content) > MOST_BYTES:
-        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than is believable: damaged?")
+        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than a structure can have: damaged?")
     try:
         value = _Unpickler(content, where).load()
         for _ in walk([value]):  # raises where a few bytes describe a structure without end
@@ -212,7 +212,7 @@ def _key(value: Any) -> Any:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """What an allowed global makes of the arguments."""
+    """The result of an allowed global for these arguments."""
     if type(function) is not Global or function.make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
     return function.make(*arguments)

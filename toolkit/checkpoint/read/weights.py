@@ -2,12 +2,12 @@
 those of `accelerator.save_state` of one process, DDP (the same) and FSDP, a file of torch.save (Lightning's `.ckpt`
 too), and folders of torch.distributed.checkpoint.
 
-The last have a pickled `.metadata` that says which rectangle of which tensor lies where, and `__RANK_N.distcp` files,
+The last have a pickled `.metadata` with the place of each rectangle of each tensor, and `__RANK_N.distcp` files,
 each a row of small files of torch.save. What training saves is often a table of tables, and the model's tensors lie
 under a key of it (`model`, `state_dict`): the one key whose table holds tensors. Where several do, a tensor's name
 begins with its key's, and `details["states"]` lists them.
-Nothing tells parameters from buffers: all are `weights`. The parameters' order in an optimizer's file is not known, and
-only a run's own checkpoints are resumed: its state is ignored.
+Parameters and buffers are not distinguished: all are `weights`. The parameters' order in an optimizer's file is not
+known, and only a run's own checkpoints are resumed: its state is ignored.
 """
 
 from __future__ import annotations
