@@ -189,8 +189,8 @@ def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
 
 def test_every_allowed_name_makes_something_inert() -> None:
     """What an allowed name makes is ours, or a plain container."""
-    for actual in ALLOWED.values():
-        assert actual.make is None or actual.make.__module__ == unpickle.__module__
+    for make in ALLOWED.values():
+        assert make is None or make.__module__ == unpickle.__module__
 
 
 def test_structures_of_torch(tmp_path: Path) -> None:

@@ -30,14 +30,13 @@ class MalformedError(Exception):
     """Not a pickle that torch writes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Global:
+class Global(NamedTuple):
     """An allowed global."""
 
     path: str
     """`module.name`"""
-    make: Callable[..., Any] | None = None
-    """Our function for calls of the global, or for objects of it; None where it is neither called nor instantiated."""
+    make: Callable[..., Any] | None
+    """Our function for calls of it, `Inert` for objects of it; None where it is neither called nor instantiated."""
 
 
 @dataclass(eq=False, slots=True)
@@ -157,7 +156,7 @@ class _Unpickler(_Python):
                 f"{self.where} needs {shown}, which is not allowed in a checkpoint: nothing was executed; if you trust "
                 "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
             )
-        return ALLOWED[path]
+        return Global(path, ALLOWED[path])
 
     def persistent_load(self, pid: Any) -> Storage:
         """torch's: ("storage", class, key, device, elements)."""
@@ -215,7 +214,7 @@ def _call(function: Any, arguments: Any) -> Any:
     """The result of an allowed global for these arguments."""
     if type(function) is not Global or function.make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return function.make(*arguments)
+    return Inert(function.path, arguments) if function.make is Inert else function.make(*arguments)
 
 
 _INHERITED = (
@@ -285,13 +284,6 @@ def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-def _allow(functions: Mapping[str, Callable[..., Any] | None], *classes: str) -> dict[str, Global]:
-    def inert(path: str) -> Global:
-        return Global(path, lambda *arguments: Inert(path, arguments))
-
-    return {path: Global(path, make) for path, make in functions.items()} | {path: inert(path) for path in classes}
-
-
 _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
 _DTYPES = [f"torch.{name}" for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8",
                                         "uint8", "bool")]  # fmt: skip
@@ -302,22 +294,7 @@ _LIGHTNING = (
     "pytorch_lightning.utilities.parsing",
 )
 _DCP = "torch.distributed.checkpoint.metadata."
-ALLOWED = _allow(
-    {
-        **dict.fromkeys(_CONSTANTS),
-        "torch._utils._rebuild_tensor": _tensor,
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_parameter": _first,
-        "torch._utils._rebuild_parameter_with_state": _first,
-        "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
-        "torch.Size": _counts,
-        "torch.serialization._get_layout": _first,
-        **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
-        **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),
-        **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
-        "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
-        f"{_DCP}_MEM_FORMAT_ENCODING": _first,
-    },
+_INERT = (
     "torch.device",
     # numpy's scalars, where a run's own state holds them
     "numpy.dtype",
@@ -336,4 +313,20 @@ ALLOWED = _allow(
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )  # fmt: skip
-"""The globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint, all of them inert."""
+ALLOWED: Mapping[str, Callable[..., Any] | None] = {
+    **dict.fromkeys(_CONSTANTS),
+    **dict.fromkeys(_INERT, Inert),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
+    "torch.Size": _counts,
+    "torch.serialization._get_layout": _first,
+    **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
+    **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),
+    **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
+    f"{_DCP}_MEM_FORMAT_ENCODING": _first,
+}
+"""`Global.make` by path: the globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint."""
