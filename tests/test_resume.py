@@ -113,10 +113,13 @@ def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: 
     assert "settings that changed since: mixed_precision was no and is bf16" in message
 
 
-def test_a_torn_last_line_is_replaced(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # 15's own line is missing, too
+    shutil.rmtree(run / "model")
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
 
@@ -145,14 +148,6 @@ def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     message = failed(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
     assert "belongs to another job: the model differs: the content of its files has changed" in message
-
-
-def test_a_lost_model_folder_is_made_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 18)
-    shutil.rmtree(run / "model")
-    (run / "eval.jsonl").unlink()  # of the time before; what comes is appended
-    train(*settings, "--output_dir", run)
-    assert_same_weights(run / "model" / "model.safetensors", whole / "model" / "model.safetensors")
 
 
 def test_without_the_best_checkpoint_the_next_evaluation_counts(

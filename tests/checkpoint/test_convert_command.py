@@ -42,16 +42,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_line_says_what_was_done(run: Path, tmp_path: Path) -> None:
-    done = command("convert", run, tmp_path / "out", "--verify")
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    assert lines[1] == "verified: 2 tensors are the checkpoint's, bit for bit"
-    assert "wrote" in lines[2]
-    assert "GB/s" in lines[2]
-    assert names_in(tmp_path) == ["out", "run"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -281,14 +271,6 @@ def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Pat
     again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert all(same_bits(tensor, state[key]) for key, tensor in again.state_dict().items())
-
-
-def test_a_model_folder_is_a_checkpoint_too(tiny_model: Path, tmp_path: Path) -> None:
-    convert(tiny_model, tmp_path / "half", dtype="bf16")
-    convert(tmp_path / "half", tmp_path / "whole", max_shard_bytes=20_000)
-    first, last = read_folder(tiny_model), read_folder(tmp_path / "whole")
-    assert all(same_bits(last[name], tensor.bfloat16().float()) for name, tensor in first.items())
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
