@@ -139,7 +139,7 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> di
             other = files.setdefault(int(match["rank"] or 0), name)
             first = files[min(files)]
             if other != name or name.startswith("bf16_") != first.startswith("bf16_"):
-                raise mixed_saves(folder / (other if other != name else first), folder / name, "the form of their names")
+                raise mixed_saves(folder / (other if other != name else first), folder / name, "their file names")
     return {rank: folder / files[rank] for rank in sorted(files)}
 
 
