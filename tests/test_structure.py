@@ -22,7 +22,7 @@ FLOORS = {
     "errors": 0, "utils": 0, "config": 0, "launch": 0, "demo": 0, "pretrained": 0,
     "data": 1, "models": 1, "objective": 1, "checkpoint": 1,
     "training": 2, "evaluation": 2,
-    "report": 3, "run": 3, "api": 3, "pooled": 0,
+    "report": 3, "run": 3, "api": 3,
     "features": 4,
     "commands": 5, "cli": 5, "__main__": 5, "recipes": 5,
 }  # fmt: skip
@@ -74,24 +74,13 @@ def test_every_part_has_a_floor() -> None:
     assert parts <= set(FLOORS), f"give {sorted(parts - set(FLOORS))} a floor in FLOORS, as DESIGN.md has it"
 
 
-# Modules of the core that still name a feature: each row goes when a hook takes its place.
-PENDING = {
-    "toolkit.api", "toolkit.data.prepare", "toolkit.evaluation.classification", "toolkit.evaluation.saved_model",
-    "toolkit.report.html", "toolkit.run",
-}  # fmt: skip
-# The same for pairs of features.
-PENDING_PAIRS = {
-    ("baselines", "decisions"), ("estimate", "titles"), ("evaluate", "baselines"), ("evaluate", "decisions"),
-    ("evaluate", "predict"), ("export", "decisions"), ("export", "titles"), ("predict", "decisions"),
-    ("sweep", "compare"),
-}  # fmt: skip
+# Pairs of features of which one still imports the other.
+PENDING_PAIRS = {("estimate", "titles"), ("sweep", "compare")}
 
 
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
 def test_no_import_goes_up(path: Path) -> None:
     here = part_of(name_of(path))
-    if name_of(path) in PENDING:
-        return
     floor = FLOORS.get(here, -1)  # the package itself stands under everything
     upward = [
         f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
@@ -114,17 +103,27 @@ def test_no_feature_imports_another(path: Path) -> None:
     assert {name for name in others if (here, name) not in PENDING_PAIRS} == set()
 
 
+def test_the_core_names_no_feature_and_features_are_light_to_find() -> None:
+    """Not in strings either; only a recipe may import one."""
+    core = [path for path in MODULES if not feature_of(name_of(path))]
+    named = [path.name for path in core if re.search(r"toolkit\.features\.\w", path.read_text(encoding="utf-8"))]
+    assert named == []
+    hooks = [path for path in MODULES if path.name == "feature.py"]
+    assert {path.parent.name for path in hooks} == {path.name for path in (PACKAGE / "features").iterdir()
+                                                    if (path / "__init__.py").is_file()}  # fmt: skip
+
+
 def test_at_most_eight_files_lie_loose() -> None:
-    assert len({path.name for path in PACKAGE.glob("*.py")} - {"pooled.py"}) <= 8  # pooled.py is to go
+    assert len({path.name for path in PACKAGE.glob("*.py")}) <= 8
 
 
-SIDE_BY_SIDE = ("data", "models", "checkpoint")
+SIDE_BY_SIDE = ("data", "models", "objective", "checkpoint")
 
 
 @pytest.mark.parametrize(
     "path", [path for name in SIDE_BY_SIDE for path in (PACKAGE / name).rglob("*.py")], ids=name_of
 )
-def test_data_models_and_checkpoint_do_not_need_each_other(path: Path) -> None:
+def test_data_models_objective_and_checkpoint_do_not_need_each_other(path: Path) -> None:
     others = {name for name in SIDE_BY_SIDE if name != part_of(name_of(path))}
     needed = [module for _, module in imports_of(path) if module.startswith("toolkit.") and part_of(module) in others]
     named = re.findall(rf"toolkit\.(?:{'|'.join(others)})\b", path.read_text(encoding="utf-8"))  # and in strings

@@ -47,6 +47,19 @@ class Labels(Targets):
     values: tuple[str, ...] = ()
     """What the cells hold for each class, where --label_names_file gives it another name."""
 
+    column_setting, usual_columns = "label_column", USUAL
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        facts = {"label_column": settings.data.label_column, "problem_type": settings.model.problem_type}
+        file = settings.data.label_names_file
+        return facts | ({"class_names": read_class_names(file)} if file else {})
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Labels:
+        data, names = settings.data, cls.data_facts(settings).get("class_names")
+        return find_labels(table, data.label_column, settings.model.problem_type, text_column, rows, names)
+
     @property
     def size(self) -> int:
         """The number of outputs the model needs."""

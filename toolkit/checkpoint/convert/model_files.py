@@ -18,7 +18,7 @@ from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
-"""How the model's probabilities become answers; toolkit.features.decisions.decisions writes and reads it."""
+"""How the probabilities of a model become answers; it belongs to the weights of one step."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
 _COPIED = (
@@ -113,7 +113,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
     """
     faults = Faults()
-    family = str(config.get("model_type")).removeprefix("pooled-")  # toolkit.pooled, whose torch is not imported here
+    family = str(config.get("model_type"))
     rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items() if family in _KNOWN}
     heads: dict[str, tuple[Any, str]] = {}
     if family in _KNOWN:
@@ -172,11 +172,10 @@ _BUILD = """
 import collections, json, os, resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (16 << 30,) * 2)
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
-import torch, transformers, toolkit.pooled
-toolkit.pooled.know(transformers.PreTrainedConfig.get_config_dict(sys.argv[1])[0].get("model_type"))
+import torch, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
 name = config.architectures[0]
-kind = getattr(transformers, name, None) or getattr(toolkit.pooled, name)
+kind = getattr(transformers, name)
 with torch.device("meta"):
     state = kind(config).state_dict(keep_vars=True)
 shapes = {name: list(tensor.shape) for name, tensor in state.items()}

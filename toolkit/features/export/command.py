@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import TASKS, ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of
+from toolkit.checkpoint.convert.model_files import DECISIONS
+from toolkit.config import ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data, split_of_texts
 from toolkit.data.read import find_columns, read_file
@@ -30,13 +31,11 @@ from toolkit.data.rows import text_column, texts_of
 from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
+from toolkit.evaluation.answers import ClassAnswers, labels_of, saved_answers
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import labels_of, quoting_of_run
-from toolkit.features.decisions.decisions import DECISIONS, saved_decisions
-from toolkit.features.titles import model as title_model
+from toolkit.evaluation.saved_model import quoting_of_run
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import FILES, INPUTS, ExportedClassifier, exported_to, require_packages
-from toolkit.pooled import pooled_config
 from toolkit.pretrained import load_config, quiet_transformers
 from toolkit.utils.files import replace_folder, writing
 
@@ -74,7 +73,7 @@ def export(options: Any) -> None:
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{said}]") from error
         expected = _logits(accelerator, model, validation, tokenizer)
         found = _logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer)
-        decide = saved_decisions(options.model, labels).adjusted
+        decide = saved_answers(options.model, model.config).adjusted
         said, losses = compare(decide(expected), decide(found), validation.labels if known else None, labels)
         said = f"{said}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
@@ -95,7 +94,7 @@ def _exportable(name: str) -> Any:
     if kind := exported_to(Path(model_path(name))):
         raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
     config = load_config(named)
-    if config.model_type == title_model.KIND:
+    if not isinstance(saved_answers(name, config), ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
     if LengthBuckets.of_model(config):
         raise UserError(
@@ -135,7 +134,7 @@ def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
         kept, recipe = run["settings"] | {"max_length": run["data"]["max_length"]}, run["identity"]["recipe"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    task = TASKS.get(recipe, TaskSettings)
+    task = tasks().get(recipe, TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     given = {key: kept[key] for key, field in fields.items() if key in kept and kept[key] != field.default}
     return prepare_data(build(task, given), tokenizer, model.config)
@@ -285,8 +284,7 @@ def _quiet() -> Iterator[None]:
 
 def _finish(draft: Path, source: Path, model: Any, tokenizer: Any, options: Any, said: str) -> None:
     """config.json with the label names, the tokenizer, what the model's folder decides by, and its card."""
-    pools = hasattr(model.config, "pooling")  # and so does the graph: its readers need not know
-    (pooled_config(model.config, "cls") if pools else model.config).save_pretrained(draft)
+    model.config.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     if (source / DECISIONS).is_file():
         shutil.copyfile(source / DECISIONS, draft / DECISIONS)

@@ -15,6 +15,7 @@ from toolkit.data.tokens import encoded, save_strings, save_tokens
 from toolkit.errors import UserError
 
 USUAL = ("title", "summary", "headline", "highlights", "heading", "标题", "题目", "摘要")
+_TRIAL_TITLES = 20
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,45 @@ class Titles(Targets):
     max_length: int
     """Tokens that are predicted, the end counted."""
 
+    column_setting, usual_columns = "title_column", USUAL
+
+    @classmethod
+    def check(cls, settings: Any, tokenizer: Any) -> None:
+        if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
+            name = settings.model.model_name_or_path
+            raise UserError(f"{name}: its tokenizer has no tokens that begin and end a title")
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        return {name: getattr(settings.data, name) for name in ("title_column", "max_target_length")}
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        return {"title_column": cls.find(settings, table, text_column).column}
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Titles:
+        columns = find_columns(table, settings.data.title_column, USUAL, "title_column")
+        texts = columns_of(table, text_column)
+        if len(columns) != 1:
+            raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
+        if columns[0] in texts:
+            raise UserError(
+                f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and "
+                "--title_column"
+            )
+        return cls(columns[0], settings.data.max_target_length)
+
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """(samples,) int64 that mean nothing: titles are read when they are kept."""
         return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:
         return self.column in table.rows.column_names and not any(map(any, self._titles(table, None)))
+
+    def trial(self, split: Any) -> tuple[Any, Any]:
+        titles = split.titles()[:_TRIAL_TITLES]
+        return titles, titles
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
         """`target_ids`, `target_offsets`, a `labels` that means nothing, and, but for training, the titles."""
@@ -56,15 +90,3 @@ class Titles(Targets):
     def _titles(self, table: Table, rows: np.ndarray | None) -> Iterator[list[str]]:
         for _, (cells,) in table.cells((self.column,), "title", rows):
             yield ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
-
-
-def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
-    """The column of titles. Raises UserError when it cannot be told."""
-    texts, columns = columns_of(table, text_column), find_columns(table, title_column, USUAL, "title_column")
-    if len(columns) != 1:
-        raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
-    if columns[0] in texts:
-        raise UserError(
-            f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and --title_column"
-        )
-    return Titles(columns[0], max_length)

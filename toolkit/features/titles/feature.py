@@ -1,0 +1,48 @@
+"""Models that write titles (recipes/title.py): the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolkit.features.titles.settings import KIND, TitleDataSettings, TitleSettings
+from toolkit.utils.features import Feature, PagePart, Problem
+
+
+class TitlesFeature(Feature):
+    """Models that write titles."""
+
+    tasks: ClassVar = {"title": TitleSettings}
+    problems: ClassVar = {"title_generation": Problem(metric="rougeL", hub_task="summarization")}
+    first_settings = ("title_column",)
+
+    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
+        if str(values.get("num_beams")) == "1" and values.get("length_penalty") is not None:
+            yield "--length_penalty has no effect with --num_beams 1: use more beams, or drop it"
+
+    def targets(self, settings: Any) -> Any:
+        if not isinstance(settings.data, TitleDataSettings):
+            return None
+        from toolkit.features.titles.data import Titles
+
+        return Titles
+
+    def answers(self, model: str, config: Any) -> Any:
+        if config.model_type != KIND:
+            return None
+        from toolkit.features.titles.evaluation import TitleAnswers
+
+        return TitleAnswers()
+
+    def page(self, page: Any) -> PagePart | None:
+        if page.record.problem_type not in self.problems:
+            return None
+        from toolkit.features.titles.page import examples
+
+        context = examples(page.record, page.folder, page.texts)
+        links = {"examples": "Examples"} if context["examples"] else {}
+        return PagePart(Path(__file__).with_name("page.html"), context, links)
+
+
+FEATURE = TitlesFeature()
