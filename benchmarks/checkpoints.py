@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoints.py --write            (about 4 minutes on 2 cores)
 
-Per way to run: seconds that training stood still for a save (flushed and checked), its bytes, beside
+Per way to run: seconds that training waits for a save (flushed and checked), its bytes, beside
 `cp` + `sync` of the same files, measured right after; and the largest resident memory of a process in a
 run that resumes, beside that of the run that saved.
 """
@@ -60,7 +60,7 @@ def measure(way: str, words: list[str]) -> str:
         saving = run(output, STEPS, words)
         seconds = [line["checkpoint_seconds"] for line in saving if "checkpoint_seconds" in line]
         size = next(line["checkpoint_bytes"] for line in saving if "checkpoint_bytes" in line)
-        copies = [copied((output / "checkpoints" / "last").resolve(), Path(folder) / "copy") for _ in seconds]
+        copies = [copy_seconds((output / "checkpoints" / "last").resolve(), Path(folder) / "copy") for _ in seconds]
         resuming = run(output, STEPS + 1, words)
     peaks = [max(line["peak_memory_bytes"] for line in lines) for lines in (saving, resuming[STEPS:])]
     ratio = statistics.median(seconds) / statistics.median(copies)
@@ -78,7 +78,7 @@ def run(output: Path, steps: int, words: list[str]) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def copied(source: Path, target: Path) -> float:
+def copy_seconds(source: Path, target: Path) -> float:
     """Seconds of a copy that is on the disk at the end, as a checkpoint is."""
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)

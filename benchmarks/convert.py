@@ -60,18 +60,18 @@ def main() -> None:
 def shapes(size: int) -> dict[str, tuple[int, ...]]:
     """Parameters of BERT-like layers of at least `size` bytes in fp32."""
     width = LAYERS_WIDTH
-    found: dict[str, tuple[int, ...]] = {"bert.embeddings.word_embeddings.weight": (30522, width)}
+    parameters: dict[str, tuple[int, ...]] = {"bert.embeddings.word_embeddings.weight": (30522, width)}
     layer = {"attention.self.query": (width, width), "attention.self.key": (width, width),
              "attention.self.value": (width, width), "attention.output.dense": (width, width),
              "intermediate.dense": (4 * width, width), "output.dense": (width, 4 * width)}  # fmt: skip
     count, number = 30522 * width, 0
     while count * 4 < size:
         for name, (rows, columns) in layer.items():
-            found[f"bert.encoder.layer.{number}.{name}.weight"] = (rows, columns)
-            found[f"bert.encoder.layer.{number}.{name}.bias"] = (rows,)
+            parameters[f"bert.encoder.layer.{number}.{name}.weight"] = (rows, columns)
+            parameters[f"bert.encoder.layer.{number}.{name}.bias"] = (rows,)
             count += rows * columns + rows
         number += 1
-    return found | {"classifier.weight": (3, width), "classifier.bias": (3,)}
+    return parameters | {"classifier.weight": (3, width), "classifier.bias": (3,)}
 
 
 def make(folder: Path, size: int, world: int, stage: int) -> None:
@@ -131,15 +131,15 @@ def model_states(named: Mapping[str, tuple[int, ...]], world: int, stage: int) -
 
 def measure_all(folder: Path, options: argparse.Namespace) -> str:
     """Makes the checkpoint, runs every way in turns, and returns the table with its conditions."""
-    checkpoint, out, kept = folder / "checkpoint", folder / "out", folder / "kept"
-    made = ["--make", str(checkpoint), "--gigabytes", str(options.gigabytes), "--world", str(options.world)]
-    run([sys.executable, __file__, *made, "--stage", str(options.stage)])
+    checkpoint, out, reference = folder / "checkpoint", folder / "out", folder / "reference"
+    arguments = ["--make", str(checkpoint), "--gigabytes", str(options.gigabytes), "--world", str(options.world)]
+    run([sys.executable, __file__, *arguments, "--stage", str(options.stage)])
     os.sync()
     convert = [sys.executable, "-m", "toolkit", "convert", str(checkpoint)]
-    run([*convert, str(kept), "--verify"])
+    run([*convert, str(reference), "--verify"])
     ways: dict[str, list[str]] = {
-        "`cp` of the same bytes": ["cp", "-r", str(kept), str(out)],
-        "`cp`, then `sync`": ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", str(kept), str(out)],
+        "`cp` of the same bytes": ["cp", "-r", str(reference), str(out)],
+        "`cp`, then `sync`": ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", str(reference), str(out)],
         "`toolkit convert`": [*convert, str(out)],
         "`toolkit convert --sync`": [*convert, str(out), "--sync"],
         "`toolkit convert --dtype bf16`": [*convert, str(out), "--dtype", "bf16"],
@@ -149,13 +149,13 @@ def measure_all(folder: Path, options: argparse.Namespace) -> str:
     if not options.skip_zero_to_fp32:
         theirs = [sys.executable, "-c", _THEIRS, str(checkpoint), str(out)]
         ways["DeepSpeed's `zero_to_fp32.py`"] = theirs
-        check_same(theirs, out, kept)
-    taken: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+        check_same(theirs, out, reference)
+    timings: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for _ in range(options.repeats):
         for way, command in ways.items():
-            prepare(out, [*checkpoint.rglob("*.pt"), *kept.iterdir()], options.cold)
-            taken[way].append(run(command))
-    return report(taken, options, size_of(checkpoint), size_of(kept))
+            prepare(out, [*checkpoint.rglob("*.pt"), *reference.iterdir()], options.cold)
+            timings[way].append(run(command))
+    return report(timings, options, size_of(checkpoint), size_of(reference))
 
 
 def prepare(out: Path, files: Sequence[Path], cold: bool) -> None:
@@ -179,16 +179,16 @@ def run(command: Sequence[str]) -> tuple[float, int]:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.monotonic() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{' '.join(command[:6])} ... failed:\n{said[-3000:]}")
+        sys.exit(f"{' '.join(command[:6])} ... failed:\n{output[-3000:]}")
     return seconds, usage.ru_maxrss * 1024
 
 
-def check_same(theirs: Sequence[str], out: Path, kept: Path) -> None:
+def check_same(theirs: Sequence[str], out: Path, reference: Path) -> None:
     """DeepSpeed's tool reads the made checkpoint, and gives the bytes that ours gave."""
     run(theirs)
     program = (
@@ -200,20 +200,20 @@ def check_same(theirs: Sequence[str], out: Path, kept: Path) -> None:
         "assert set(one) == set(other), set(one) ^ set(other)\n"
         "for name in one: assert torch.equal(one[name].get_tensor(name), other[name].get_tensor(name)), name\n"
     )
-    run([sys.executable, "-c", program, str(out), str(kept)])
+    run([sys.executable, "-c", program, str(out), str(reference)])
 
 
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def report(taken: dict[str, list[tuple[float, int]]], options: argparse.Namespace, whole: int, weights: int) -> str:
-    plain, flushed = (statistics.median(seconds for seconds, _ in runs) for runs in list(taken.values())[:2])
+def report(timings: dict[str, list[tuple[float, int]]], options: argparse.Namespace, whole: int, weights: int) -> str:
+    plain, flushed = (statistics.median(seconds for seconds, _ in runs) for runs in list(timings.values())[:2])
     lines = [
         "| way | seconds, least | median | of `cp` | of `cp` + `sync` | peak memory |",
         "|---|---|---|---|---|---|",
     ]
-    for way, runs in taken.items():
+    for way, runs in timings.items():
         seconds = [second for second, _ in runs]
         median = statistics.median(seconds)
         memory = max(peak for _, peak in runs) / 2**20

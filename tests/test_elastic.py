@@ -60,9 +60,9 @@ def losses(folder: Path) -> dict[int, float]:
 
 def assert_all_go_on(folder: Path, sources: list[str], expected: Path) -> None:
     for source in sources:
-        found, wanted = losses(folder / source), losses(expected)
-        assert list(found) == [4, 5, 6]
-        assert found == pytest.approx({step: wanted[step] for step in found}, rel=1e-5), f"{source} -> {folder.name}"
+        actual, wanted = losses(folder / source), losses(expected)
+        assert list(actual) == [4, 5, 6]
+        assert actual == pytest.approx({step: wanted[step] for step in actual}, rel=1e-5), f"{source} -> {folder.name}"
 
 
 @pytest.mark.multiprocess

@@ -18,7 +18,7 @@ from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, lines_of, losses_of
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.tensor_index import CheckpointReader
 from toolkit.training.steps import Step
 
 STEPS, SAVED_AT, WARMUP, RATE = 10, 3, 4, 1e-3

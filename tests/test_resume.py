@@ -48,23 +48,23 @@ def rewound(whole: Path, folder: Path, step: int) -> Path:
     return folder
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
+def assert_same_run(actual: Path, expected: Path) -> None:
     """Each step and each evaluation once, with the same numbers; the same weights, best model and links."""
     for name, keys in (("metrics.jsonl", ("step", "epoch", "loss", "learning_rate", "grad_norm", "samples", "tokens")),
                        ("eval.jsonl", ("step", "split", "loss", "accuracy"))):  # fmt: skip
-        lines, wanted = lines_of(found / name), lines_of(expected / name)
+        lines, wanted = lines_of(actual / name), lines_of(expected / name)
         for key in keys:
             if isinstance(wanted[0][key], float):
                 assert [line[key] for line in lines] == pytest.approx([line[key] for line in wanted], rel=1e-6), key
             else:
                 assert [line[key] for line in lines] == [line[key] for line in wanted], key
-    assert_same_weights(found / "model" / "model.safetensors", expected / "model" / "model.safetensors")
-    assert_same_weights(last_weights(found), last_weights(expected))
+    assert_same_weights(actual / "model" / "model.safetensors", expected / "model" / "model.safetensors")
+    assert_same_weights(last_weights(actual), last_weights(expected))
     for path in ("model/trainer_state.json", "checkpoints/best/manifest.json"):
-        step = [json.loads((run / path).read_text()) for run in (found, expected)]
+        step = [json.loads((run / path).read_text()) for run in (actual, expected)]
         assert step[0].get("global_step") == step[1].get("global_step")
         assert step[0].get("step") == step[1].get("step")
-    assert len(lines_of(found / "predictions.jsonl")) == len(lines_of(expected / "predictions.jsonl"))
+    assert len(lines_of(actual / "predictions.jsonl")) == len(lines_of(expected / "predictions.jsonl"))
 
 
 def last_weights(run: Path) -> Path:
@@ -72,10 +72,10 @@ def last_weights(run: Path) -> Path:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    found, wanted = load_file(one), load_file(other)
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert abs(found[name] - wanted[name]).max() <= 1e-6, name
+    actual, expected = load_file(one), load_file(other)
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert abs(actual[name] - expected[name]).max() <= 1e-6, name
 
 
 def test_the_run_is_as_planned(whole: Path) -> None:
@@ -94,8 +94,8 @@ def test_the_run_is_as_planned(whole: Path) -> None:
 @pytest.mark.parametrize("step", [3, 15, *(pytest.param(step, marks=pytest.mark.slow) for step in (6, 9, 12, 18))])
 def test_it_goes_on_exactly(step: int, settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", step)
-    said = train(*settings, "--output_dir", run)
-    assert f"step {step} of {STEPS} (saved by single, 1 process)" in said
+    message = train(*settings, "--output_dir", run)
+    assert f"step {step} of {STEPS} (saved by single, 1 process)" in message
     assert_same_run(run, whole)
     assert digests(run / "checkpoints").keys() >= digests(whole / "checkpoints").keys()
 
@@ -105,18 +105,21 @@ def test_its_precision_stays_unless_another_is_asked_for(whole: Path, settings: 
     place = settings.index("--mixed_precision")
     auto = [*settings[:place], *settings[place + 2 :]]
     run = rewound(whole, tmp_path / "run", 18)
-    said = train(*auto, "--output_dir", run)
-    assert "one process, cpu, mixed precision no" in said
-    assert "changed since" not in said
+    message = train(*auto, "--output_dir", run)
+    assert "one process, cpu, mixed precision no" in message
+    assert "changed since" not in message
     assert_same_run(run, whole)
-    said = train(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
-    assert "settings that changed since: mixed_precision was no and is bf16" in said
+    message = train(*auto, "--mixed_precision", "bf16", "--output_dir", rewound(whole, tmp_path / "other", 18))
+    assert "settings that changed since: mixed_precision was no and is bf16" in message
 
 
-def test_a_torn_last_line_is_replaced(settings: list[Any], whole: Path, tmp_path: Path) -> None:
+def test_a_torn_last_line_and_a_lost_model_folder_are_written_again(
+    settings: list[Any], whole: Path, tmp_path: Path
+) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:14]) + lines[15][:20])  # 15's own line is missing, too
+    shutil.rmtree(run / "model")
     train(*settings, "--output_dir", run)
     assert_same_run(run, whole)
 
@@ -127,12 +130,12 @@ def test_what_a_power_cut_takes_is_named(settings: list[Any], whole: Path, tmp_p
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes(lines[0] + bytes(len(lines[1])) + b"".join(lines[2:]))
     (run / "eval.jsonl").write_bytes(b"")
-    said = train(*settings, "--output_dir", run)
-    assert f"{run / 'metrics.jsonl'} has 16 of the 17 lines that it had at step 18" in said
-    assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in said
+    message = train(*settings, "--output_dir", run)
+    assert f"{run / 'metrics.jsonl'} has 16 of the 17 lines that it had at step 18" in message
+    assert f"{run / 'eval.jsonl'} has 0 of the 4 lines that it had at step 18" in message
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, *range(3, STEPS + 1)]
     assert [line["step"] for line in lines_of(run / "eval.jsonl")][:1] == [STEPS]
-    line = next(line for line in said.splitlines() if "has 16 of" in line)
+    line = next(line for line in message.splitlines() if "has 16 of" in line)
     fault("a power cut that empties metrics.jsonl or leaves NULs in it", line, "those lines of the log")
 
 
@@ -143,16 +146,8 @@ def test_a_moved_model_is_no_other_job(settings: list[Any], whole: Path, tmp_pat
     assert "step 18 of" in train(*settings, "--output_dir", run, "--model_name_or_path", moved)
     weights = next(moved.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    said = failed(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
-    assert "belongs to another job: the model differs: the content of its files has changed" in said
-
-
-def test_a_lost_model_folder_is_made_again(settings: list[Any], whole: Path, tmp_path: Path) -> None:
-    run = rewound(whole, tmp_path / "run", 18)
-    shutil.rmtree(run / "model")
-    (run / "eval.jsonl").unlink()  # of the time before; what comes is appended
-    train(*settings, "--output_dir", run)
-    assert_same_weights(run / "model" / "model.safetensors", whole / "model" / "model.safetensors")
+    message = failed(*settings, "--output_dir", run, "--model_name_or_path", moved, "--max_steps", STEPS + 2)
+    assert "belongs to another job: the model differs: the content of its files has changed" in message
 
 
 def test_without_the_best_checkpoint_the_next_evaluation_counts(
@@ -162,10 +157,10 @@ def test_without_the_best_checkpoint_the_next_evaluation_counts(
     best = json.loads((run / "model" / "trainer_state.json").read_text())["global_step"]
     shutil.rmtree(run / "model")
     shutil.rmtree(checkpoint(run, best))
-    said = train(*settings, "--output_dir", run)
-    assert f"the best model so far, of step {best}, is gone" in said
+    message = train(*settings, "--output_dir", run)
+    assert f"the best model so far, of step {best}, is gone" in message
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STEPS
-    assert folders.pointed(run / "checkpoints", "best") == checkpoint(run, STEPS)
+    assert folders.link_target(run / "checkpoints", "best") == checkpoint(run, STEPS)
 
 
 def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
@@ -173,7 +168,8 @@ def test_the_best_model_of_then(settings: list[Any], tmp_path: Path) -> None:
     arguments = [*settings, "--metric_for_best_model", "loss", "--max_steps", 9, "--warmup_steps", 0]
     train(*arguments, "--output_dir", tmp_path / "whole")
     state = folders.read_manifest(checkpoint(tmp_path / "whole", 6))["best"]
-    assert (state["step"], folders.pointed(tmp_path / "whole" / "checkpoints", "best")) != (4, checkpoint(tmp_path, 4))
+    target = folders.link_target(tmp_path / "whole" / "checkpoints", "best")
+    assert (state["step"], target) != (4, checkpoint(tmp_path, 4))
     run = rewound(tmp_path / "whole", tmp_path / "run", 6)
     assert "is gone" not in train(*arguments, "--output_dir", run)
     assert_same_run(run, tmp_path / "whole")
@@ -183,9 +179,9 @@ def test_from_a_path_into_a_new_folder(settings: list[Any], whole: Path, tmp_pat
     before = digests(whole)
     train(*settings, "--output_dir", tmp_path / "new", "--resume", checkpoint(whole, 9))
     assert digests(whole) == before
-    found, wanted = lines_of(tmp_path / "new" / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")[9:]
-    assert [line["step"] for line in found] == [line["step"] for line in wanted]
-    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
+    actual, expected = lines_of(tmp_path / "new" / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")[9:]
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-6)
     assert_same_weights(last_weights(tmp_path / "new"), last_weights(whole))
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert Path(config["resumed_from"]) == checkpoint(whole, 9)
@@ -206,10 +202,10 @@ def test_another_job_is_refused_and_changes_nothing(
 ) -> None:
     run = rewound(whole, tmp_path / "run", 15)
     before = digests(run)
-    for said, more in OTHER.items():
-        assert said in failed(*settings, "--output_dir", run, *more)
+    for message, more in OTHER.items():
+        assert message in failed(*settings, "--output_dir", run, *more)
     every = failed(*settings, "--output_dir", run, *(word for more in OTHER.values() for word in more))
-    assert all(said in every for said in OTHER)
+    assert all(message in every for message in OTHER)
     (tmp_path / "fewer.csv").write_text("".join(reviews.read_text().splitlines(keepends=True)[:150]))
     assert "train_file was" in failed(*settings, "--output_dir", run, "--train_file", tmp_path / "fewer.csv")
     assert digests(run) == before
@@ -217,11 +213,11 @@ def test_another_job_is_refused_and_changes_nothing(
 
 def test_another_learning_rate_is_allowed_and_said(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     run = rewound(whole, tmp_path / "run", 18)
-    said = train(*settings, "--output_dir", run, "--learning_rate", "2e-3")
-    assert "settings that changed since: learning_rate was 0.001 and is 0.002" in said
-    found, wanted = lines_of(run / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")
-    assert found[18]["learning_rate"] == pytest.approx(2 * wanted[18]["learning_rate"])
-    assert found[17]["learning_rate"] == wanted[17]["learning_rate"]
+    message = train(*settings, "--output_dir", run, "--learning_rate", "2e-3")
+    assert "settings that changed since: learning_rate was 0.001 and is 0.002" in message
+    actual, expected = lines_of(run / "metrics.jsonl"), lines_of(whole / "metrics.jsonl")
+    assert actual[18]["learning_rate"] == pytest.approx(2 * expected[18]["learning_rate"])
+    assert actual[17]["learning_rate"] == expected[17]["learning_rate"]
 
 
 def flip(path: Path, part: float = 0.6) -> None:
@@ -254,13 +250,13 @@ def test_a_damaged_checkpoint_is_skipped(
 ) -> None:
     run = rewound(whole, tmp_path / "run", 18)
     DAMAGE[what](checkpoint(run, 18))
-    said = train(*settings, "--output_dir", run)
-    assert "checkpoint step-00000018: " in said
-    assert ": skipped" in said
-    assert f"resuming from {checkpoint(run, 16)}" in said or f"resuming from {checkpoint(run, 15)}" in said
+    message = train(*settings, "--output_dir", run)
+    assert "checkpoint step-00000018: " in message
+    assert ": skipped" in message
+    assert f"resuming from {checkpoint(run, 16)}" in message or f"resuming from {checkpoint(run, 15)}" in message
     assert_same_run(run, whole)
     assert folders.resumable(run / "checkpoints")[1] == []  # it was saved anew
-    line = next(line for line in said.splitlines() if ": skipped" in line)
+    line = next(line for line in message.splitlines() if ": skipped" in line)
     fault(f"a damaged checkpoint: {what}", line, "the steps since the checkpoint before it")
 
 
@@ -269,11 +265,11 @@ def test_nothing_sound_is_an_error(settings: list[Any], whole: Path, tmp_path: P
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "weights.safetensors")
     before = digests(run)
-    said = failed(*settings, "--output_dir", run)
-    assert "every checkpoint is damaged" in said
-    assert said.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
+    message = failed(*settings, "--output_dir", run)
+    assert "every checkpoint is damaged" in message
+    assert message.count("is damaged (CRC32") == len(list((run / "checkpoints").glob("step-*")))
     assert digests(run) == before
-    fault("all checkpoints are damaged", said, "nothing more: the run is left as it is")
+    fault("all checkpoints are damaged", message, "nothing more: the run is left as it is")
 
 
 def test_a_finished_run_stays_as_it_is(settings: list[Any], whole: Path, tmp_path: Path) -> None:
@@ -315,16 +311,16 @@ def test_early_stopping_stays_stopped(settings: list[Any], tmp_path: Path) -> No
 
 def test_in_the_background_the_same_bytes_are_written(settings: list[Any], whole: Path, tmp_path: Path) -> None:
     train(*settings, "--output_dir", tmp_path / "run", "--checkpoint_in_background")
-    found, wanted = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
-    assert found.keys() == wanted.keys()
+    actual, expected = digests(tmp_path / "run" / "checkpoints"), digests(whole / "checkpoints")
+    assert actual.keys() == expected.keys()
     # the manifest says when; Python's own generator is drawn from by what a first run in a process imports
-    same = {name for name in wanted if not name.endswith("manifest.json") and "rng-rank" not in name}
-    assert {name: found[name] for name in same} == {name: wanted[name] for name in same}
+    same = {name for name in expected if not name.endswith("manifest.json") and "rng-rank" not in name}
+    assert {name: actual[name] for name in same} == {name: expected[name] for name in same}
     for run in (tmp_path / "run", whole):  # and each says truly what it cost
-        said = {line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")}
+        message = {line["step"]: line.get("checkpoint_bytes") for line in lines_of(run / "metrics.jsonl")}
         for folder in folders.complete(run / "checkpoints"):
             files = folders.read_manifest(folder)["files"].values()
-            assert said[folders.step_number(folder) or 0] == sum(entry["bytes"] for entry in files)
+            assert message[folders.step_number(folder) or 0] == sum(entry["bytes"] for entry in files)
 
 
 @pytest.mark.parametrize("background", ["false", pytest.param("true", marks=pytest.mark.slow)])
@@ -334,11 +330,11 @@ def test_a_full_disk(background: str, settings: list[Any], whole: Path, tmp_path
     largest = (checkpoint(whole, 15) / "optimizer.safetensors").stat().st_size - 1000
     more = ["--checkpoint_in_background", background]
     before = digests(run / "checkpoints")
-    said = failed(*settings, "--output_dir", run, *more, largest_file=largest)
-    assert len(said.splitlines()) == 1
-    assert "File too large" in said
-    assert "those before it are untouched" in said
+    message = failed(*settings, "--output_dir", run, *more, largest_file=largest)
+    assert len(message.splitlines()) == 1
+    assert "File too large" in message
+    assert "those before it are untouched" in message
     assert digests(run / "checkpoints") == before
     train(*settings, "--output_dir", run, *more)
     assert_same_run(run, whole)
-    fault(f"a full disk during a checkpoint (background {background})", said, "the steps since the last checkpoint")
+    fault(f"a full disk during a checkpoint (background {background})", message, "the steps since the last checkpoint")

@@ -39,9 +39,9 @@ def saved(folder: Path, step: int = SAVED_AT) -> Path:
     return folders.step_folder(folder / "checkpoints", step)
 
 
-def assert_goes_on(found: Path, expected: Path, rel: float) -> None:
-    assert [line["step"] for line in lines_of(found / "metrics.jsonl")] == list(range(SAVED_AT + 1, STEPS + 1))
-    assert losses_of(found) == pytest.approx(losses_of(expected)[SAVED_AT:], rel=rel)
+def assert_goes_on(actual: Path, expected: Path, rel: float) -> None:
+    assert [line["step"] for line in lines_of(actual / "metrics.jsonl")] == list(range(SAVED_AT + 1, STEPS + 1))
+    assert losses_of(actual) == pytest.approx(losses_of(expected)[SAVED_AT:], rel=rel)
 
 
 @pytest.mark.multiprocess

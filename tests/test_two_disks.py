@@ -106,10 +106,10 @@ def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], referen
     done = disks.finish(disks.recipe(way, *settings))
     assert_done(done)
     assert_whole(disks, reference)
-    said = done["a"].err
-    assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints lie whole on hostA" in said
-    assert re.search(r"sending step-0000000[24] \(.*\) to hostB", said)
-    assert "resuming from" in said
+    message = done["a"].err
+    assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints lie whole on hostA" in message
+    assert re.search(r"sending step-0000000[24] \(.*\) to hostB", message)
+    assert "resuming from" in message
 
 
 @pytest.mark.parametrize("way", ["zero2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "zero3"))])
@@ -117,8 +117,8 @@ def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], re
     """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
     killed_and_continued(disks, way, settings, reference)
     start(["toolkit", "convert", disks.run, disks.path / "model"]).succeeded()
-    said = train(*settings, "--max_steps", "10", "--output_dir", disks.run)
-    assert f"resuming from {disks.checkpoints('a') / 'step-00000008'}: step 8 of 10" in said
+    message = train(*settings, "--max_steps", "10", "--output_dir", disks.run)
+    assert f"resuming from {disks.checkpoints('a') / 'step-00000008'}: step 8 of 10" in message
     assert losses_of(disks.run)[:8] == pytest.approx(losses_of(reference), rel=1e-5)
 
 

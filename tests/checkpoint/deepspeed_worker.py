@@ -125,15 +125,15 @@ def buffers_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def weights_and_moments(engine: Any, kind: Kind, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     masters = flat_masters_of(engine) if "robin" in kind.options else masters_of(engine, ADAM)
-    found = {}
+    actual = {}
     for name, parameter in engine.module.named_parameters():
         if kind.stage and parameter.requires_grad and name != "nothing":
             value, moments = masters(name, parameter)
-            found |= {f"{key}.{name}": moment for key, moment in moments.items()}
+            actual |= {f"{key}.{name}": moment for key, moment in moments.items()}
         else:  # it never changed, or it is its own master
             value = whole[name].to(parameter.dtype) if kind.stage == 3 else parameter.data
-        found[f"weight.{name}"] = value
-    return {key: value.detach().clone().view(whole[key.partition(".")[2]].shape) for key, value in found.items()}
+        actual[f"weight.{name}"] = value
+    return {key: value.detach().clone().view(whole[key.partition(".")[2]].shape) for key, value in actual.items()}
 
 
 def main() -> None:

@@ -265,23 +265,23 @@ def take_step(way: Way, step: int) -> float:
 def truth_of(way: Way) -> dict[str, torch.Tensor]:
     """`weight.X` (the fp32 masters), `exp_avg.X`, `exp_avg_sq.X`, `step.X`, `frozen.X`, `buffer.X`, whole, in
     every process. Fails where what is computed with is not the master in its own type."""
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     steps = dict(sorted(_steps(way).items()))
     for name, parameter in way.state.module.named_parameters():
         copy = _whole(parameter)
         if not parameter.requires_grad:
-            found[f"frozen.{name}"] = copy
+            actual[f"frozen.{name}"] = copy
         elif name != "nothing":
             master, moments = way.masters(name, parameter)
-            found[f"weight.{name}"] = master.detach().clone().view(-1)
-            found |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
+            actual[f"weight.{name}"] = master.detach().clone().view(-1)
+            actual |= {f"{key}.{name}": value.detach().clone().view(-1) for key, value in moments.items()}
             if name in steps:
-                found[f"step.{name}"] = torch.tensor(steps[name])
-            if not torch.equal(copy.view(-1), found[f"weight.{name}"].to(copy.dtype)):
+                actual[f"step.{name}"] = torch.tensor(steps[name])
+            if not torch.equal(copy.view(-1), actual[f"weight.{name}"].to(copy.dtype)):
                 raise AssertionError(f"{name}: what is computed with is not its master")
     for name, buffer in persistent_buffers(way.state.module):
-        found[f"buffer.{name}"] = buffer.clone()
-    return found
+        actual[f"buffer.{name}"] = buffer.clone()
+    return actual
 
 
 def _whole(parameter: Any) -> torch.Tensor:

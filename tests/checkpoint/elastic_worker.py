@@ -29,7 +29,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.live import tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import drafts_of, optimizer_facts, write, written_by
+from toolkit.checkpoint.save import drafts_of, files_of_rank, optimizer_facts, write
 
 WAIT_SECONDS = 100
 HANG_SECONDS = 60  # of one restore
@@ -48,7 +48,7 @@ def save(way: Way, folder: Path) -> None:
             write(draft, folder)
     facts = optimizer_facts(way.state)
     entries: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(entries, folders.described(folder, written_by(folder, rank)))
+    dist.all_gather_object(entries, folders.manifest_entries(folder, files_of_rank(folder, rank)))
     if rank == 0:
         module = way.state.module
         folders.publish(
@@ -75,12 +75,12 @@ def make(model: str, name: str, root: Path) -> None:
         take_step(way, step)
     save(way, root / "checkpoint")
     truth = truth_of(way)
-    saved = way.state.whole_weights(torch.device("cpu"))
+    saved = way.state.gather_weights(torch.device("cpu"))
     kinds = {"weight", "frozen", "buffer"}
-    wanted = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
+    expected = {key.partition(".")[2]: value for key, value in truth.items() if key.partition(".")[0] in kinds}
     if dist.get_rank() > 0:
         assert not saved, "the whole model is in the memory of more processes than the one that writes it"
-    elif any(not torch.equal(saved[name].float().view(-1), wanted[name].float().view(-1)) for name in wanted):
+    elif any(not torch.equal(saved[name].float().view(-1), expected[name].float().view(-1)) for name in expected):
         raise AssertionError("the model folder would not hold the masters")
     losses = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     if dist.get_rank() == 0:
@@ -98,22 +98,22 @@ def faults_of(model: str, root: Path, target: str, exact: bool) -> list[str]:
     take_step(way, 50)  # what was there before must leave no trace
     restore(way.state, open_checkpoint(root / "checkpoint"), SAVED_AFTER)
     faults = differences(load_file(root / "truth.safetensors"), truth_of(way), way)
-    wanted = json.loads((root / "losses.json").read_text())
-    found = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
+    expected = json.loads((root / "losses.json").read_text())
+    actual = [take_step(way, step) for step in range(SAVED_AFTER, TRAINED_ON)]
     way.close()
     # the state is the same bit for bit; what bf16 makes of it depends on where in memory it lies
     half = way.dtype != torch.float32 or "16" in str(root.name)
     closeness = (2e-3 if exact else 2e-2) if half else (1e-6 if exact else 1e-5)
-    for step, (one, other) in enumerate(zip(found, wanted, strict=True), SAVED_AFTER + 1):
+    for step, (one, other) in enumerate(zip(actual, expected, strict=True), SAVED_AFTER + 1):
         if abs(one - other) > closeness * abs(other):
             faults.append(f"loss of step {step} is {one} and was {other}")
     return faults
 
 
-def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], way: Way) -> list[str]:
-    faults = [f"{key} is only in one" for key in sorted(wanted.keys() ^ found.keys())]
-    for key in sorted(wanted.keys() & found.keys()):
-        was, now = wanted[key], found[key]
+def differences(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], way: Way) -> list[str]:
+    faults = [f"{key} is only in one" for key in sorted(expected.keys() ^ actual.keys())]
+    for key in sorted(expected.keys() & actual.keys()):
+        was, now = expected[key], actual[key]
         if key.startswith(("frozen.", "buffer.")):  # computed in the engine's own type
             was = was.to(now.dtype)
         if not torch.equal(was.float(), now.float()):

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.checksum import crc32_of_range
 from toolkit.checkpoint.save import Draft, write
+from toolkit.checkpoint.tensor_index import crc32_of_range
 
 
 def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> None:
@@ -50,10 +50,10 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        actual |= load_file(path)
+    return actual
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -29,17 +29,17 @@ def convert(checkpoint: Path, out: Path, **options: object) -> list[str]:
 
 def expected_of(made: Made, dtype: str = "fp32") -> dict[str, torch.Tensor]:
     """Parameters and buffers, by name; floating ones in `dtype`."""
-    found = {}
+    actual = {}
     for key, tensor in read_reference(made).items():
         kind, _, name = key.partition(".")
         if kind in ("weight", "buffer"):
-            found[name] = tensor.to(TORCH[dtype]) if tensor.is_floating_point() else tensor
-    return found
+            actual[name] = tensor.to(TORCH[dtype]) if tensor.is_floating_point() else tensor
+    return actual
 
 
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    assert [name for name in wanted if not same_bits(found[name], wanted[name])] == []
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(actual) == set(expected)
+    assert [name for name in expected if not same_bits(actual[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
      "zero3-frozen x2", "zero3-groups x2", "zero3-subgroups x2"],
 )  # fmt: skip
 def test_the_output_is_what_was_in_memory(made: Made, tmp_path: Path) -> None:
-    said = convert(made.folder, tmp_path / "out", verify=True)
+    message = convert(made.folder, tmp_path / "out", verify=True)
     assert_same(read_folder(tmp_path / "out"), expected_of(made))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
-    assert "weights only" in said[0]
-    assert "--config_from" in said[0]
-    assert "bit for bit" in said[1]
+    assert "weights only" in message[0]
+    assert "--config_from" in message[0]
+    assert "bit for bit" in message[1]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("zero2-fp32 x2", "bf16"), ("zero3-frozen x2", "fp16")])
@@ -79,8 +79,8 @@ def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_p
 
     config = bert_config(tiny_model, tmp_path / "config")
     out = tmp_path / "out"
-    said = convert(made.folder, out, config_from=config, max_shard_bytes=parse_size(most), verify=most == "5GB")
-    assert most != "5GB" or any("those of BertForSequenceClassification" in line for line in said), said
+    message = convert(made.folder, out, config_from=config, max_shard_bytes=parse_size(most), verify=most == "5GB")
+    assert most != "5GB" or any("those of BertForSequenceClassification" in line for line in message), message
     model, report = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     state, wanted = model.state_dict(), expected_of(made)
@@ -99,8 +99,8 @@ def test_frozen_parameters_come_from_the_base_model(made: Made, tmp_path: Path) 
     base.mkdir()
     save_file({f"model.{key}": tensor for key, tensor in whole.items()}, base / "model.safetensors")
     convert(made.folder, tmp_path / "out", base_model=base)
-    found = read_folder(tmp_path / "out")
-    assert all(same_bits(found[key], whole[key].float()) for key in whole if key != "nothing")
+    actual = read_folder(tmp_path / "out")
+    assert all(same_bits(actual[key], whole[key].float()) for key in whole if key != "nothing")
 
 
 def test_verify_builds_the_model_of_the_config(

@@ -47,8 +47,3 @@ def test_casts_are_torchs_to_the_bit(source: str, target: str) -> None:
 def test_fp16_refuses_what_would_be_infinite(value: float) -> None:
     refusal(cast, torch.tensor([1, value]), "F32", "F16")
     cast(torch.tensor([65519, torch.inf, torch.nan]), "F32", "F16")
-
-
-def test_from_double() -> None:
-    doubles = np.random.default_rng(1).standard_normal(999)
-    assert np.array_equal(widen(memoryview(doubles.tobytes()), "F64"), doubles.astype(np.float32))

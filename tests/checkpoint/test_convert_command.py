@@ -42,16 +42,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_line_says_what_was_done(run: Path, tmp_path: Path) -> None:
-    done = command("convert", run, tmp_path / "out", "--verify")
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    assert lines[1] == "verified: 2 tensors are the checkpoint's, bit for bit"
-    assert "wrote" in lines[2]
-    assert "GB/s" in lines[2]
-    assert names_in(tmp_path) == ["out", "run"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -133,10 +123,10 @@ def test_a_folder_that_appeared_meanwhile_is_left_alone(
         return real(folder, *arguments)
 
     monkeypatch.setattr(conversion, "write_shards", write_shards)
-    said = refusal(convert, run, out, overwrite=overwrite, match=r"holds thesis.txt" if overwrite else "not empty")
+    message = refusal(convert, run, out, overwrite=overwrite, match=r"holds thesis.txt" if overwrite else "not empty")
     assert names_in(out) == ["thesis.txt"]
     assert names_in(tmp_path) == ["out", "run"]
-    fault(f"OUT appears while convert writes (--overwrite {overwrite})", said)
+    fault(f"OUT appears while convert writes (--overwrite {overwrite})", message)
 
 
 @pytest.mark.parametrize("name", ["model/vocab.txt", "model/config.json", "weights.safetensors", "model"])
@@ -146,9 +136,9 @@ def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Pat
     (run / "model" / "vocab.txt").touch()
     (run / name).rename(elsewhere)
     (run / name).symlink_to(elsewhere)
-    said = refusal(convert, run, tmp_path / "out", match=f"{run / name} is a link to {elsewhere}, outside")
+    message = refusal(convert, run, tmp_path / "out", match=f"{run / name} is a link to {elsewhere}, outside")
     assert not (tmp_path / "out").exists()
-    fault(f"a link out of the checkpoint ({name})", said)
+    fault(f"a link out of the checkpoint ({name})", message)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
@@ -159,9 +149,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fau
     (model / "config.json").write_text('{"model_type": "new"}')
     (model / name).unlink(missing_ok=True)
     os.mkfifo(model / name)
-    said = refusal(convert, model, tmp_path / "out", says=[str(model / name)])
+    message = refusal(convert, model, tmp_path / "out", says=[str(model / name)])
     assert not (tmp_path / "out").exists()
-    fault(f"convert of a folder whose {name} is a pipe", said)
+    fault(f"convert of a folder whose {name} is a pipe", message)
 
 
 def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
@@ -181,8 +171,8 @@ def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> Non
     (run / "model" / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\nclass OwnConfig: pass\n")
     words = [sys.executable, "-m", "toolkit", "convert", str(run), str(tmp_path / "out"), "--verify"]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate("y\n" * 100)
-    assert "not compared with the model's class" in said
+        message, _ = process.communicate("y\n" * 100)
+    assert "not compared with the model's class" in message
     assert names_in(tmp_path) == ["out", "run"]
 
 
@@ -200,10 +190,12 @@ def test_the_old_folder_stays_when_the_new_one_fails(
         return real(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    said = refusal(convert, run, out, overwrite=True, dtype="bf16", match="Input/output error; nothing was left behind")
+    message = refusal(
+        convert, run, out, overwrite=True, dtype="bf16", match="Input/output error; nothing was left behind"
+    )
     assert (out / "model.safetensors").read_bytes() == before
     assert names_in(tmp_path) == ["out", "run"]
-    fault("a disk that fails while convert replaces OUT", said, "nothing: OUT is the old one")
+    fault("a disk that fails while convert replaces OUT", message, "nothing: OUT is the old one")
 
 
 def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,11 +242,11 @@ def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
     assert sum(os.times()[2:4]) - sum(began[2:4]) < 1
     assert "step 2" in done.out
     assert f"{made.world} process" in done.out
-    told = json.loads(command("convert", "--inspect", "--json", made.folder).out)
-    assert told["step"] == 2
-    assert told["lora"] == ("lora" in name)
-    assert told["shapes"]
-    assert any("config" in what for what in told["missing"])
+    message = json.loads(command("convert", "--inspect", "--json", made.folder).out)
+    assert message["step"] == 2
+    assert message["lora"] == ("lora" in name)
+    assert message["shapes"]
+    assert any("config" in what for what in message["missing"])
 
 
 @pytest.mark.parametrize("kept", ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"])
@@ -270,23 +262,15 @@ def test_tied_weights_are_written_once_and_tied_again(kept: str, tiny_model: Pat
     run = write_run(tmp_path / "run", {key: tensor for key, tensor in state.items() if key not in tied}, tied=tied)
     config = bert_config(tiny_model, tmp_path / "config")
     edit_json(config / "config.json", architectures=["BertForMaskedLM"])
-    said = convert(run, tmp_path / "out", config_from=config, verify=kept.startswith("bert"))
-    assert not kept.startswith("bert") or "BertForMaskedLM" in said[1]
-    assert f"left out: {left_out} (tied to {kept})" in said[-1] or f", {left_out} (tied to {kept})" in said[-1]
-    assert "--keep_tied" in said[-1]
+    message = convert(run, tmp_path / "out", config_from=config, verify=kept.startswith("bert"))
+    assert not kept.startswith("bert") or "BertForMaskedLM" in message[1]
+    assert f"left out: {left_out} (tied to {kept})" in message[-1] or f", {left_out} (tied to {kept})" in message[-1]
+    assert "--keep_tied" in message[-1]
     assert "left out" not in "".join(convert(run, tmp_path / "both", config_from=config, keep_tied=True))
     assert all(same_bits(read_folder(tmp_path / "both")[name], state[name]) for name in state)
     again, report = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     assert all(same_bits(tensor, state[key]) for key, tensor in again.state_dict().items())
-
-
-def test_a_model_folder_is_a_checkpoint_too(tiny_model: Path, tmp_path: Path) -> None:
-    convert(tiny_model, tmp_path / "half", dtype="bf16")
-    convert(tmp_path / "half", tmp_path / "whole", max_shard_bytes=20_000)
-    first, last = read_folder(tiny_model), read_folder(tmp_path / "whole")
-    assert all(same_bits(last[name], tensor.bfloat16().float()) for name, tensor in first.items())
-    assert json.loads((tmp_path / "whole" / "config.json").read_text())["dtype"] == "float32"
 
 
 def test_threads_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,9 @@ FILES: dict[str, Callable[[State, Any], Any]] = {
 def test_a_file_of_torch_save(name: str, trained: Any, config: Path, tmp_path: Path) -> None:
     state = dict(trained[0].state_dict())
     torch.save(FILES[name](state, trained[1]), tmp_path / name)
-    said = convert(tmp_path / name, tmp_path / "out", config_from=config)
+    message = convert(tmp_path / name, tmp_path / "out", config_from=config)
     assert_same(read_folder(tmp_path / "out"), state)
-    assert ("step 120" in said[-1]) == (name.endswith(".ckpt"))
+    assert ("step 120" in message[-1]) == (name.endswith(".ckpt"))
     convert(tmp_path, tmp_path / "again", config_from=config)  # the folder that it lies in alone
     assert_same(read_folder(tmp_path / "again"), state)
     convert(tmp_path / name, tmp_path / "bare")  # no config: what its names should be is not known
@@ -126,7 +126,7 @@ def test_what_is_ambiguous_names_what_to_type(trained: Any, config: Path, tmp_pa
     refusal(convert, tmp_path / "a.ckpt", out, config_from=config, says=["classifier.weight", "--prefix net."])
     refusal(convert, tmp_path / "a.ckpt", out, config_from=config, prefix="nett", says=["nett.", "loss., net."])
     refusal(convert, tmp_path, out, config_from=config, says=["ema.pt", "a.ckpt", "shared.ckpt"])
-    for number, (name, prefix, wanted) in enumerate(
+    for number, (name, prefix, expected) in enumerate(
         [
             ("ema.pt", "ema", older),
             ("ema.pt", "model.", state),
@@ -135,14 +135,14 @@ def test_what_is_ambiguous_names_what_to_type(trained: Any, config: Path, tmp_pa
         ]
     ):
         convert(tmp_path / name, tmp_path / f"out{number}", config_from=config, prefix=prefix)
-        assert_same(read_folder(tmp_path / f"out{number}"), wanted)
+        assert_same(read_folder(tmp_path / f"out{number}"), expected)
 
 
 def test_a_pickled_module_is_refused(tmp_path: Path, fault: Fault) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "whole.pt")
     says = ["torch.nn.modules.linear.Linear", "state_dict()"]
-    saw = refusal(convert, tmp_path / "whole.pt", tmp_path / "out", says=says)
-    fault("a file holds a whole pickled module, not its weights", saw, "nothing: no code of it runs")
+    message = refusal(convert, tmp_path / "whole.pt", tmp_path / "out", says=says)
+    fault("a file holds a whole pickled module, not its weights", message, "nothing: no code of it runs")
 
 
 def test_trainers_output_folder(trained: Any, tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_foreign_adapter(tiny_model: Path, tmp_path: Path, monkeypatch: pytest
     refusal(convert, adapter, out, says=["--merge_lora", "--base_model"])
     refusal(convert, adapter, out, merge_lora=True, says=[str(base), "--base_model"])
     convert(adapter, out, merge_lora=True, base_model=base)
-    found, wanted = read_folder(out), live.merge_and_unload().state_dict()
-    assert set(wanted) - set(found) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}  # nowhere in the files
-    assert all(torch.allclose(tensor, wanted[name], atol=1e-6) for name, tensor in found.items())
+    actual, expected = read_folder(out), live.merge_and_unload().state_dict()
+    assert set(expected) - set(actual) == {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}  # nowhere in the files
+    assert all(torch.allclose(tensor, expected[name], atol=1e-6) for name, tensor in actual.items())
     written = AutoConfig.from_pretrained(out)
     assert (written.architectures, written.num_labels) == (["BertForSequenceClassification"], 4)
 

@@ -18,7 +18,7 @@ def save(checkpoints: Path, step: int, at: float | None = None, **more: Any) -> 
     (folder / "model").mkdir()
     (folder / "weights").write_bytes(bytes(range(100)))
     (folder / "model" / "config.json").write_text("{}")
-    files = folders.described(folder, ["weights", "model/config.json"])
+    files = folders.manifest_entries(folder, ["weights", "model/config.json"])
     saved_at = folders.later_than_all(checkpoints) if at is None else at
     folders.publish(folder, {"format": 1, "step": step, "saved_at": saved_at, "files": files, **more})
     return folder
@@ -72,18 +72,18 @@ def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> 
     """It says of which step everything is: no other step may come out of it."""
     folder = save(tmp_path, 123456)
     path = folder / "manifest.json"
-    before, said = path.read_bytes(), folders.read_manifest(folder)
-    refused, _ = 0, said.pop("crc32")
+    before, manifest = path.read_bytes(), folders.read_manifest(folder)
+    refused, _ = 0, manifest.pop("crc32")
     for place in range(len(before)):
         for bit in range(8):
             path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
             try:
-                found = folders.read_manifest(folder)
+                actual = folders.read_manifest(folder)
             except UserError as error:
                 assert str(path) in str(error)  # noqa: PT017
                 refused += 1
             else:
-                assert {key: found.get(key) for key in said} == said
+                assert {key: actual.get(key) for key in manifest} == manifest
     assert refused > 0.9 * 8 * len(before)
 
 
@@ -139,8 +139,8 @@ def test_keeping_the_newest_and_the_best(tmp_path: Path) -> None:
             folders.point(tmp_path, "best", folder)
         folders.prune(tmp_path, keep=2)
     assert left(tmp_path) == ["best", "last", "step-00000002", "step-00000005", "step-00000006"]
-    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 2)
-    assert folders.pointed(tmp_path, "last") == folders.step_folder(tmp_path, 6)
+    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 2)
+    assert folders.link_target(tmp_path, "last") == folders.step_folder(tmp_path, 6)
 
 
 def test_what_a_link_names_is_never_removed(tmp_path: Path) -> None:
@@ -183,6 +183,6 @@ def test_best_follows_what_was_resumed(tmp_path: Path) -> None:
     save(tmp_path, 4), save(tmp_path, 8)
     folders.point(tmp_path, "best", folders.step_folder(tmp_path, 8))
     folders.point_best(tmp_path, 4)
-    assert folders.pointed(tmp_path, "best") == folders.step_folder(tmp_path, 4)
+    assert folders.link_target(tmp_path, "best") == folders.step_folder(tmp_path, 4)
     folders.point_best(tmp_path, 5)
     assert not (tmp_path / "best").is_symlink()

@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import rewritten
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_file import read_member, verify_member, zip_members
+from toolkit.checkpoint.read.torch_archive import read_member, zip_members
 from toolkit.checkpoint.read.unpickle import unpickle
 from toolkit.errors import UserError
 
@@ -27,17 +27,17 @@ _OPCODES = b"".join(getattr(pickle, name) for name in pickle.__all__ if name.isu
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
     """Bytes changed, cut, put in, moved or doubled."""
-    found = bytearray(content)
+    actual = bytearray(content)
     for _ in range(chance.choice((1, 1, 1, 2, 5, 20))):
-        at, other = chance.randrange(len(found) + 1), chance.randrange(len(found) + 1)
-        end = min(at + chance.choice((1, 1, 2, 4, 8, 100)), len(found))
+        at, other = chance.randrange(len(actual) + 1), chance.randrange(len(actual) + 1)
+        end = min(at + chance.choice((1, 1, 2, 4, 8, 100)), len(actual))
         byte = [chance.choice((*_OPCODES, 0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))]
         for begin, stop, new in chance.choice((
-            [(at, end, b"")], [(at, at, chance.randbytes(end - at))], [(at, at, found[other : other + end - at])],
+            [(at, end, b"")], [(at, at, chance.randbytes(end - at))], [(at, at, actual[other : other + end - at])],
             [(at, at + 1, byte)], [(at, at + 1, byte)],
         )):  # fmt: skip
-            found[begin:stop] = new
-    return bytes(found)
+            actual[begin:stop] = new
+    return bytes(actual)
 
 
 def structure_of(file: Path) -> bytes:
@@ -51,7 +51,7 @@ def read_whole(root: Path) -> None:
         for stored in open_checkpoint(root).weights.values():
             stored.read()
             for span in stored.spans:
-                verify_member(span.member)
+                span.member.verify()
     except UserError as error:
         assert str(root) in str(error).partition("\n")[0]  # noqa: PT017
 

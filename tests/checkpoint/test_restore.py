@@ -22,17 +22,17 @@ from toolkit.checkpoint import machines
 from toolkit.checkpoint import restore as restoring
 from toolkit.checkpoint.live import LiveState, live_state, tied_names
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import CheckpointReader, Scalar
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    files_of_rank,
     optimizer_facts,
     random_states,
     set_random_states,
     write,
-    written_by,
 )
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar
 from toolkit.errors import UserError
 
 
@@ -83,22 +83,22 @@ def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), 
     folders.begin(folder)
     for draft in drafts_of(state, set(without), rank=0):
         write(draft, folder)
-    files = folders.described(folder, written_by(folder, 0))
+    files = folders.manifest_entries(folder, files_of_rank(folder, 0))
     content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
     folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
     return open_checkpoint(folder)
 
 
 def snapshot(state: LiveState) -> dict[str, torch.Tensor]:
-    found = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
+    actual = {name: tensor.clone() for name, tensor in state.module.state_dict().items()}
     for part in state.fragments():
-        found |= {f"{key}.{part.name}": value.clone() for key, value in part.state.items()}
-        found |= {f"{key}.{part.name}": value.clone() for key, value in part.factors.items()}
-        found |= {
+        actual |= {f"{key}.{part.name}": value.clone() for key, value in part.state.items()}
+        actual |= {f"{key}.{part.name}": value.clone() for key, value in part.factors.items()}
+        actual |= {
             f"{key}.{part.name}": torch.as_tensor(-1 if value is None else value).clone()
             for key, value in part.scalars.items()
         }
-    return found
+    return actual
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -129,10 +129,10 @@ def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
         names = set(file.keys())
         assert file.metadata()["format"] == "pt"
         for name in names:
-            found = file.get_tensor(name)
-            assert found.dtype == expected[name].dtype, name
-            assert found.shape == expected[name].shape, name
-            assert torch.equal(found, expected[name]), name
+            actual = file.get_tensor(name)
+            assert actual.dtype == expected[name].dtype, name
+            assert actual.shape == expected[name].shape, name
+            assert torch.equal(actual, expected[name]), name
     # tied and shared ones once, under the name that comes first
     assert expected.keys() - names == {"head.weight", "alias.weight", "two.table"}
     with safe_open(tmp_path / "one" / "optimizer.safetensors", framework="pt") as file:
@@ -171,9 +171,9 @@ def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None
 def refused(fresh: LiveState, reader: CheckpointReader) -> str:
     """What restoring says; nothing may have been changed by then."""
     before = snapshot(fresh)
-    said = refusal(restore, fresh, reader, 3)
+    message = refusal(restore, fresh, reader, 3)
     assert_same(snapshot(fresh), before)
-    return said
+    return message
 
 
 def frozen_parameter(name: str, size: int) -> Callable[[Any], None]:
@@ -189,14 +189,14 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("said", CHANGES)
-def test_another_model_is_refused(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("message", CHANGES)
+def test_another_model_is_refused(tmp_path: Path, message: str) -> None:
     fresh = trained(2)
     reader = save(trained(1), tmp_path / "one", frozen=["frozen"])
-    CHANGES[said](fresh.module)
+    CHANGES[message](fresh.module)
     answer = refused(fresh, reader)
     assert str(tmp_path / "one") in answer
-    assert said in answer
+    assert message in answer
 
 
 def test_uneven_steps_go_on_where_each_has_its_own(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_uneven_steps_are_refused_where_they_are_shared(tmp_path: Path) -> None:
     reader = save(trained(1), tmp_path / "one")
     scalars = {**reader.optimizer_scalars, "scalar": {"step": Scalar(1.0, "F32")}}
     fresh = Flattened(trained(2))
-    said = refused(fresh, dataclasses.replace(reader, optimizer_scalars=scalars))
-    assert "not all parameters have taken the same number of steps (scalar 1 and brief 3)" in said
+    message = refused(fresh, dataclasses.replace(reader, optimizer_scalars=scalars))
+    assert "not all parameters have taken the same number of steps (scalar 1 and brief 3)" in message
 
 
 class Flattened(LiveState):
@@ -236,8 +236,8 @@ def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None
     saved, fresh = trained(1), trained(2)
     reader = save(saved, tmp_path / "one")
 
-    def renamed(found: Any) -> dict[str, Any]:
-        return {("head.weight" if name == "embed.weight" else name): value for name, value in found.items()}
+    def renamed(actual: Any) -> dict[str, Any]:
+        return {("head.weight" if name == "embed.weight" else name): value for name, value in actual.items()}
 
     reader = dataclasses.replace(
         reader,
@@ -250,8 +250,8 @@ def test_a_parameter_that_was_saved_under_its_other_name(tmp_path: Path) -> None
     assert_same(snapshot(fresh), snapshot(saved))
 
 
-@pytest.mark.parametrize(("stage", "said"), [(0, "ZeRO stage 0 in bf16 or fp16"), (3, "offloaded to NVMe")])
-def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, said: str) -> None:
+@pytest.mark.parametrize(("stage", "message"), [(0, "ZeRO stage 0 in bf16 or fp16"), (3, "offloaded to NVMe")])
+def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, message: str) -> None:
     """Rather than saved without its masters or moments."""
     accelerator: Any = SimpleNamespace(
         distributed_type=DistributedType.DEEPSPEED,
@@ -259,7 +259,7 @@ def test_what_deepspeed_keeps_out_of_reach_is_refused(stage: int, said: str) -> 
         state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)),
     )
     engine = SimpleNamespace(optimizer=SimpleNamespace(fp16_groups=[], swap_optimizer=stage == 3))
-    refusal(live_state, accelerator, engine, match=said)
+    refusal(live_state, accelerator, engine, match=message)
 
 
 def test_random_states_there_and_back() -> None:
@@ -279,25 +279,16 @@ def test_random_states_there_and_back() -> None:
     assert draws() == first
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"),
-    [
-        ("weights.safetensors", 0),
-        ("slices-rank-00011.safetensors", 11),
-        ("rng-rank-00002.json", 2),
-        ("zero_pp_rank_10_mp_rank_00_optim_states.pt", 10),
-        ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),
-        ("zero_pp_rank_3_mp_rank_00_model_states.pt", 3),
-        ("mp_rank_00_model_states.pt", 0),
-        ("zero_to_fp32.py", 0),
-    ],
-)
-def test_each_file_is_described_by_who_wrote_it(tmp_path: Path, name: str, rank: int) -> None:
+def test_each_file_belongs_to_the_rank_that_wrote_it(tmp_path: Path) -> None:
+    optimizer, model = "mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
+    names = {0: ["weights.safetensors", model, "zero_to_fp32.py"], 1: [f"bf16_zero_pp_rank_1_{optimizer}"],
+             2: ["rng-rank-00002.json"], 3: [f"zero_pp_rank_3_{model}"], 10: [f"zero_pp_rank_10_{optimizer}"],
+             11: ["slices-rank-00011.safetensors"]}  # fmt: skip
     (tmp_path / "global_step3").mkdir()
-    (tmp_path / "global_step3" / name).touch()
-    (tmp_path / ".draft").touch()
-    assert written_by(tmp_path, rank) == [f"global_step3/{name}"]
-    assert written_by(tmp_path, rank + 1) == []
+    for name in [".draft", *(f"global_step3/{name}" for files in names.values() for name in files)]:
+        (tmp_path / name).touch()
+    for rank, files in names.items():
+        assert files_of_rank(tmp_path, rank) == sorted(f"global_step3/{name}" for name in files)
 
 
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.checkpoint.handmade import rewritten
 from tests.faults import Fault, refusal
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.read.torch_file import open_torch_file
+from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import ALLOWED, Tensor, unpickle
 from toolkit.errors import UserError
 
@@ -67,11 +67,11 @@ def hostile(mark: Path) -> dict[str, bytes]:
         "torch.load": Bomb(torch.load, str(mark)),
         "map": Bomb(map, eval, [python]),
     }
-    found = {
+    actual = {
         f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in (0, 2, 4)
     }
     return {
-        **found,
+        **actual,
         "module with dots": called(stack_name("os.path", "os.system"), text(command)),
         "attribute with dots": called(stack_name("torch", "os.system"), text(command)),
         "attributes of an allowed name": called(name("collections", "OrderedDict.__init__.__globals__"), text("x")),
@@ -106,11 +106,11 @@ def test_hostile_pickles_are_refused(kind: str, tmp_path: Path) -> None:
 def test_a_hostile_file_is_refused(tmp_path: Path, fault: Fault) -> None:
     file = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": Bomb(os.system, f"touch {tmp_path / 'mark'}")}, file)
-    said = refusal(
-        open_torch_file, file, match=r"mp_rank_00_model_states\.pt wants posix\.system, .*nothing was executed"
+    message = refusal(
+        open_torch_archive, file, match=r"mp_rank_00_model_states\.pt needs posix\.system, .*nothing was executed"
     )
     assert not (tmp_path / "mark").exists()
-    fault("a checkpoint that would run a command", said)
+    fault("a checkpoint that would run a command", message)
 
 
 GREEDY = {
@@ -136,9 +136,9 @@ GREEDY = {
 def test_greedy_pickles_cost_nothing(kind: str, fault: Fault) -> None:
     assert unpickle(b"\x80\x02]r\xff\xff\xff\xff.", "rank.pt") == []  # the memo's last place
     started = time.process_time()
-    told = refusal(unpickle, GREEDY[kind], "rank.pt", says=["rank.pt"])
+    message = refusal(unpickle, GREEDY[kind], "rank.pt", says=["rank.pt"])
     assert time.process_time() - started < 5
-    fault(f"a small pickle that wants all memory or hours: {kind}", told)
+    fault(f"a small pickle that wants all memory or hours: {kind}", message)
 
 
 def test_what_is_called_copies_nothing() -> None:
@@ -163,14 +163,14 @@ def test_what_is_called_copies_nothing() -> None:
         ({"a": torch.ones(2), "b\x1b[2J": torch.ones(2)}, r"'b\\x1b\[2J' is no name of a parameter"),
         (
             {"a": torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)},
-            "wants torch._utils._rebuild_nested_tensor",
+            "needs torch._utils._rebuild_nested_tensor",
         ),
     ],
 )
 def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    said = refusal(open_checkpoint, tmp_path, match=told)
-    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), said)
+    message = refusal(open_checkpoint, tmp_path, match=told)
+    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), message)
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
 
 def test_every_allowed_name_makes_something_inert() -> None:
     """What an allowed name makes is ours, or a plain container."""
-    for found in ALLOWED.values():
-        assert found.make is None or found.make.__module__ == unpickle.__module__
+    for make in ALLOWED.values():
+        assert make is None or make.__module__ == unpickle.__module__
 
 
 def test_structures_of_torch(tmp_path: Path) -> None:
@@ -214,26 +214,26 @@ def test_structures_of_torch(tmp_path: Path) -> None:
         "numpy": np.float64(1.5),
     }
     torch.save({**kept, **tensors}, tmp_path / "a.pt")
-    opened = open_torch_file(tmp_path / "a.pt")
+    opened = open_torch_archive(tmp_path / "a.pt")
     read = opened.content
     expected = {**kept, "set": [1, 2], "texts": ("", "模型", "\0bytes", "x" * 300)}  # what nobody reads stays inert
     assert {key: read[key] for key in kept} == expected
     assert {key: read[key].shape for key in tensors if key != "numpy"} == {
         key: tuple(value.shape) for key, value in tensors.items() if key != "numpy"
     }
-    assert opened.stored("view", read["view"]).read() == tensors["view"].numpy().tobytes()
+    assert opened.index("view", read["view"]).read() == tensors["view"].numpy().tobytes()
     assert isinstance(read["parameter"], Tensor)
-    refusal(opened.stored, "transposed", read["transposed"], match="not contiguous")
+    refusal(opened.index, "transposed", read["transposed"], match="not contiguous")
 
 
 def test_compressed_and_foreign_zip_files(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr("archive/data.pkl", pickle.dumps({}, 2))
-    refusal(open_torch_file, tmp_path / "packed.pt", match=r"packed\.pt.*compressed")
+    refusal(open_torch_archive, tmp_path / "packed.pt", match=r"packed\.pt.*compressed")
     with zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
         other.writestr("notes.txt", "x")
-    refusal(open_torch_file, tmp_path / "other.pt", match=r"other\.pt.*torch\.save did not write")
-    refusal(open_torch_file, tmp_path / "nowhere.pt", match=r"nowhere\.pt: No such file")
+    refusal(open_torch_archive, tmp_path / "other.pt", match=r"other\.pt.*torch\.save did not write")
+    refusal(open_torch_archive, tmp_path / "nowhere.pt", match=r"nowhere\.pt: No such file")
 
 
 def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
@@ -242,5 +242,5 @@ def test_a_tensor_larger_than_its_bytes(tmp_path: Path) -> None:
     torch.save(torch.arange(7.0), file)
     longer = rewritten(file, lambda name, old: old.replace(b"K\x07", b"K\x70") if name.endswith("data.pkl") else old)
     file.write_bytes(longer)
-    opened = open_torch_file(file)
-    refusal(opened.stored, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")
+    opened = open_torch_archive(file)
+    refusal(opened.index, "x", opened.content, match=r"a\.pt.*holds 28 bytes and should hold 448")

@@ -34,8 +34,8 @@ def test_the_checkpoints_go_and_nothing_else(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     rest = [name for name in left(run) if name != "checkpoints"]
     size = sum(path.stat().st_size for path in (run / "checkpoints").glob("step-*/**/*") if path.is_file())
-    said = clean(run)
-    assert said == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
+    message = clean(run)
+    assert message == f"{run}: freed {size_text(size)} (step-00000006, step-00000003)"
     assert [name for name in left(run) if name != ".lock"] == rest
     assert "there were no checkpoints" in clean(run)
 
@@ -54,14 +54,14 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     with FileLock(run / ".lock"), pytest.raises(UserError, match="a run is writing to it"):
         clean(run)
-    for path, said in (
+    for path, message in (
         (finished_run(tmp_path / "stopped", stopped={"step": 3}), "was stopped"),
         (finished_run(tmp_path / "killed", steps=4), "has taken 4 of 6 steps"),
         (tmp_path / "none", "does not exist"),
     ):
-        refusal(clean, path, match=said)
+        refusal(clean, path, match=message)
     (run / "report.html").unlink()
-    refusal(clean, run, match=r"is not finished: it goes on from its checkpoints")
+    refusal(clean, run, match=r"is not finished: the same command resumes it")
     (run / "report.html").touch()
     os.utime(run / "report.html", (1, 1))  # of before it went on
     refusal(clean, run, match="is not finished")
@@ -72,9 +72,9 @@ def test_a_run_that_goes_on_or_is_to_is_refused(tmp_path: Path) -> None:
 
 def test_what_checkpoints_take_is_compared_with_the_disk(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 3)
-    (size,), free = folders.sizes(tmp_path / "checkpoints")
+    (size,), free = folders.disk_usage(tmp_path / "checkpoints")
     assert size == 102
-    assert folders.sizes(tmp_path / "not" / "there")[0] == []
+    assert folders.disk_usage(tmp_path / "not" / "there")[0] == []
     assert free > 0
     note = folders.size_note(tmp_path, 10**9, 3, 5 * 10**9)
     assert note == f"checkpoints: about 1 GB each, at most 3 at a time, 3 GB; 5 GB of room at {tmp_path}"

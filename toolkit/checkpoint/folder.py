@@ -1,7 +1,7 @@
-"""The checkpoints of a run on disk: what is complete, what is kept, and what `best` and `last` name.
+"""The checkpoints of a run on disk: which are complete, which are removed, and what `best` and `last` name.
 
 A folder counts once its manifest.json is there: that file is written last, by rename, when every other
-file of every process is whole and flushed. Removing starts with it, so that at no moment a half-made or
+file of every process is whole and flushed. It is removed first, so that at no moment a half-written or
 half-removed checkpoint looks like one.
 """
 
@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.checkpoint.checksum import crc32, crc32_of_range
+from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.utils.units import size_text
 
 MANIFEST = "manifest.json"
 PROBE, SENT = ".disk-", ".sent-"
-"""Beside checkpoints, for moments: what tells whether machines share the disk, and copies of another machine's."""
+"""Temporary files beside checkpoints: a test of whether machines share the disk, and copies of another machine's."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -32,8 +32,8 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def step_number(folder: Path) -> int | None:
     """Of a folder named like a checkpoint."""
-    found = re.fullmatch(r"step-(\d{8,})", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"step-(\d{8,})", folder.name)
+    return int(match[1]) if match else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _names_files(files: Any) -> bool:
 
 
 def _digits(manifest: dict[str, Any]) -> str:
-    """The checksum of what a manifest says: it names the step that everything else is believed to be of."""
+    """The checksum of a manifest's content: it names the step of everything else."""
     text = json.dumps({key: value for key, value in manifest.items() if key != "crc32"}, ensure_ascii=False)
     return f"{crc32(text.encode(errors='surrogatepass')):08x}"
 
@@ -89,15 +89,15 @@ def checksum_fault(folder: Path, names: Iterable[str]) -> str:
     for name in names:
         path = folder / name
         try:
-            found = f"{crc32_of_range(path):08x}"
+            checksum = f"{crc32_of_range(path):08x}"
         except (OSError, UserError) as error:
             return f"{path} cannot be read: {error}"
-        if found != files[name]["crc32"]:
-            return f"{path} is damaged (CRC32 {found}, saved as {files[name]['crc32']})"
+        if checksum != files[name]["crc32"]:
+            return f"{path} is damaged (CRC32 {checksum}, saved as {files[name]['crc32']})"
     return ""
 
 
-def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def manifest_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The manifest's entries of files that this process wrote; flushes them to the disk first."""
     entries = {}
     for name in names:
@@ -123,7 +123,7 @@ def _step_folders(checkpoints: Path) -> list[Path]:
 
 
 def _saved_at(folder: Path) -> tuple[float, str]:
-    """By time, not by step: who resumed an older checkpoint goes on from where that led."""
+    """By time, not by step: a run that resumed an older checkpoint continues from what it saved since."""
     try:
         return float(read_manifest(folder)["saved_at"]), folder.name
     except (UserError, KeyError, TypeError, ValueError):
@@ -136,14 +136,14 @@ def later_than_all(checkpoints: Path) -> float:
 
 
 def begin(folder: Path) -> None:
-    """An empty folder of this name. One that is in the way is unmade, its manifest first."""
+    """An empty folder of this name. One that is in the way is removed, its manifest first."""
     remove(folder)
     folder.mkdir(parents=True)
 
 
 def remove(folder: Path) -> None:
     if folder.is_symlink():
-        folder.unlink()  # what it leads to is not this run's
+        folder.unlink()  # its target is not this run's
         return
     (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -165,7 +165,7 @@ def point(checkpoints: Path, name: str, folder: Path) -> None:
         draft.symlink_to(folder.name)
 
 
-def pointed(checkpoints: Path, name: str) -> Path | None:
+def link_target(checkpoints: Path, name: str) -> Path | None:
     """The complete checkpoint that `best` or `last` names."""
     link = checkpoints / name
     target = link.resolve()
@@ -173,8 +173,8 @@ def pointed(checkpoints: Path, name: str) -> Path | None:
 
 
 def point_best(checkpoints: Path, step: int) -> None:
-    """`best` -> the checkpoint of that step, or nothing where it is gone: a run that goes on from an older
-    checkpoint knows nothing of a better one after it."""
+    """`best` -> the checkpoint of that step, or nothing where it is gone: a run that continues from an older
+    checkpoint ignores a better one after it."""
     folder = step_folder(checkpoints, step)
     if (folder / MANIFEST).is_file():
         point(checkpoints, "best", folder)
@@ -183,27 +183,27 @@ def point_best(checkpoints: Path, step: int) -> None:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Leaves the newest `keep` complete checkpoints, what `best` and `last` name, and nothing half done."""
-    for draft in checkpoints.glob(".*"):  # whose maker was killed
+    """Removes all but the newest `keep` complete checkpoints and what `best` and `last` name."""
+    for draft in checkpoints.glob(".*"):  # of a process that was killed
         if draft.is_symlink() or draft.name.startswith(PROBE):
             draft.unlink(missing_ok=True)  # machines may share this disk, and not rank 0's
         elif draft.name.startswith(SENT):
             remove(draft)
-    kept = complete(checkpoints)[:keep]
-    named = [pointed(checkpoints, name) for name in ("best", "last")]
+    newest = complete(checkpoints)[:keep]
+    targets = [link_target(checkpoints, name) for name in ("best", "last")]
     for folder in _step_folders(checkpoints):
-        if folder not in kept and folder.resolve() not in named:
+        if folder not in newest and folder.resolve() not in targets:
             remove(folder)
 
 
-def sizes(checkpoints: Path) -> tuple[list[int], int]:
+def disk_usage(checkpoints: Path) -> tuple[list[int], int]:
     """(bytes of the complete checkpoints, the newest first; bytes that are free on their disk)."""
-    found = []
+    sizes = []
     for folder in complete(checkpoints):
         with contextlib.suppress(UserError):
-            found.append(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
+            sizes.append(sum(entry["bytes"] for entry in read_manifest(folder)["files"].values()))
     disk = next(folder for folder in (checkpoints, *checkpoints.absolute().parents) if folder.is_dir())
-    return found, shutil.disk_usage(disk).free
+    return sizes, shutil.disk_usage(disk).free
 
 
 def size_note(checkpoints: Path, size: int, count: int, free: int) -> str:

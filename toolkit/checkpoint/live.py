@@ -1,8 +1,8 @@
 """The training state in this process's memory, under any strategy, as flat fragments of named parameters.
 
-A strategy decides which elements of a parameter a process owns, and in which tensor it keeps the fp32 master
-and the optimizer's state of them. Everything above works on `Fragment`s alone: to restore a checkpoint is to
-fill each of them with the same elements of whatever was saved.
+A strategy decides which elements of a parameter a process owns, and in which tensors their fp32 masters and the
+optimizer's state of them lie. Everything above works on `Fragment`s alone: to restore a checkpoint is to
+fill each of them with the same elements of the saved tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
+from toolkit.checkpoint.optimizer_state import remember_groups, state_of
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
 from toolkit.utils.modules import unwrapped
@@ -34,15 +34,15 @@ class Fragment:
     values: torch.Tensor
     """(n,) view of the fp32 master; of the parameter itself where it is frozen."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(n,) views of what the optimizer keeps of each element, by its own keys (`exp_avg`, `momentum_buffer`)."""
+    """(n,) views of the optimizer's state of each element, by its own keys (`exp_avg`, `momentum_buffer`)."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What it keeps in another shape, such as Adafactor's rows and columns; whole parameters alone have it."""
+    """Its state in another shape, such as Adafactor's rows and columns; whole parameters alone have it."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:
-    """The state of a prepared model and optimizer. DeepSpeed's model knows its optimizer."""
+    """The state of a prepared model and optimizer. DeepSpeed's engine has its own optimizer."""
     inner = getattr(optimizer, "optimizer", optimizer)
     module = unwrapped(model)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -54,7 +54,7 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
             return FlatState(module, inner, model)
         if not isinstance(inner, torch.optim.Optimizer):
             raise UserError(
-                "ZeRO stage 0 in bf16 or fp16 keeps its fp32 weights where they cannot be saved by name: "
+                "ZeRO stage 0 in bf16 or fp16 has its fp32 weights where they cannot be saved by name: "
                 "set zero_optimization.stage to 1 in the DeepSpeed config, or train with --mixed_precision no"
             )
         return LiveState(module, inner)
@@ -65,14 +65,14 @@ def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> L
 
 
 def reshard(module: torch.nn.Module) -> None:
-    """FSDP2's outermost unit keeps its parameters whole from an evaluation to the next backward."""
+    """FSDP2's outermost unit leaves its parameters unsharded from an evaluation to the next backward."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
 
 
 class LiveState:
-    """One process, or data parallel: every process holds everything. Other strategies are subclasses."""
+    """One process, or data parallel: every process has everything. Other strategies are subclasses."""
 
     strategy_files = "whole"
     """How docs/checkpoints.md calls the files this state is saved as: whole, slices or deepspeed."""
@@ -89,7 +89,7 @@ class LiveState:
         return "ddp" if self.world > 1 else "single"
 
     def holders(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
-        """The tensors that the optimizer keeps state of, each with the trained parameters that lie in it; the same
+        """The tensors that the optimizer has state of, each with the trained parameters that lie in it; the same
         names in the same order in every process."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
@@ -107,9 +107,9 @@ class LiveState:
     def trained(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
         fragment = self.frozen(name, parameter)
         if fragment is not None:
-            kept = kept_of(self.optimizer, parameter)
-            fragment.state = {key: _local(value)[1].view(-1) for key, value in kept.elements.items()}
-            fragment.factors, fragment.scalars = kept.factors, kept.scalars
+            state = state_of(self.optimizer, parameter)
+            fragment.state = {key: _local(value)[1].view(-1) for key, value in state.elements.items()}
+            fragment.factors, fragment.scalars = state.factors, state.scalars
         return fragment
 
     def frozen(self, name: str, parameter: torch.nn.Parameter) -> Fragment | None:
@@ -117,37 +117,37 @@ class LiveState:
         start, local = _local(parameter)
         return Fragment(name, start, local.view(-1)) if local.numel() or not _is_sharded(parameter) else None
 
-    def whole_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
+    def gather_weights(self, device: torch.device) -> dict[str, torch.Tensor]:
         """Parameters (the fp32 masters, where they are trained) and persistent buffers, whole, in rank 0's host memory;
-        elsewhere none of them. Collective; one parameter at a time is on `device`."""
-        pieces = {part.name: part for part in self.fragments()}
-        weights, keeps = {}, self.world == 1 or torch.distributed.get_rank() == 0
+        elsewhere an empty table. Collective; one parameter at a time is on `device`."""
+        fragments = {fragment.name: fragment for fragment in self.fragments()}
+        weights, is_writer = {}, self.world == 1 or torch.distributed.get_rank() == 0
         for name, parameter in self.module.named_parameters():
             whole = torch.zeros(whole_shape(parameter), dtype=torch.float32, device=device)
-            if part := pieces.get(name):
-                whole.view(-1).narrow(0, part.start, part.values.numel()).copy_(part.values)
+            if fragment := fragments.get(name):
+                whole.view(-1).narrow(0, fragment.start, fragment.values.numel()).copy_(fragment.values)
             if self.world > 1:  # the largest of a byte and zeros is that byte, however many processes have it
                 torch.distributed.reduce(whole.view(-1).view(torch.uint8), 0, torch.distributed.ReduceOp.MAX)
-            if keeps:
+            if is_writer:
                 weights[name] = whole.cpu()
-        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if keeps}
+        return weights | {name: buffer.cpu() for name, buffer in persistent_buffers(self.module) if is_writer}
 
     def before_loading(self) -> None:
-        """Collective: brings parameters into the form in which fragments may be written."""
+        """Collective: prepares the parameters for writing into fragments."""
 
     def after_loading(self, steps: int) -> None:
         """Collective: the weights the model computes with follow the masters. `steps`: taken so far."""
 
 
 class ShardedState(LiveState):
-    """FSDP2: each process holds some rows of every parameter, as a DTensor."""
+    """FSDP2: each process has some rows of every parameter, as a DTensor."""
 
     strategy_files = "slices"
     strategy = "fsdp2"
 
 
 class ZeroState(LiveState):
-    """What ZeRO's stages have in common: the optimizer sees flat masters alone, each of many parameters."""
+    """What ZeRO's stages have in common: the optimizer's parameters are flat masters, each of many parameters."""
 
     strategy_files = "deepspeed"
 
@@ -168,15 +168,15 @@ class ZeroState(LiveState):
         for master, parameters in self.flattened():
             yield master, [names[id(parameter)] for parameter in parameters]
 
-    def part(self, name: str, start: int, master: torch.Tensor, here: int, count: int) -> Fragment:
+    def fragment(self, name: str, start: int, master: torch.Tensor, here: int, count: int) -> Fragment:
         """`count` elements from `start` on of a parameter, which lie at `here` in a flat master."""
 
         def cut(flat: torch.Tensor) -> torch.Tensor:
             return flat.data.view(-1).narrow(0, here, count)
 
-        kept = kept_of(self.optimizer, master)
-        parts = {key: cut(value) for key, value in kept.elements.items()}
-        return Fragment(name, start, cut(master), parts, kept.factors, kept.scalars)
+        state = state_of(self.optimizer, master)
+        elements = {key: cut(value) for key, value in state.elements.items()}
+        return Fragment(name, start, cut(master), elements, state.factors, state.scalars)
 
     def after_loading(self, steps: int) -> None:
         self.engine.global_steps = steps
@@ -212,7 +212,7 @@ class FlatState(ZeroState):
         master = self.masters[number]
         begin = torch.distributed.get_rank(self.zero.real_dp_process_group[number]) * master.numel()
         first, end = max(offset, begin), min(offset + parameter.numel(), begin + master.numel())
-        return self.part(name, first - offset, master, first - begin, end - first) if first < end else None
+        return self.fragment(name, first - offset, master, first - begin, end - first) if first < end else None
 
     def after_loading(self, steps: int) -> None:
         self.zero.update_lp_params()
@@ -239,7 +239,7 @@ class Stage3State(ZeroState):
         group, offset, count = self.zero.grad_position[self.zero.get_param_id(parameter)]
         start, owned = self._owned(parameter, count)
         master = self.zero.fp32_partitioned_groups_flat[group]
-        return self.part(name, start, master, offset, owned) if owned else None
+        return self.fragment(name, start, master, offset, owned) if owned else None
 
     def frozen(self, name: str, parameter: Any) -> Fragment | None:
         if not hasattr(parameter, "ds_tensor"):
@@ -253,7 +253,7 @@ class Stage3State(ZeroState):
         return start, max(0, min(shard, parameter.ds_numel - start))
 
     def before_loading(self) -> None:
-        # also releases small parameters that are kept whole between steps
+        # also releases small parameters that are unsharded between steps
         self.zero.checkpoint_event_prologue()
 
     def after_loading(self, steps: int) -> None:
@@ -272,7 +272,7 @@ class Stage3State(ZeroState):
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a state_dict holds besides parameters, shared ones once."""
+    """The buffers of a state_dict, shared ones once."""
     seen = set()
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):

@@ -1,4 +1,4 @@
-"""LoRA by names: what peft calls the parameters of a live model, and what becomes of them. No peft, no torch.
+"""LoRA by names: peft's names of a live model's parameters, and their names in files. No peft, no torch.
 
 Under `base_model.model.` a live model holds
 
@@ -8,19 +8,19 @@ Under `base_model.model.` a live model holds
     H.original_module.*, H.modules_to_save.NAME.*             the head before training, and the trained one
     everything else                                           frozen, under its own name
 
-NAME is the adapter's, `default` where none was given.
+NAME is the adapter's, by default `default`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.reader import CheckpointReader, TensorIndex
+from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import read_table
 
@@ -34,8 +34,9 @@ _UNSUPPORTED = (
     "trainable_token_indices", "alora_invocation_tokens", "megatron_config", "arrow_config", "kasa_config",
     "velora_config", "monteclora_config",
 )  # fmt: skip
+_HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 # Ways to initialise that change the base weights too: a base model from elsewhere does not fit.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def is_lora(reader: CheckpointReader) -> bool:
@@ -48,7 +49,7 @@ def is_adapters(name: str) -> bool:
     return ".lora_" in name or _TRAINED_HEAD.search(name) is not None
 
 
-def stays(name: str) -> bool:
+def in_merged_model(name: str) -> bool:
     """Whether a parameter of a live model has a place in the merged model."""
     return ".lora_" not in name and ".original_module." not in name
 
@@ -70,29 +71,6 @@ def live_name(name: str) -> str:
     return re.sub(r"(\.lora_(?:embedding_)?[AB])(\.weight)?$", r"\1.default\2", name)
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_scale(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value != 0
-
-
-def _by_layer(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Of a table whose keys are names: peft takes any regular expression, which can take hours to match."""
-    return lambda value: (
-        isinstance(value, dict) and all(re.fullmatch(r"[\w.-]+", key) and fits(value[key]) for key in value)
-    )
-
-
-_KINDS = {
-    "r": (_is_rank, "a whole number above zero"),
-    "lora_alpha": (_is_scale, "a finite number that is not zero"),
-    "rank_pattern": (_by_layer(_is_rank), "a table from layers' names to whole numbers above zero"),
-    "alpha_pattern": (_by_layer(_is_scale), "a table from layers' names to finite numbers that are not zero"),
-}
-
-
 @dataclass(frozen=True, eq=False)
 class LoraDelta:
     """What a LoRA adapter adds to a weight: scaling * B A (Hu et al., 2021, section 4.1)."""
@@ -112,14 +90,23 @@ class LoraDelta:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What adapter_config.json says, as far as it bears on the weights."""
+    """The entries of adapter_config.json on which the weights depend."""
 
     path: Path
     content: Mapping[str, Any]
 
-    def _of_layer(self, layer: str, patterns: str, key: str) -> Any:
-        known = self.content.get(patterns) or {}
-        return next((value for name, value in known.items() if f".{layer}".endswith(f".{name}")), self.content.get(key))
+    def _of_layer(self, layer: str, patterns: str, key: str) -> int | float:
+        """A layer's rank or alpha. Raises UserError for what is no such number."""
+        table = self.content.get(patterns) or {}
+        # peft takes any regular expression, which can take hours to match
+        if not isinstance(table, dict) or not all(re.fullmatch(r"[\w.-]+", name) for name in table):
+            raise UserError(f"{self.path}: {patterns} should be a table by layers' names, without patterns")
+        names = [name for name in table if f".{layer}".endswith(f".{name}")]
+        value = table[names[0]] if names else self.content.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value and math.isfinite(value)):
+            where = f"{patterns} of {names[0]}" if names else key
+            raise UserError(f"{self.path}: {where} is {value!r:.60} and should be a finite number that is not zero")
+        return value
 
     def delta(self, name: str, weight: TensorIndex, a: TensorIndex, b: TensorIndex, is_embedding: bool) -> LoraDelta:
         """What the factors add to a weight. Raises UserError where they do not fit it, or the config is another's."""
@@ -128,55 +115,46 @@ class AdapterConfig:
         if expected != rank:
             raise UserError(f"{self.path} gives {layer} rank {expected} and the checkpoint {rank}: another adapter's")
         alpha = self._of_layer(layer, "alpha_pattern", "lora_alpha")
-        if alpha is None:
-            raise UserError(f"{self.path} has no lora_alpha: take the adapter_config.json that training saved")
         scaling = float(alpha / (math.sqrt(rank) if self.content.get("use_rslora") else rank))
         delta = LoraDelta(a, b, scaling, is_embedding or bool(self.content.get("fan_in_fan_out")))
         if delta.shape != weight.shape or rank != b.shape[1]:
-            raise UserError(
-                f"the adapter of {layer} is of shape {list(delta.shape)} and its weight of {list(weight.shape)}"
-            )
+            raise UserError(f"the adapter of {layer} has shape {list(delta.shape)}, its weight {list(weight.shape)}")
         return delta
 
-    def head(self, held: Collection[str]) -> str | None:
-        """The name of the classifier's weight that a folder of peft holds, trained whole."""
-        heads = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-        return (
-            next((name for name in heads if name in held), None) if self.content.get("task_type") == "SEQ_CLS" else None
-        )
+    def head(self, names: Collection[str]) -> str | None:
+        """Of the names of a classifier's adapter: the head's weight, which is trained whole."""
+        if self.content.get("task_type") != "SEQ_CLS":
+            return None
+        return next((head for head in _HEADS if head in names), None)
 
     def check_mergeable(self, base_left_out: bool) -> None:
         """Raises UserError for variants of LoRA whose merge is not W + scaling * B @ A."""
         if used := [key for key in _UNSUPPORTED if self.content.get(key)]:
-            raise UserError(
-                f"{self.path} uses {listing(used)}: such adapters are merged by peft alone (merge_and_unload)"
-            )
+            raise UserError(f"{self.path} uses {listing(used)}: only peft merges such adapters (merge_and_unload)")
         initial = str(self.content.get("init_lora_weights")).lower()
-        if base_left_out and initial.startswith(_CHANGES_BASE):
+        if base_left_out and initial.startswith(_BASE_CHANGING):
             raise UserError(f"{self.path}: {initial} changes the base weights, which the checkpoint leaves out")
 
 
 def read_adapter_config(folder: Path | None, reader: CheckpointReader) -> AdapterConfig:
     """Raises UserError when the folder has no adapter_config.json, or one of a kind that is not supported."""
     if folder is None or not (path := folder / ADAPTER_CONFIG).is_file():
-        raise UserError(
-            f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there: "
-            "name the folder that has it with --config_from FOLDER"
-        )
-    content = read_table(path, _KINDS)
+        fault = f"{reader.path} is of a model with a LoRA adapter, and its {ADAPTER_CONFIG} is not there"
+        raise UserError(f"{fault}: name the folder that has it with --config_from FOLDER")
+    content = read_table(path, {})
     if content.get("peft_type") != "LORA":
         raise UserError(f"{path} is not of LoRA (peft_type {content.get('peft_type')}): only LoRA can be converted")
     return AdapterConfig(path, content)
 
 
-def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
+def factors_of(tensors: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[TensorIndex, TensorIndex, bool]]:
     """Weight (its name in the merged model) -> (A, B, whether it is an embedding's).
 
     Raises UserError where there are several adapters, or half of one.
     """
-    found: dict[str, dict[str, TensorIndex]] = {}
+    factors: dict[str, dict[str, TensorIndex]] = {}
     adapters = set()
-    for name, tensor in held.items():
+    for name, tensor in tensors.items():
         if ".lora_" not in name:
             continue
         match = _FACTOR.match(name)
@@ -184,15 +162,15 @@ def factors_of(held: Mapping[str, TensorIndex], path: Path) -> dict[str, tuple[T
             raise UserError(f"{path}: {name} of shape {list(tensor.shape)} is of a variant of LoRA not known here")
         adapters.add(match["name"])
         weight = f"{merged_name(match['layer'])}.weight"
-        found.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
+        factors.setdefault(weight, {})[(match["kind"] or "") + match["factor"]] = tensor
     if len(adapters) != 1:
         raise UserError(f"{path} holds {len(adapters)} adapters ({listing(sorted(adapters))}), not one")
-    for weight, pair in found.items():
+    for weight, pair in factors.items():
         if set(pair) not in ({"A", "B"}, {"embedding_A", "embedding_B"}):
             raise UserError(f"{path} holds only {listing(pair)} of the adapter of {weight.removesuffix('.weight')}")
     return {
         weight: (*(pair[key] for key in sorted(pair)), "embedding_A" in pair)  # type: ignore[misc]
-        for weight, pair in found.items()
+        for weight, pair in factors.items()
     }
 
 
@@ -202,16 +180,13 @@ def adapter_tensors(reader: CheckpointReader, config: AdapterConfig) -> dict[str
     Raises UserError when other parameters were trained as well: an adapter folder cannot hold them.
     """
     factors_of(reader.weights, reader.path)  # one adapter, whole
-    trained, frozen = reader.optimizer_state, reader.frozen
+    trained = set(reader.optimizer_state) or (set(reader.weights) - reader.frozen if reader.frozen else set())
     adapters: dict[str, TensorIndex] = {}
     for name, tensor in reader.weights.items():
-        is_trained = name in trained if trained else bool(frozen) and name not in frozen
         if is_adapters(name):
             adapters[saved_name(name)] = tensor
-        elif is_trained:
+        elif name in trained:
             if not (name.endswith("bias") and config.content.get("bias") in ("all", "lora_only")):
-                raise UserError(
-                    f"{name} was trained and is no part of the adapter: write the whole model with --merge_lora"
-                )
+                raise UserError(f"{name} was trained and is no part of the adapter: convert with --merge_lora")
             adapters[name] = tensor
     return adapters

@@ -1,4 +1,4 @@
-"""Machines that share no disk: a checkpoint lies whole on rank 0's, and what other machines lack or write is sent."""
+"""Machines that share no disk: checkpoints lie whole on rank 0's, and what other machines read or write is sent."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.checksum import read_into
 from toolkit.checkpoint.save import bytes_of
+from toolkit.checkpoint.tensor_index import read_into
 from toolkit.errors import UserError
 from toolkit.launch.network import node_id
 from toolkit.utils.files import create_file, flush_path
@@ -30,8 +30,8 @@ _CHUNK = 16 << 20
 
 
 def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
-    """The ranks that do not find what rank 0 writes in `folder` -> the lowest rank of their machine. All processes
-    call this. It makes the folder."""
+    """The ranks that do not share rank 0's disk at `folder` -> the lowest rank of their machine. All processes call
+    this. It makes the folder."""
     nodes: list[str] = gather_object([node_id()])
     if len(set(nodes)) == 1:
         return {}
@@ -40,10 +40,10 @@ def far_ranks(accelerator: Accelerator, folder: Path) -> dict[int, int]:
         folder.mkdir(parents=True, exist_ok=True)
         create_file(probe).close()
     accelerator.wait_for_everyone()
-    found: list[bool] = gather_object([os.access(probe, os.F_OK)])
+    shared: list[bool] = gather_object([os.access(probe, os.F_OK)])
     if accelerator.is_main_process:
         probe.unlink()
-    near = {node for node, finds in zip(nodes, found, strict=True) if finds}
+    near = {node for node, shares in zip(nodes, shared, strict=True) if shares}
     return {rank: nodes.index(node) for rank, node in enumerate(nodes) if node not in near}
 
 
@@ -61,34 +61,34 @@ def collect(
 
 
 @contextlib.contextmanager
-def brought(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Path]:
-    """Gives the folder in which this process finds a checkpoint that lies whole on rank 0's disk. Where a machine has
-    not the same there, it is sent a copy, under `copies`, which is removed afterwards. All processes call this."""
+def local_copy(accelerator: Accelerator, folder: Path, copies: Path) -> Iterator[Path]:
+    """Gives this process's path of a checkpoint that lies whole on rank 0's disk. A machine that has not the same there
+    receives a copy, under `copies`, which is removed afterwards. All processes call this."""
     manifest = broadcast_object_list([folders.read_manifest(folder) if accelerator.is_main_process else None])[0]
-    there = not folders.fault_of(folder) and folders.read_manifest(folder) == manifest
-    views: list[Any] = gather_object([(node_id(), socket.gethostname(), there)])
-    near = {node for node, _, finds in views if finds}
-    owners = {node: rank for rank, (node, *_) in reversed(list(enumerate(views))) if node not in near}
-    owner = owners.get(node_id())
-    here = folder if owner is None else copies / f"{folders.SENT}{owner}" / folder.name
-    if owners:
+    is_there = not folders.fault_of(folder) and folders.read_manifest(folder) == manifest
+    processes: list[Any] = gather_object([(node_id(), socket.gethostname(), is_there)])
+    near = {node for node, _, has_it in processes if has_it}
+    writers = {node: rank for rank, (node, *_) in reversed(list(enumerate(processes))) if node not in near}
+    writer = writers.get(node_id())
+    path = folder if writer is None else copies / f"{folders.SENT}{writer}" / folder.name
+    is_writer = accelerator.process_index == writer
+    if writers:
         size = size_text(sum(entry["bytes"] for entry in manifest["files"].values()))
-        names = ", ".join(views[rank][1] for rank in owners.values())
-        launch.say(accelerator, f"sending {folder.name} ({size}) to {names}")
-        if accelerator.process_index == owner:
-            folders.begin(here)
-        place = here if accelerator.process_index == owner else folder
+        hosts = ", ".join(processes[rank][1] for rank in writers.values())
+        launch.say(accelerator, f"sending {folder.name} ({size}) to {hosts}")
+        if is_writer:
+            folders.begin(path)
         for name, entry in manifest["files"].items():
-            _send(accelerator, place / name, int(entry["bytes"]), 0, list(owners.values()))
-        if accelerator.process_index == owner:
-            folders.publish(here, manifest)
+            _send(accelerator, (path if is_writer else folder) / name, int(entry["bytes"]), 0, list(writers.values()))
+        if is_writer:
+            folders.publish(path, manifest)
     accelerator.wait_for_everyone()
-    yield here
+    yield path
     accelerator.wait_for_everyone()
-    if accelerator.process_index == owner:
-        shutil.rmtree(here, ignore_errors=True)
+    if is_writer:
+        shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):
-            here.parent.rmdir()  # unless another checkpoint is still read there
+            path.parent.rmdir()  # unless another checkpoint is still read there
 
 
 def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers: Sequence[int]) -> None:
@@ -104,14 +104,12 @@ def _send(accelerator: Accelerator, path: Path, size: int, reader: int, writers:
                 block = buffer[: min(_CHUNK, size - start)]
                 if rank == reader:
                     read_into(path, start, bytes_of(block))
-                sent = block.to(accelerator.device)
-                torch.distributed.broadcast(sent, src=reader)
+                block = block.to(accelerator.device)
+                torch.distributed.broadcast(block, src=reader)
                 if rank in writers:
-                    file.write(bytes_of(sent))
+                    file.write(bytes_of(block))
         if rank in writers:
             flush_path(path)
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be sent between machines: {error.strerror or error}. Make room where it is missing, "
-            "and start the same command again"
-        ) from error
+        fault = f"{path} cannot be sent between machines: {error.strerror or error}"
+        raise UserError(f"{fault}. Make room on that disk, and start the same command again") from error

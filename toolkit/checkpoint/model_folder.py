@@ -1,6 +1,6 @@
 """A Hugging Face folder from a model under any strategy, and its weights back into one.
 
-With LoRA the folder is the merged model's, and the adapter alone stands beside it in adapter/. What LoRA calls its
+With LoRA the folder is the merged model's, and adapter/ beside it has the adapter alone. What LoRA calls its
 parameters is in `lora`; nothing here imports peft, so that the folder needs it as little as its readers do.
 """
 
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from toolkit.checkpoint.live import live_state, reshard, tied_names
-from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
+from toolkit.checkpoint.lora import in_merged_model, is_adapters, merged_name, saved_name
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.files import refuse_link_out, replace_folder, write_new
@@ -44,14 +44,14 @@ def save_model(
 ) -> None:
     """Saves config, weights and tokenizer; all processes must call it, the main one writes.
 
-    The weights are those that the optimizer keeps, whatever the model computes in, as `dtype` (a key of `DTYPES`).
+    The weights are the optimizer's fp32 masters, whatever the model computes in, as `dtype` (a key of `DTYPES`).
 
     Each folder appears whole: a reader finds the old one or the new one, never a half. A model that is not from
     `transformers` is saved as model.safetensors, and by its own `save(folder, state_dict)` where it has one. `step`,
-    the optimizer steps taken, is kept in the folder: see `step_of`.
+    the optimizer steps taken, is written into the folder: see `step_of`.
     """
     module = unwrapped(model)
-    state = _whole_state(accelerator, model, module)  # a collective where the parameters are sharded
+    state = _gather_state(accelerator, model, module)  # a collective where the parameters are sharded
     if accelerator.is_main_process:
         tied = tied_names(module)
         state = {name: _cast(tensor, DTYPES[dtype]) for name, tensor in state.items() if name not in tied}
@@ -61,24 +61,24 @@ def save_model(
         merged = merge_lora(state, lora.lora_alpha / lora.r) if lora else state
         with replace_folder(folder, overwrite=True) as draft, quiet_transformers():
             _save_weights(plain, {name: tensor.contiguous() for name, tensor in merged.items()}, draft)
-            _note_dtype(draft / "config.json", DTYPES[dtype])
+            _set_dtype(draft / "config.json", DTYPES[dtype])
             if hasattr(tokenizer, "save_pretrained"):
                 tokenizer.save_pretrained(draft)
             if step is not None:
                 write_new(draft / _STATE, json.dumps({"global_step": step}))
             _make_readable(draft)
-        if lora:  # after the model, whose step tells a resumed run whether both are of one step
+        if lora:  # after the model, by whose step a resumed run sees that both are of one step
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 write_adapter(module, state, draft)
                 _make_readable(draft)
     accelerator.wait_for_everyone()
 
 
-def _whole_state(accelerator: Accelerator, model: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _gather_state(accelerator: Accelerator, model: Any, module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By name, on the main process; a tied parameter under one name, or all."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED and model.zero_optimization_stage():
         with contextlib.suppress(UserError):  # an optimizer on NVMe
-            state = live_state(accelerator, model).whole_weights(accelerator.device)
+            state = live_state(accelerator, model).gather_weights(accelerator.device)
             return {name: state[name] for name in module.state_dict() if name in state}
     sharded = accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
     return dict(accelerator.get_state_dict(model) if sharded else module.state_dict())
@@ -88,8 +88,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """In a config of transformers, which else would load the weights in the type that they were computed with."""
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Into a config of transformers, which would load the weights in the dtype of the computation otherwise."""
     if path.is_file():
         config = json.loads(path.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
         path.write_text(json.dumps(config, ensure_ascii=False, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def _note_dtype(path: Path, dtype: torch.dtype) -> None:
 
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
-        # under the names that the model has: transformers would give back those of an older format (GTE, NomicBERT)
+        # under the model's names: transformers would write those of an older format (GTE, NomicBERT)
         module.save_pretrained(folder, state_dict=state, save_original_format=False)
         return
     tied = tied_names(module)
@@ -108,7 +108,7 @@ def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> 
 
 
 def _make_readable(folder: Path) -> None:
-    """As any other file: safetensors leaves its files to their owner alone."""
+    """By the process's umask, as any other file: safetensors creates files that only their owner may read."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*.safetensors"):
@@ -116,7 +116,7 @@ def _make_readable(folder: Path) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The optimizer step whose weights a model folder holds, where it says so."""
+    """The optimizer step whose weights a model folder holds, where it is recorded."""
     try:
         return int(json.loads((folder / _STATE).read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -139,7 +139,7 @@ def merge_lora(state: Mapping[str, torch.Tensor], scaling: float) -> dict[str, t
     """
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        if not stays(name):
+        if not in_merged_model(name):
             continue
         layer = name.removesuffix(_BASE)
         if layer != name and layer + _LORA_A in state:
@@ -181,26 +181,26 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
     engine: Any = model
     engine.empty_partition_cache()  # a pass outside of the engine (FGM) may leave a weight that is being prefetched
     module = unwrapped(model)
-    parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    targets = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:
-        read = _tensors(module, folder, stack) if accelerator.is_main_process else {}
-        for name in broadcast_object_list([[name for name in parameters if name in read]])[0]:
+        tensors = _tensors(module, folder, stack) if accelerator.is_main_process else {}
+        for name in broadcast_object_list([[name for name in targets if name in tensors]])[0]:
             # what the main process writes into it reaches the others on leaving
-            with deepspeed.zero.GatheredParameters([parameters[name]], modifier_rank=0), torch.no_grad():
+            with deepspeed.zero.GatheredParameters([targets[name]], modifier_rank=0), torch.no_grad():
                 if accelerator.is_main_process:
-                    parameters[name].copy_(read[name]())
+                    targets[name].copy_(tensors[name]())
     accelerator.wait_for_everyone()
 
 
-def load_into_shards(model: torch.nn.Module, folder: Path, reads: bool) -> None:
+def load_into_shards(model: torch.nn.Module, folder: Path, is_reader: bool) -> None:
     """Copies a saved folder's weights into parameters that are whole, or that FSDP2 shards; one process reads them."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     reshard(model)
     state: dict[str, Any] = {}
-    if reads:
+    if is_reader:
         with contextlib.ExitStack() as stack:
-            state = {name: tensor() for name, tensor in _tensors(model, folder, stack).items()}
+            state = {name: read() for name, read in _tensors(model, folder, stack).items()}
     distributed = torch.distributed.is_initialized()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed, strict=False)
     set_model_state_dict(model, state, options=options)
@@ -215,11 +215,11 @@ def _tensors(model: torch.nn.Module, folder: Path, stack: contextlib.ExitStack) 
     if lora_config(model) is not None:
         folder = folder.with_name(ADAPTER_FOLDER)
         names = {saved_name(name): name for name in model.state_dict() if is_adapters(name)}
-    found: dict[str, Callable[[], Any]] = {}
+    tensors: dict[str, Callable[[], Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         refuse_link_out(path, folder)
         file = stack.enter_context(safe_open(path, framework="pt"))
-        found |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
-    if lost := sorted(expected - found.keys()):
-        raise UserError(f"{folder} lacks {listing(lost, 3)}: remove it, and the run saves its best model anew")
-    return found
+        tensors |= {names.get(name, name): functools.partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118
+    if missing := sorted(expected - tensors.keys()):
+        raise UserError(f"{folder} lacks {listing(missing, 3)}: remove it, and the run saves its best model anew")
+    return tensors

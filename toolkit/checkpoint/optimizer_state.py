@@ -1,4 +1,4 @@
-"""What an optimizer of any class keeps: per element of its parameters, in other shapes, and in its groups."""
+"""The state of an optimizer of any class: per element of its parameters, in other shapes, and in its groups."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What an optimizer keeps of one tensor, by its own keys."""
+class State:
+    """An optimizer's state of one tensor, by its own keys."""
 
     elements: dict[str, torch.Tensor] = field(default_factory=dict)
     """Of the tensor's shape."""
@@ -35,39 +35,40 @@ class Kept:
     """Anything else, which no checkpoint holds."""
 
 
-def kept_of(optimizer: Any, tensor: torch.Tensor) -> Kept:
-    """The state as it is: nothing is made of a tensor that has taken no step."""
-    kept = Kept()
+def state_of(optimizer: Any, tensor: torch.Tensor) -> State:
+    """Empty where the tensor has taken no step."""
+    state = State()
     for key, value in optimizer.state.get(tensor, {}).items():
         if not isinstance(key, str) or "." in key:
-            kept.unknown[str(key)] = value
+            state.unknown[str(key)] = value
         elif not isinstance(value, torch.Tensor):
-            (kept.scalars if isinstance(value, _PLAIN) else kept.unknown)[key] = value
+            (state.scalars if isinstance(value, _PLAIN) else state.unknown)[key] = value
         elif value.dtype not in DTYPE_NAMES:
-            kept.unknown[key] = value
+            state.unknown[key] = value
         elif value.shape == tensor.shape and (value.dim() or key != "step"):
-            kept.elements[key] = value
+            state.elements[key] = value
         else:
-            (kept.factors if value.dim() else kept.scalars)[key] = value
-    return kept
+            (state.factors if value.dim() else state.scalars)[key] = value
+    return state
 
 
-_BEGAN_WITH: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
+# Not an attribute of the optimizer, which torch would pickle, and DeepSpeed and accelerate wrap. Read for saving alone.
+_FIRST_GROUPS: WeakKeyDictionary[Any, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 def remember_groups(optimizer: Any) -> None:
-    """Keeps the hyperparameters that an optimizer, and what it wraps, begin with: `changed_groups` knows by them what
-    an optimizer has changed itself."""
+    """Remembers the hyperparameters that an optimizer, and what it wraps, begin with: what `changed_groups` compares
+    with."""
     while optimizer is not None:
-        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _BEGAN_WITH:
+        if isinstance(optimizer, torch.optim.Optimizer) and optimizer not in _FIRST_GROUPS:
             stepped = optimizer.defaults if optimizer.state else {}
-            _BEGAN_WITH[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
+            _FIRST_GROUPS[optimizer] = [_hyperparameters({**group, **stepped}) for group in optimizer.param_groups]
         optimizer = getattr(optimizer, "optimizer", None)
 
 
 def changed_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter group the hyperparameters that are not those it began with."""
-    pairs: Any = itertools.zip_longest(optimizer.param_groups, _BEGAN_WITH.get(optimizer, []), fillvalue={})
+    pairs: Any = itertools.zip_longest(optimizer.param_groups, _FIRST_GROUPS.get(optimizer, []), fillvalue={})
     return [
         {key: value for key, value in _hyperparameters(group).items() if key not in first or value != first[key]}
         for group, first in pairs

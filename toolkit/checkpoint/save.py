@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.checkpoint.checksum import combine, crc32
-from toolkit.checkpoint.live import Fragment, LiveState, whole_shape
-from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, kept_of
-from toolkit.checkpoint.tensors_file import Layout, lay_out
+from toolkit.checkpoint.live import LiveState, whole_shape
+from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, state_of
+from toolkit.checkpoint.safetensors_header import Layout, lay_out
+from toolkit.checkpoint.tensor_index import combine, crc32
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json, create_file
 
@@ -40,8 +40,8 @@ class Draft:
 
     @property
     def layout(self) -> Layout:
-        described = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
-        return lay_out(described, self.metadata, checksums=True)
+        tensors = {name: (DTYPE_NAMES[values.dtype], shape) for name, (values, shape) in self.tensors.items()}
+        return lay_out(tensors, self.metadata, checksums=True)
 
     def copied(self) -> Draft:
         """With copies of the values in host memory, which training does not change."""
@@ -57,92 +57,77 @@ def drafts_of(state: LiveState, excluded: set[str], rank: int) -> list[Draft]:
     sharded = state.strategy_files == "slices"
     parameters, buffers = dict(state.module.named_parameters()), dict(state.module.named_buffers())
     shapes = {name: whole_shape(tensor) for name, tensor in (parameters | buffers).items()}
-    fragments, weights, kept = [], {}, {}
+    weights, states = {}, {}
     places: dict[str, dict[str, Any]] = {}
-    for part in state.fragments():
-        shape = shapes[part.name]
+    numbers: dict[str, dict[str, Any]] = {}
+    for fragment in state.fragments():
+        name, shape = fragment.name, shapes[fragment.name]
         # buffers, and what is not sharded, are whole in every process
-        everywhere = not sharded or part.values.numel() == math.prod(shape)
-        if part.name in excluded or (everywhere and rank != 0):
+        replicated = not sharded or fragment.values.numel() == math.prod(shape)
+        if name in excluded or (replicated and rank != 0):
             continue
-        fragments.append(part)
-        weights[part.name] = (part.values, shape)
-        elements = {"buffer" if part.name in buffers else "weight": part.values} if sharded else {}
-        for key, values in {**elements, **part.state}.items():
-            kept[f"{key}.{part.name}"] = (values, (values.numel(),) if sharded else shape)
-            places[f"{key}.{part.name}"] = {"shape": list(shape), "start": part.start}
-        counts = {key: value for key, value in part.scalars.items() if isinstance(value, torch.Tensor)}
-        for key, values in {**part.factors, **counts}.items():
-            kept[f"{key}.{part.name}"] = (values, (1,) if sharded else tuple(values.shape))
-            places[f"{key}.{part.name}"] = {"shape": [], "start": 0}
+        weights[name] = (fragment.values, shape)
+        elements = {"buffer" if name in buffers else "weight": fragment.values} if sharded else {}
+        for key, values in {**elements, **fragment.state}.items():
+            states[f"{key}.{name}"] = (values, (values.numel(),) if sharded else shape)
+            places[f"{key}.{name}"] = {"shape": list(shape), "start": fragment.start}
+        counts = {key: value for key, value in fragment.scalars.items() if isinstance(value, torch.Tensor)}
+        for key, values in {**fragment.factors, **counts}.items():
+            states[f"{key}.{name}"] = (values, (1,) if sharded else tuple(values.shape))
+            places[f"{key}.{name}"] = {"shape": [], "start": 0}
+        if plain := {key: value for key, value in fragment.scalars.items() if key not in counts}:
+            numbers[name] = plain
+    metadata = {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
     if sharded:
-        table = {"slices": json.dumps(places, ensure_ascii=False)}
-        return [Draft(f"slices-rank-{rank:05d}.safetensors", kept, table | _numbers(fragments))]
+        metadata = {"slices": json.dumps(places, ensure_ascii=False), **metadata}
+        return [Draft(f"slices-rank-{rank:05d}.safetensors", states, metadata)]
     if rank != 0:
         return []
-    return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, kept, _numbers(fragments))]
-
-
-def _numbers(fragments: list[Fragment]) -> dict[str, str]:
-    """For a file's metadata: what the optimizer keeps of a parameter that is no tensor."""
-    numbers = {
-        part.name: {key: value for key, value in part.scalars.items() if not isinstance(value, torch.Tensor)}
-        for part in fragments
-    }
-    numbers = {name: found for name, found in numbers.items() if found}
-    return {"numbers": json.dumps(numbers, ensure_ascii=False)} if numbers else {}
+    return [Draft(WEIGHTS_FILE, weights, {"format": "pt"}), Draft(OPTIMIZER_FILE, states, metadata)]
 
 
 def optimizer_facts(state: LiveState) -> dict[str, Any]:
-    """For the manifest: the optimizer's class, what it has changed in its groups, and what it keeps of no parameter.
-    Where the processes differ in that, `ranks` holds each one's. All processes call this.
+    """For the manifest: the optimizer's class, what it has changed in its groups, and its state of no parameter.
+    Where the processes differ in that, `ranks` has each one's. All processes call this.
 
-    Raises UserError that names what the optimizer keeps and no checkpoint can hold.
+    Raises UserError that names what the optimizer stores and no checkpoint can hold.
     """
     optimizer = state.optimizer
     _refuse_unsavable(state)
     groups = changed_groups(optimizer)
     loose = {key: as_json(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    named = [entry for table in (*groups, loose) for entry in table.items()]
-    for key, value in named:
+    for key, value in [entry for table in (*groups, loose) for entry in table.items()]:
         if not isinstance(key, str) or not is_plain(value):
-            raise _cannot_be_saved(optimizer, f"{key} ({_described(value)}) beside its parameters")
-    everyone: list[Any] = [{"groups": groups, "state": loose}] * state.world
+            raise _cannot_be_saved(optimizer, key, value, "beside its parameters")
+    ranks: list[Any] = [{"groups": groups, "state": loose}] * state.world
     if state.world > 1:
-        torch.distributed.all_gather_object(everyone, everyone[0])
-    shared = everyone[0] if all(other == everyone[0] for other in everyone) else {"ranks": everyone}
-    return {"class": type(optimizer).__name__, **shared}
+        torch.distributed.all_gather_object(ranks, ranks[0])
+    facts = ranks[0] if all(other == ranks[0] for other in ranks) else {"ranks": ranks}
+    return {"class": type(optimizer).__name__, **facts}
 
 
 def _refuse_unsavable(state: LiveState) -> None:
     optimizer, holders = state.optimizer, list(state.holders())
     for holder, names in holders:
-        kept = kept_of(optimizer, holder)
-        flat = kept.factors if state.strategy_files != "whole" else {}
-        for key, value in {**kept.unknown, **flat}.items():
-            raise _cannot_be_saved(optimizer, f"{key} ({_described(value)}) of {names[0]} under {state.strategy}")
+        kinds = state_of(optimizer, holder)
+        flattened = kinds.factors if state.strategy_files != "whole" else {}
+        for key, value in {**kinds.unknown, **flattened}.items():
+            raise _cannot_be_saved(optimizer, key, value, f"of {names[0]} under {state.strategy}")
     known = {id(holder) for holder, _ in holders}
     strangers = [tensor for group in optimizer.param_groups for tensor in group["params"] if id(tensor) not in known]
     if strangers and state.strategy_files != "deepspeed":
-        raise UserError(
-            f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)} that is not the "
-            "model's, and would not be saved: make it a parameter of the model"
-        )
+        fault = f"{type(optimizer).__name__} trains a parameter of shape {list(strangers[0].shape)}"
+        raise UserError(f"{fault} that is not the model's, and would not be saved: make it a parameter of the model")
 
 
-def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _cannot_be_saved(optimizer: Any, what: str) -> UserError:
-    return UserError(
-        f"{type(optimizer).__name__} keeps {what}, which no checkpoint can hold: choose another optimizer, or train "
-        "without checkpoints"
-    )
+def _cannot_be_saved(optimizer: Any, key: object, value: Any, where: str) -> UserError:
+    kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    fault = f"{type(optimizer).__name__} keeps {key} ({kind}) {where}, which no checkpoint can hold"
+    return UserError(f"{fault}: choose another optimizer, or train without checkpoints")
 
 
 def write(draft: Draft, folder: Path) -> dict[str, Any]:
-    """Streams the tensors from where they lie, each with its CRC32, and flushes the file to the disk.
+    """Streams the tensors from memory to the disk, each with its CRC32, and flushes the file.
 
     Returns the file's entry for the manifest: the bytes are not read again for it.
     """
@@ -161,8 +146,8 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    whole = combine(crc32(header), of_data, layout.size - len(header))
-    return {"bytes": layout.size, "crc32": f"{whole:08x}"}
+    of_file = combine(crc32(header), of_data, layout.size - len(header))
+    return {"bytes": layout.size, "crc32": f"{of_file:08x}"}
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
@@ -171,14 +156,14 @@ def bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(content)
 
 
-def written_by(folder: Path, rank: int) -> list[str]:
-    """The files of the folder that this process wrote, known by their names; rank 0 wrote the nameless ones."""
-    found = []
+def files_of_rank(folder: Path, rank: int) -> list[str]:
+    """The files of the folder that this process wrote, by their names; those without a rank are rank 0's."""
+    names = []
     for path in sorted(folder.rglob("*")):
-        named = re.search(r"(?:zero_pp_rank_|-rank-)(\d+)", path.name)
-        if path.is_file() and not path.name.startswith(".") and int(named[1] if named else 0) == rank:
-            found.append(path.relative_to(folder).as_posix())
-    return found
+        match = re.search(r"(?:zero_pp_rank_|-rank-)(\d+)", path.name)
+        if path.is_file() and not path.name.startswith(".") and int(match[1] if match else 0) == rank:
+            names.append(path.relative_to(folder).as_posix())
+    return names
 
 
 def random_file(rank: int) -> str:
@@ -192,14 +177,14 @@ def random_states(accelerator: Accelerator) -> dict[str, Any]:
     states = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": _text_of(torch.get_rng_state()),
+        "torch": _base64(torch.get_rng_state()),
     }
     if accelerator.device.type == "cuda":
-        states["cuda"] = _text_of(torch.cuda.get_rng_state())
+        states["cuda"] = _base64(torch.cuda.get_rng_state())
     return states
 
 
-def _text_of(state: torch.Tensor) -> str:
+def _base64(state: torch.Tensor) -> str:
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 

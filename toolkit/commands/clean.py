@@ -26,30 +26,29 @@ def run(options: argparse.Namespace) -> None:
 
 
 def clean(path: Path) -> str:
-    """Returns the line that says what is free now. Raises UserError where a run goes on, or is to."""
+    """Returns a line with the bytes that were freed. Raises UserError where the run is not finished."""
     if not (path / "config.json").is_file():
         raise UserError(f"{path} {'is no run: it has no config.json' if path.is_dir() else 'does not exist'}")
     config = read_table(path / "config.json", {})
     with _locked(path):
         if why := _unfinished(path, config):
-            raise UserError(f"{path} {why}: it goes on from its checkpoints when you type its command again")
+            raise UserError(f"{path} {why}: the same command resumes it from its checkpoints")
         checkpoints = path / "checkpoints"
-        found = newest_first(checkpoints)
-        size = sum(file.stat().st_size for folder in found for file in folder.rglob("*") if file.is_file())
+        folders = newest_first(checkpoints)
+        size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
         try:
-            for folder in found:
+            for folder in folders:
                 remove(folder)
             for name in ("best", "last"):
                 (checkpoints / name).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
-        if left := [folder.name for folder in found if folder.exists()]:
-            raise UserError(f"cannot remove {listing(left)} of {checkpoints}")
-        with contextlib.suppress(OSError):  # there is something of yours in it, or nothing was
+        if remaining := [folder.name for folder in folders if folder.exists()]:
+            raise UserError(f"cannot remove {listing(remaining)} of {checkpoints}")
+        with contextlib.suppress(OSError):  # other files are in it, or it does not exist
             checkpoints.rmdir()
-    return (
-        f"{path}: freed {size_text(size)} ({listing(folder.name for folder in found) or 'there were no checkpoints'})"
-    )
+    names = listing(folder.name for folder in folders) or "there were no checkpoints"
+    return f"{path}: freed {size_text(size)} ({names})"
 
 
 def _unfinished(path: Path, config: dict[str, Any]) -> str:
@@ -57,14 +56,14 @@ def _unfinished(path: Path, config: dict[str, Any]) -> str:
     report = path / "report.html"
     if "stopped" in config:
         return "was stopped"
-    # a run writes its config when it starts or goes on, and its report at the end
+    # a run writes its config when it starts or resumes, and its report at the end
     if not report.is_file() or report.stat().st_mtime < (path / "config.json").stat().st_mtime:
         return "is not finished"
     settings, total = config.get("settings") or {}, (config.get("data") or {}).get("total_steps")
     try:
         step = json.loads((path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
     except (OSError, ValueError, LookupError, TypeError):
-        return "has no readable metrics.jsonl that says how far it came"
+        return "has no readable metrics.jsonl with the steps it has taken"
     return "" if step == total or settings.get("early_stopping_patience") else f"has taken {step} of {total} steps"
 
 
@@ -77,7 +76,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(f"{path}: a run is writing to it: end that run first") from None
+        raise UserError(f"{path}: a run is writing to it: stop that run first") from None
     except (OSError, NotImplementedError):
         pass  # a file system without locks
     try:

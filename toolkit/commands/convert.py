@@ -13,10 +13,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, with_model_names, written_dtype
+from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, model_names, written_dtype
 from toolkit.checkpoint.lora import is_lora
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, CheckpointReader
 from toolkit.demo import model_path
 from toolkit.errors import UserError
 from toolkit.utils.features import Command
@@ -50,24 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sync", action="store_true", help="end when OUT is on the disk [only with --overwrite]")
     parser.add_argument("--without_checksums", action="store_true", help="also files that were saved without them")
     parser.add_argument("--verify", action="store_true", help="read the output again and compare")
-    parser.add_argument("--dry_run", action="store_true", help="check everything, say what would be written")
-    parser.add_argument("--inspect", action="store_true", help="say what CHECKPOINT holds; takes no OUT")
+    parser.add_argument("--dry_run", action="store_true", help="check everything and list what would be written")
+    parser.add_argument("--inspect", action="store_true", help="print what CHECKPOINT holds; takes no OUT")
     parser.add_argument("--json", action="store_true", help="with --inspect: as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Does what the command line asks. Raises UserError."""
-    # Before numpy is there: merging needs no threads of its own, which would each take memory.
+    """Raises UserError."""
+    # Before numpy is imported: merging needs no threads of BLAS, which would each take memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check(arguments)
     if arguments.inspect:
         reader = open_checkpoint(arguments.checkpoint)
-        as_json = arguments.json and json.dumps(_described(reader), ensure_ascii=False, indent=1, default=str)
-        print(as_json or "\n".join(_lines(reader)))
+        facts = _facts(reader)
+        as_json = arguments.json and json.dumps(facts, ensure_ascii=False, indent=1, default=str)
+        print(as_json or "\n".join(_lines(reader, facts)))
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
-    print("\n".join(convert(ConvertSettings(**given))))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the draft is removed
+    settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
+    print("\n".join(convert(ConvertSettings(**settings))))
 
 
 def _folder(name: str) -> Path:
@@ -96,9 +97,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UserError("toolkit convert CHECKPOINT OUT: name the folder to make (or only look, with --inspect)")
 
 
-def _described(reader: CheckpointReader) -> dict[str, Any]:
+def _facts(reader: CheckpointReader) -> dict[str, Any]:
     """What `--inspect --json` prints: what a checkpoint holds, from its structure alone."""
-    weights, stored = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
+    weights, tensors = reader.weights.values(), (*reader.weights.values(), *reader.buffers.values())
+    names = model_names(reader)
     missing = []
     if reader.model_folder is None:
         missing.append("config and tokenizer: --config_from FOLDER supplies them")
@@ -126,17 +128,16 @@ def _described(reader: CheckpointReader) -> dict[str, Any]:
         "model_folder": str(reader.model_folder) if reader.model_folder else None,
         "missing": missing,
         "output_bytes": {
-            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in stored)
+            dtype: sum(each.count * ITEM_BYTES[written_dtype(each, dtype)] for each in tensors)
             for dtype in ("F32", "BF16")
         },
-        "shapes": {name: stored.shape for name, stored in with_model_names(reader).weights.items()},
+        "shapes": {names[name]: tensor.shape for name, tensor in reader.weights.items()},
         "details": reader.details,
     }
 
 
-def _lines(reader: CheckpointReader) -> list[str]:
+def _lines(reader: CheckpointReader, facts: dict[str, Any]) -> list[str]:
     """The same for a person."""
-    facts = _described(reader)
     step = "step not recorded" if reader.step is None else f"step {reader.step}"
     dtypes = ", ".join(f"{count} in {dtype.lower()}" for dtype, count in facts["dtypes"].items())
     sizes = [size_text(size) for size in facts["output_bytes"].values()]
@@ -150,7 +151,7 @@ def _lines(reader: CheckpointReader) -> list[str]:
         f"  config      {reader.model_folder or 'none'}",
         f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
         "  details     "
-        + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
+        + ", ".join(f"{key} {value}" for key, value in reader.details.items() if not isinstance(value, dict)),
         *(f"  missing     {what}" for what in facts["missing"]),
     ]
 

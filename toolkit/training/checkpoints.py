@@ -28,11 +28,11 @@ from toolkit.checkpoint.optimizer_state import remember_groups
 from toolkit.checkpoint.save import (
     Draft,
     drafts_of,
+    files_of_rank,
     optimizer_facts,
     random_file,
     random_states,
     write,
-    written_by,
 )
 from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
@@ -137,7 +137,9 @@ class Checkpoints:
         write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
-        entries |= folders.described(folder, [name for name in written_by(folder, rank) if name not in entries])
+        entries |= folders.manifest_entries(
+            folder, [name for name in files_of_rank(folder, rank) if name not in entries]
+        )
         return manifest, gather_object([entries]), drafts
 
     def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
@@ -233,7 +235,9 @@ class Checkpoints:
 
     def _size_note(self, state: LiveState) -> str:
         """Compares what checkpoints will take with the free disk of rank 0."""
-        there, free = broadcast_object_list([folders.sizes(self.path) if self.accelerator.is_main_process else None])[0]
+        there, free = broadcast_object_list(
+            [folders.disk_usage(self.path) if self.accelerator.is_main_process else None]
+        )[0]
         trained, frozen = (
             sum(math.prod(whole_shape(each)) for each in state.module.parameters() if each.requires_grad is trains)
             for trains in (True, False)

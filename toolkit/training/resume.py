@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.machines import brought
+from toolkit.checkpoint.machines import local_copy
 from toolkit.checkpoint.model_folder import save_model
 from toolkit.checkpoint.model_folder import step_of as model_folder_step
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -163,7 +163,7 @@ def _opened(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]
     if fault:
         yield folder, fault
         return
-    with brought(accelerator, folder, checkpoints.path) as here:
+    with local_copy(accelerator, folder, checkpoints.path) as here:
         # each process verifies a part of the files, which brings them into memory for the loading
         names = sorted(folders.read_manifest(here)["files"])[accelerator.process_index :: accelerator.num_processes]
         faults = gather_object([folders.checksum_fault(here, names)])

@@ -1,4 +1,4 @@
-"""Numbers on their way, block by block: from one floating dtype to another, and what LoRA adds. No torch."""
+"""Blocks of numbers from one floating dtype to another, and what LoRA adds to them. No torch."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
     bits + 0x7fff + (the last bit that stays), cut: the carry does the rounding.
     """
-    found = values.view(np.uint32)
-    bits = found >> 16
+    whole = values.view(np.uint32)
+    bits = whole >> 16
     bits &= 1
     bits += 0x7FFF
-    bits += found
+    bits += whole
     bits >>= 16
     halves = bits.astype(np.uint16)
     if len(values) and np.isnan(values.max()):  # the largest is NaN as soon as one is
-        lost = np.isnan(values)
-        halves[lost] = (found[lost] >> 16) | 0x0040
+        nans = np.isnan(values)
+        halves[nans] = (whole[nans] >> 16) | 0x0040
     return halves
 
 
@@ -52,15 +52,13 @@ def _as(numbers: np.ndarray, dtype: str, name: str) -> np.ndarray:
         try:
             return numbers.astype(_NUMPY[dtype], copy=False)
         except FloatingPointError:
-            raise UserError(
-                f"{name} holds a number that {dtype.lower()} cannot hold, it would become infinite: use --dtype bf16"
-            ) from None
+            raise UserError(f"{name} has a number that is infinite in {dtype.lower()}: use --dtype bf16") from None
 
 
-def added(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
+def add_delta(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
     """A new array: `values`, fp32 elements of the flat weight from `first` on, plus what LoRA adds to them.
 
-    The bits of the sum do not depend on which elements are asked for together.
+    The bits of the sum do not depend on which elements are computed together.
     """
     left, right = _factors(delta)
     columns = right.shape[1]
@@ -72,7 +70,7 @@ def added(delta: LoraDelta, values: np.ndarray, first: int) -> np.ndarray:
     return summed
 
 
-@lru_cache(maxsize=4)  # as many as there are threads: each is at one weight at a time
+@lru_cache(maxsize=4)  # one for each thread: each works on one weight at a time
 def _factors(delta: LoraDelta) -> tuple[np.ndarray, np.ndarray]:
     """Those whose product is of the weight's shape: (rows, rank), (rank, columns)."""
     a, b = (widen(factor.read(), factor.dtype, factor.name).reshape(factor.shape) for factor in (delta.a, delta.b))

@@ -1,4 +1,4 @@
-"""What stands beside the weights (config, tokenizer, label names), and whether the weights are those of the config."""
+"""The files beside the weights (config, tokenizer, label names), and whether the weights are those of the config."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DECISIONS = "decisions.json"
 """How the probabilities of a model become answers; it belongs to the weights of one step."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
-_KEPT = (
+_COPIED = (
     "generation_config.json", "*token*.json", "vocab*", "merges.txt", "*.model", "spm*", "*.vocab", "*.py",
     "chat_template*", "*preprocessor_config.json", "processor_config.json", "*labels*", DECISIONS,
     "config_sentence_transformers.json", "sentence_bert_config.json", "modules.json",
@@ -29,9 +29,9 @@ _KEPT = (
 
 # Models of one kind of layer, each with the same parameters.
 _KNOWN = ("bert", "roberta", "xlm-roberta", "camembert", "electra", "big_bird", "ernie", "nezha", "distilbert")
-OTHERS_ATTRIBUTES = ("model.", "net.")
-"""What one's own module calls the model in it."""
-_SECONDS = 300  # for transformers to build a model without its weights
+MODULE_ATTRIBUTES = ("model.", "net.")
+"""Under which a module of one's own may hold the model."""
+_BUILD_SECONDS = 300  # for transformers to build a model without its weights
 _LAYER = re.compile(r"\blayer\.(\d+)\.")
 _ROWS = {
     "embeddings.word_embeddings.weight": "vocab_size",
@@ -42,7 +42,7 @@ _HEADS = ("classifier.weight", "classifier.out_proj.weight")
 _WITH_LABELS = ("ForSequenceClassification", "ForTokenClassification")
 
 
-def files_beside(
+def copied_files(
     folder: Path | None, is_adapter: bool, dtype: str, classes: int | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Path | str]]:
     """(the model's config; name -> a file to copy, or a text to write). An adapter has no config of the model.
@@ -53,23 +53,20 @@ def files_beside(
     """
     if folder is None:
         return None, {}
-    found = {path for pattern in _KEPT for path in folder.glob(pattern) if not path.is_dir()}
-    copied = {path.name: path for path in sorted(found) if not path.name.endswith(".index.json")}
-    for path in (*copied.values(), folder / CONFIG, folder / ADAPTER_CONFIG):
-        refuse_link_out(path, folder)
+    paths = {path for pattern in _COPIED for path in folder.glob(pattern) if not path.is_dir()}
+    files: dict[str, Path | str] = {path.name: path for path in sorted(paths) if not path.name.endswith(".index.json")}
+    for name in (*files, CONFIG, ADAPTER_CONFIG):
+        refuse_link_out(folder / name, folder)
     if is_adapter:
-        return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **copied}
+        return None, {ADAPTER_CONFIG: folder / ADAPTER_CONFIG, **files}
     config, name = _read_config(folder), _TORCH_NAMES[dtype]
     kind = re.fullmatch(r"(\w+?)(Model|For\w+)", (config.get("architectures") or [""])[0])
     if classes and kind and kind[2] != "ForSequenceClassification":
-        labels = [f"LABEL_{number}" for number in range(classes)]  # as transformers names them
-        config |= {
-            "architectures": [f"{kind[1]}ForSequenceClassification"],
-            "id2label": {str(number): label for number, label in enumerate(labels)},
-            "label2id": {label: number for number, label in enumerate(labels)},
-        }
-    changed = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
-    return config, {CONFIG: json.dumps(changed, ensure_ascii=False, indent=2) + "\n", **copied}
+        labels = {str(number): f"LABEL_{number}" for number in range(classes)}  # as transformers names them
+        config["architectures"] = [f"{kind[1]}ForSequenceClassification"]
+        config |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+    written = {**config, "dtype": name} | ({"torch_dtype": name} if "torch_dtype" in config else {})
+    return config, {CONFIG: json.dumps(written, ensure_ascii=False, indent=2) + "\n", **files}
 
 
 def decisions_of_run(model_folder: Path | None, step: int | None) -> dict[str, Path | str]:
@@ -105,40 +102,40 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def is_known(folder: Path) -> bool:
-    """Whether the config is of a kind whose parameters' names are known to begin otherwise than with `model.`."""
+def has_plain_names(folder: Path) -> bool:
+    """Whether the config is of a family whose parameters' names do not begin with `model.`."""
     return _read_config(folder).get("model_type") in _KNOWN
 
 
 def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], path: Path, where: str) -> None:
-    """Raises UserError naming what the weights lack or have left over, as far as the config tells.
+    """Raises UserError naming what the weights lack or have in surplus, as far as the config determines it.
 
     `shapes`: by the model's names; `path`: the config's; `where`: the checkpoint, for the message.
     """
     faults = Faults()
-    rows, heads = {}, {}
     family = str(config.get("model_type"))
+    rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items() if family in _KNOWN}
+    heads: dict[str, tuple[Any, str]] = {}
     if family in _KNOWN:
         key = "n_layers" if family == "distilbert" else "num_hidden_layers"
-        found = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
-        if (count := config.get(key)) is not None and found != list(range(count)):
-            faults.add(f"{where} holds the layers {listing(found) or 'none'}, and {path} has {key} = {count}")
-        rows = {end: (config.get(key), f"{key} = {config.get(key)}") for end, key in _ROWS.items()}
+        layers = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
+        if (count := config.get(key)) is not None and layers != list(range(count)):
+            faults.add(f"{where} holds the layers {listing(layers) or 'none'}, and {path} has {key} = {count}")
     if any(str(kind).endswith(_WITH_LABELS) for kind in config.get("architectures") or ()):
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else config.get("num_labels", 2)
         heads = dict.fromkeys(_HEADS, (count, f"{count} labels"))
-    for end, (wanted, said) in {**rows, **heads}.items():
+    for end, (count, setting) in {**rows, **heads}.items():
         for name, shape in shapes.items():
-            if (name == end or (end in rows and name.endswith(end))) and wanted is not None and shape[:1] != (wanted,):
-                faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {said}")
+            if (name == end or (end in rows and name.endswith(end))) and count is not None and shape[:1] != (count,):
+                faults.add(f"{where} has {name} of shape {list(shape)}, and {path} has {setting}")
     if rows and not any(name.endswith("word_embeddings.weight") for name in shapes):
-        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} asks for")
+        faults.add(f"{where} lacks embeddings.word_embeddings.weight, which {path} requires")
     if rows and heads and not any(head in shapes for head in _HEADS):
-        nested = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
-        hint = f"; those under {nested} alone: --prefix {nested}" if nested else ""
+        prefix = next((name.removesuffix(head) for name in shapes for head in _HEADS if name.endswith(f".{head}")), "")
+        hint = f"; those under {prefix} alone: --prefix {prefix}" if prefix else ""
         faults.add(f"{where} lacks classifier.weight, which {config['architectures'][0]} of {path} has{hint}")
-    elif rows and (others := sorted(name for name in shapes if name.startswith(OTHERS_ATTRIBUTES))):
+    elif rows and (others := sorted(name for name in shapes if name.startswith(MODULE_ATTRIBUTES))):
         prefix = others[0].partition(".")[0]
         faults.add(f"{where} has {others[0]}, which no {family} of {path} has; those alone: --prefix {prefix}")
     faults.raise_if_any()
@@ -147,25 +144,25 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
 def verify_names(folder: Path, shapes: Mapping[str, tuple[int, ...]], tied: Collection[str]) -> str:
     """Compares with the model that transformers builds of the folder's config, without its weights.
 
-    It runs in a process of its own, so that this one stays small. Returns what was done, or why it could
-    not be. Raises UserError naming what is missing or left over.
+    It runs in a process of its own, so that this one stays small. Returns what was compared, or why it could
+    not be. Raises UserError naming what is missing or in surplus.
     """
-    command = [sys.executable, "-P", "-c", _BUILD, str(folder)]  # -P: not with what stands in the current folder
+    command = [sys.executable, "-P", "-c", _BUILD, str(folder)]  # -P: imports nothing from the current folder
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=True
         )
     except subprocess.SubprocessError as error:
-        said = isinstance(error, subprocess.CalledProcessError) and error.stderr.strip()
-        return f"not compared with the model's class: {(said or str(error)).splitlines()[-1][-200:]}"
+        message = (error.stderr if isinstance(error, subprocess.CalledProcessError) else "").strip() or str(error)
+        return f"not compared with the model's class: {message.splitlines()[-1][-200:]}"
     built = json.loads(done.stdout.strip().split("\n")[-1])
     expected = {name: tuple(shape) for name, shape in built["shapes"].items()}
-    others = {*built["tied"], *tied}
-    missing = [name for name in expected if name not in shapes and name not in others]
-    over = [name for name in shapes if name not in expected]
-    wrong = [name for name, shape in shapes.items() if expected.get(name, shape) != shape]
-    parts = [("lacks", missing), ("has left over", over), ("has in another shape", wrong)]
-    faults = [f"{what} {listing(names, 5)}" for what, names in parts if names]
+    differences = {
+        "lacks": [name for name in expected if name not in {*shapes, *built["tied"], *tied}],
+        "has in surplus": [name for name in shapes if name not in expected],
+        "has in another shape": [name for name, shape in shapes.items() if expected.get(name, shape) != shape],
+    }
+    faults = [f"{what} {listing(names, 5)}" for what, names in differences.items() if names]
     if faults:
         raise UserError(f"against {built['class']}, which its {CONFIG} names, the output {'; '.join(faults)}")
     return f"verified: the {len(expected)} names and shapes are those of {built['class']}"

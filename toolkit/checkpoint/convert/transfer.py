@@ -16,18 +16,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.checkpoint.checksum import blocks, combine, crc32
 from toolkit.checkpoint.lora import LoraDelta
-from toolkit.checkpoint.reader import ITEM_BYTES, Member, TensorIndex
-from toolkit.checkpoint.tensors_file import Layout, lay_out, read_header
+from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, combine, crc32
 from toolkit.errors import UserError
 from toolkit.utils.files import create_file, write_new
 
-# Bytes read at a time: with what a cast makes of them it fits a core's cache, so that memory is passed once.
+# Bytes read at a time: with the result of a cast they fit a core's cache, so that memory is read once.
 BLOCK = 512 << 10
 # Bytes of a thread's turn.
 CHUNK = 16 << 20
-# More do not gain on the disks we met, and each has memory of its own (about 3 MB).
+# More were no faster on the disks we measured, and each takes about 3 MB.
 MOST_THREADS = 4
 _COMPARED = 1 << 16  # elements at a time
 
@@ -37,7 +36,7 @@ class Output:
     """A tensor to write."""
 
     name: str
-    stored: TensorIndex
+    tensor: TensorIndex
     dtype: str
     delta: LoraDelta | None = None
     """What a LoRA adapter adds."""
@@ -45,21 +44,21 @@ class Output:
     @property
     def size(self) -> int:
         """Bytes."""
-        return self.stored.count * ITEM_BYTES[self.dtype]
+        return self.tensor.count * ITEM_BYTES[self.dtype]
 
     def converted(self, numbers: memoryview, first: int) -> memoryview:
         """Elements of the stored tensor, from `first` on, as they are written.
 
         Raises UserError where a finite number would become infinite.
         """
-        if self.delta is None and self.stored.dtype == self.dtype:
+        if self.delta is None and self.tensor.dtype == self.dtype:
             return numbers
         from toolkit.checkpoint.convert import casts  # numpy, which takes as long to import as a gigabyte to copy
 
-        values = casts.widen(numbers, self.stored.dtype, self.stored.name)
+        values = casts.widen(numbers, self.tensor.dtype, self.tensor.name)
         if self.delta is not None:
-            values = casts.added(self.delta, values, first)
-        return casts.narrow(values, self.dtype, self.stored.name)
+            values = casts.add_delta(self.delta, values, first)
+        return casts.narrow(values, self.dtype, self.tensor.name)
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def into_shards(outputs: Iterable[Output], most: int, is_adapter: bool = False) 
         names = ["adapter_model.safetensors" if is_adapter else "model.safetensors"]
     shards = []
     for name, group in zip(names, groups, strict=True):
-        tensors = {output.name: (output.dtype, output.stored.shape) for output in group}
+        tensors = {output.name: (output.dtype, output.tensor.shape) for output in group}
         shards.append(Shard(name, lay_out(tensors, {"format": "pt"}), group))
     return shards
 
@@ -105,8 +104,8 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> int:
             _write_at(file, memoryview(shard.layout.header()), 0)
             for output in shard.outputs:
                 offset, first = shard.layout.offsets[output.name], 0
-                for span in output.stored.spans:
-                    end = span.start + span.count * ITEM_BYTES[output.stored.dtype]
+                for span in output.tensor.spans:
+                    end = span.start + span.count * ITEM_BYTES[output.tensor.dtype]
                     parts[span.member].append(_Part(output, file, offset, first, span.start, end))
                     first += span.count
                 for factor in (output.delta.a, output.delta.b) if output.delta else ():
@@ -125,7 +124,7 @@ def _write_at(file: int, content: memoryview, place: int) -> None:
 
 
 def _write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """The file that tells `from_pretrained` where each tensor is."""
+    """The file in which `from_pretrained` looks tensors up."""
     where = {output.name: shard.name for shard in shards for output in shard.outputs}
     metadata = {"total_size": sum(output.size for shard in shards for output in shard.outputs)}
     text = json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, ensure_ascii=False, indent=2)
@@ -147,20 +146,20 @@ class _Part:
 
     def write(self, low: int, numbers: memoryview) -> None:
         """`numbers`: the member's bytes from `low` on."""
-        element = self.first + (low - self.start) // ITEM_BYTES[self.output.stored.dtype]
+        element = self.first + (low - self.start) // ITEM_BYTES[self.output.tensor.dtype]
         place = self.offset + element * ITEM_BYTES[self.output.dtype]
         _write_at(self.file, self.output.converted(numbers, element), place)
 
 
 def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
-    """Does all the work in threads, and returns the bytes read."""
+    """Copies all parts in threads, and returns the bytes read."""
     members = sorted(parts, key=lambda member: (str(member.file), member.offset))  # so that a disk reads ahead
     chunks = [
         (member, start, min(start + CHUNK, member.size)) for member in members for start in range(0, member.size, CHUNK)
     ]
     checksums = dict.fromkeys(members, 0)
     with _threads(len(chunks)) as pool:
-        # after Ctrl-C or a fault what has not begun is dropped
+        # after Ctrl-C or a fault chunks that have not begun are dropped
         values = pool.map(lambda chunk: _copy(parts[chunk[0]], *chunk), chunks)
         for (member, start, end), value in zip(chunks, values, strict=True):
             checksums[member] = combine(checksums[member], value, end - start)
@@ -169,12 +168,12 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
     return sum(end - start for _, start, end in chunks)
 
 
-def _threads(most: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), most) or 1)
+def _threads(tasks: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)), tasks) or 1)
 
 
 def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
-    """Does the bytes [start, end) of a member, and returns their CRC32."""
+    """Copies the bytes [start, end) of a member, and returns their CRC32."""
     value, begin = 0, start
     parts = [part for part in parts if part.start < end and part.end > start]
     for view in blocks(member.file, member.offset + start, end - start, BLOCK):
@@ -191,13 +190,13 @@ def _copy(parts: list[_Part], member: Member, start: int, end: int) -> int:
 def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
     """Reads what was written and compares it with the checkpoint; returns what was compared.
 
-    It goes another way than the writing did: by the output's own headers, tensor by tensor, each taken from
-    its spans in order, so that a fault of the plan shows as well. Raises UserError naming the first that differs.
+    Unlike the writing it goes by the output's own headers, tensor by tensor, each read from its spans in order, so
+    that a fault in the order of the writing shows as well. Raises UserError naming the first that differs.
     """
     outputs = [output for shard in shards for output in shard.outputs]
     for shard in shards:
         path = folder / shard.name
-        with path.open("rb") as file:  # out of memory with it: what is compared comes from the disk
+        with path.open("rb") as file:  # dropped from memory: what is compared comes from the disk
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         written = read_header(path).tensors
@@ -207,7 +206,7 @@ def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
             same = pool.map(lambda output: _same(output, written[output.name]), shard.outputs)  # noqa: B023 (read here)
             for output, is_same in zip(shard.outputs, same, strict=True):
                 if not is_same:
-                    raise UserError(f"{output.name} in {path} differs from {output.stored.name} of the checkpoint")
+                    raise UserError(f"{output.name} in {path} differs from {output.tensor.name} of the checkpoint")
     merged = sum(output.delta is not None for output in outputs)
     summed = f", {merged} of them the sum with their adapter" if merged else ""
     return f"verified: {len(outputs)} tensors are the checkpoint's, bit for bit{summed}"
@@ -216,6 +215,6 @@ def verify_numbers(folder: Path, shards: Sequence[Shard]) -> str:
 def _same(output: Output, written: TensorIndex) -> bool:
     for first in range(0, written.count, _COMPARED):
         count = min(_COMPARED, written.count - first)
-        if written.read(first, count) != output.converted(memoryview(output.stored.read(first, count)), first):
+        if written.read(first, count) != output.converted(memoryview(output.tensor.read(first, count)), first):
             return False
     return True

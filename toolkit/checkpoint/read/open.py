@@ -1,4 +1,7 @@
-"""Any checkpoint, recognised by what lies in the folder, as a `CheckpointReader`. Imports no torch."""
+"""Any checkpoint, recognised by what lies in the folder, as a `CheckpointReader`. Imports no torch.
+
+Opening reads the structure of the files; whether they belong together is checked afterwards, on the reader.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ import re
 from pathlib import Path
 
 from toolkit.checkpoint.folder import MANIFEST, complete, step_number
-from toolkit.checkpoint.read.deepspeed_files import find_tag_folder, is_tag_folder
-from toolkit.checkpoint.read.deepspeed_reader import open_deepspeed
-from toolkit.checkpoint.read.run_reader import open_run_checkpoint
-from toolkit.checkpoint.read.weights_reader import STATES, open_weights
-from toolkit.checkpoint.reader import CheckpointReader
+from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
+from toolkit.checkpoint.read.run_checkpoint import check_files, open_run_checkpoint
+from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
+from toolkit.checkpoint.tensor_index import CheckpointReader
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.files import refuse_link_out
 
@@ -37,83 +39,79 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             would have to be executed to be read. One line that names the file.
     """
     try:
-        if not path.exists():
-            raise UserError(_not_there(path))
         reader, folder = _open(path)
-        states = [stored for kept in reader.optimizer_state.values() for stored in kept.values()]
-        tensors = (*reader.weights.values(), *reader.buffers.values(), *states)
-        files = {span.member.file for stored in tensors for span in stored.spans} | {reader.model_folder or folder}
-        for file in sorted(file for file in files if file.is_relative_to(folder)):
-            refuse_link_out(file, folder)
-        names = (*reader.weights, *reader.buffers, *reader.tied, *reader.excluded)
-        if strange := [name for name in names if not name.isprintable()]:  # half a character, a terminal's command
-            raise UserError(f"{path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
-        most = max(reader.step_counts().values(), default=0)
-        if reader.step is not None and most > reader.step:
-            raise UserError(
-                f"{path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}: files of two "
-                "checkpoints are mixed; copy it again or take another one"
-            )
+        _check(reader, folder)
         return reader
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        # each file is sound in itself, and says what none that we know says
-        raise UserError(
-            f"{path}: its files are damaged, or of a version that is not known ({type(error).__name__}: {error})"
-        ) from error
+        # each file is sound in itself, with content that no known version writes
+        fault = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path}: its files are damaged, or of a version that is not known ({fault})") from error
 
 
 def _open(path: Path) -> tuple[CheckpointReader, Path]:
-    """(what is opened, the folder that all its files are to lie in)."""
+    """(the reader, the folder that all its files are to lie in)."""
     if path.is_file():
         is_part = (path.parent / MANIFEST).is_file() or is_tag_folder(path.parent) or _SHARD.search(path.name)
-        if is_part or path.suffix not in STATES:
+        if is_part or path.suffix not in SUFFIXES:
             raise UserError(f"{path} is a part of a checkpoint, or none; name the folder it lies in, {path.parent}")
-        opened = open_weights(path)
-        assert opened is not None
-        return opened, path.resolve().parent  # a link that was named itself may lead anywhere
+        reader = open_weights(path)
+        assert reader is not None
+        return reader, path.resolve().parent  # a link that was named itself may lead anywhere
+    if not path.exists():
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise UserError(f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}")
     if (path / MANIFEST).is_file() or step_number(path) is not None:
         return open_run_checkpoint(path, path), path
-    _refuse_universal(path)
+    # DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses
+    if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
+        raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint that it was made of")
     if is_tag_folder(path):
         return open_deepspeed(path, path, _model_folder(path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
-        if checkpoints.is_dir() and (found := complete(checkpoints)):
-            return open_run_checkpoint(path, found[0]), found[0]  # the newest
+        if checkpoints.is_dir() and (newest := complete(checkpoints)[:1]):
+            return open_run_checkpoint(path, newest[0]), newest[0]
     if tag := find_tag_folder(path):
         return open_deepspeed(path, tag, _model_folder(path)), path
     if weights := open_weights(path):
         return weights, path
-    if any((path / "model").glob("*.safetensors")):
-        raise UserError(
-            f"{path} is a run without a whole checkpoint (--checkpoint_every N takes them): its trained model is "
-            f"{path / 'model'}, a Hugging Face folder already"
-        )
-    inside = [entry for entry in path.glob("checkpoint-*") if entry.is_dir()]  # transformers' Trainer's
-    inside = inside or [entry for entry in path.glob("*") if entry.suffix in STATES and not _NO_MODEL.match(entry.name)]
-    if len(inside) == 1:
-        return _open(inside[0])
-    if inside:
-        inside.sort(key=lambda entry: (len(entry.name), entry.name))
-        raise UserError(f"{path} holds several checkpoints; name one of them: {listing(inside, 5)}")
-    names = sorted(entry.name for entry in path.iterdir())
-    raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {listing(names, 5) or 'nothing'}")
-
-
-def _refuse_universal(path: Path) -> None:
-    """DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses."""
-    if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
-        raise UserError(
-            f"{path} is in DeepSpeed's universal format, which only DeepSpeed loads: name what it was made of"
-        )
+    return _open(_only_checkpoint_in(path))
 
 
 def _model_folder(*folders: Path) -> Path | None:
     return next((folder for folder in folders if os.path.lexists(folder / "config.json")), None)
 
 
-def _not_there(path: Path) -> str:
-    beside = path.parent
-    names = [entry.name for entry in beside.iterdir()] if beside.is_dir() else []
-    return f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}"
+def _only_checkpoint_in(path: Path) -> Path:
+    """The one `checkpoint-N` of transformers' Trainer, or the one file that may be a model's state, in a folder that is
+    no checkpoint itself. Raises UserError where there is none, or several."""
+    if any((path / "model").glob("*.safetensors")):
+        raise UserError(
+            f"{path} is a run without a complete checkpoint (--checkpoint_every N saves them): its trained model, a "
+            f"Hugging Face folder, is {path / 'model'}"
+        )
+    entries = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    inside = [entry for entry in entries if entry.name.startswith("checkpoint-") and entry.is_dir()]
+    inside = inside or [entry for entry in entries if entry.suffix in SUFFIXES and not _NO_MODEL.match(entry.name)]
+    if len(inside) > 1:
+        raise UserError(f"{path} holds several checkpoints; name one of them: {listing(inside, 5)}")
+    if not inside:
+        names = listing((entry.name for entry in entries), 5)
+        raise UserError(f"{path} holds no checkpoint; expected {_EXPECTED}; it holds {names or 'nothing'}")
+    return inside[0]
+
+
+def _check(reader: CheckpointReader, folder: Path) -> None:
+    """Raises UserError where the files of an opened checkpoint do not belong together, or one lies elsewhere."""
+    files = {span.member.file for tensor in reader.tensors() for span in tensor.spans} | {reader.model_folder or folder}
+    for file in sorted(file for file in files if file.is_relative_to(folder)):
+        refuse_link_out(file, folder)
+    if strange := [name for name in reader.names() if not name.isprintable()]:  # half a character, an escape sequence
+        raise UserError(f"{reader.path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
+    if (folder / MANIFEST).is_file():
+        check_files(reader, folder)
+    most = max(reader.step_counts().values(), default=0)
+    if reader.step is not None and most > reader.step:
+        steps = f"{reader.path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}"
+        raise UserError(f"{steps}: files of two checkpoints are mixed; copy it again or take another one")

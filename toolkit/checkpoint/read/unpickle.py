@@ -1,9 +1,9 @@
 """The structure of a pickle that torch wrote, read without executing anything of it.
 
-Python's own machine (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
-torch.distributed.checkpoint write. What could execute, copy or hash without end is ours: a global is looked up in a
-table and stands for an inert value, nothing that is called copies its arguments, keys are short and flat, and the
-number of operations is bounded.
+Python's own unpickler (`pickle._Unpickler`) reads it, with only the opcodes that torch, DeepSpeed and
+torch.distributed.checkpoint write. Each operation that could execute, copy or hash without end is replaced: a global is
+looked up in a table and becomes an inert value, no call copies its arguments, keys are short and flat, and the number
+of operations is bounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit.checkpoint.reader import ITEM_BYTES
+from toolkit.checkpoint.tensor_index import ITEM_BYTES
 from toolkit.errors import UserError
 
 MOST_BYTES = 64 << 20
@@ -30,20 +30,18 @@ class MalformedError(Exception):
     """Not a pickle that torch writes."""
 
 
-@dataclass(frozen=True, eq=False)
-class Global:
+class Global(NamedTuple):
     """An allowed global."""
 
     path: str
     """`module.name`"""
-    make: Callable[..., Any] | None = None
-    """Ours, called with the arguments that the pickle calls the global or makes an object with; None where it must
-    not."""
+    make: Callable[..., Any] | None
+    """Our function for calls of it, `Inert` for objects of it; None where it is neither called nor instantiated."""
 
 
 @dataclass(eq=False, slots=True)
 class Inert:
-    """What stands in for an object of an allowed class: its arguments and its attributes."""
+    """In place of an object of an allowed class: its arguments and its attributes."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -98,28 +96,28 @@ def unpickle(content: bytes, where: Path | str) -> Any:
     Raises UserError for a global that is not allowed, and a malformed or unbelievably large pickle.
     """
     if len(content) > MOST_BYTES:
-        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than is believable: damaged?")
+        raise UserError(f"{where}: a structure of {len(content):,} bytes, more than a structure can have: damaged?")
     try:
-        value = _Machine(content, where).load()
-        for _ in walk([value]):  # raises where a few bytes describe what no one can walk through
+        value = _Unpickler(content, where).load()
+        for _ in walk([value]):  # raises where a few bytes describe a structure without end
             pass
     except UserError:
         raise
-    except Exception as error:  # whatever Python says of a pickle that torch does not write
+    except Exception as error:  # whatever Python raises for a pickle that torch does not write
         why = " ".join(f"{type(error).__name__}: {error}"[:200].split())
         raise UserError(f"{where}: its structure is damaged ({why}); copy it again or take another one") from None
     return value
 
 
 def walk(value: Any) -> Iterator[Any]:
-    """What lies in a value's containers, at any depth; of a shared container each time it occurs."""
-    left, branches = _MOST_OPERATIONS, [(value, 0)]
+    """The values in a value's containers, at any depth; of a shared container each time it occurs."""
+    budget, branches = _MOST_OPERATIONS, [(value, 0)]
     while branches:
         branch, depth = branches.pop()
         items = (branch.arguments, branch.state) if type(branch) is Inert else branch
         items = [*items, *items.values()] if type(items) is dict else items
-        left -= 1 + len(items)
-        if depth > _DEEPEST or left < 0:
+        budget -= 1 + len(items)
+        if depth > _DEEPEST or budget < 0:
             raise MalformedError("it is nested too deeply, or made to have no end")
         for item in items:
             if type(item) in (dict, list, tuple, Inert):
@@ -129,13 +127,13 @@ def walk(value: Any) -> Iterator[Any]:
 
 
 class _Operations(dict[int, Callable[[Any], None]]):
-    """What each opcode does, so many times."""
+    """Opcode -> what it does, at most `_MOST_OPERATIONS` times in all."""
 
-    left = _MOST_OPERATIONS
+    budget = _MOST_OPERATIONS
 
     def __getitem__(self, opcode: int) -> Callable[[Any], None]:
-        self.left -= 1
-        if self.left < 0 or opcode not in self:
+        self.budget -= 1
+        if self.budget < 0 or opcode not in self:
             raise MalformedError(f"opcode {opcode:#04x}, which torch does not write there, or not so often")
         return super().__getitem__(opcode)
 
@@ -143,8 +141,8 @@ class _Operations(dict[int, Callable[[Any], None]]):
 _Python: Any = pickle._Unpickler
 
 
-class _Machine(_Python):
-    """The places of Python's machine where a pickle could do more than describe."""
+class _Unpickler(_Python):
+    """Python's, without the operations by which a pickle could do more than describe."""
 
     def __init__(self, content: bytes, where: Path | str) -> None:
         super().__init__(io.BytesIO(content))
@@ -155,10 +153,10 @@ class _Machine(_Python):
         if path not in ALLOWED:
             shown = path[:200].encode("unicode_escape").decode()
             raise UserError(
-                f"{self.where} wants {shown}, which no checkpoint needs: refused, and nothing was executed; if you "
-                "trust it, save its weights alone: torch.save(model.state_dict(), FILE)"
+                f"{self.where} needs {shown}, which is not allowed in a checkpoint: nothing was executed; if you trust "
+                "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
             )
-        return ALLOWED[path]
+        return Global(path, ALLOWED[path])
 
     def persistent_load(self, pid: Any) -> Storage:
         """torch's: ("storage", class, key, device, elements)."""
@@ -213,27 +211,27 @@ def _key(value: Any) -> Any:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """What an allowed global makes of the arguments."""
+    """The result of an allowed global for these arguments."""
     if type(function) is not Global or function.make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return function.make(*arguments)
+    return Inert(function.path, arguments) if function.make is Inert else function.make(*arguments)
 
 
-_PYTHONS = (
+_INHERITED = (
     "PROTO FRAME STOP BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
     "LONG1 BINFLOAT BINBYTES SHORT_BINBYTES EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
     "APPENDS GLOBAL STACK_GLOBAL BINPERSID"
 )
-_OPERATIONS = {code: _Python.dispatch[code] for name in _PYTHONS.split() for code in getattr(pickle, name)} | {
-    pickle.MARK[0]: _Machine.mark,
-    pickle.SETITEM[0]: _Machine.set_item,
-    pickle.SETITEMS[0]: _Machine.set_items,
-    pickle.REDUCE[0]: _Machine.reduce,
-    pickle.NEWOBJ[0]: _Machine.reduce,
-    pickle.BUILD[0]: _Machine.build,
-    pickle.SHORT_BINUNICODE[0]: lambda machine: machine.text("<B"),
-    pickle.BINUNICODE[0]: lambda machine: machine.text("<I"),
-    pickle.BINUNICODE8[0]: lambda machine: machine.text("<Q"),
+_OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for code in getattr(pickle, name)} | {
+    pickle.MARK[0]: _Unpickler.mark,
+    pickle.SETITEM[0]: _Unpickler.set_item,
+    pickle.SETITEMS[0]: _Unpickler.set_items,
+    pickle.REDUCE[0]: _Unpickler.reduce,
+    pickle.NEWOBJ[0]: _Unpickler.reduce,
+    pickle.BUILD[0]: _Unpickler.build,
+    pickle.SHORT_BINUNICODE[0]: lambda unpickler: unpickler.text("<B"),
+    pickle.BINUNICODE[0]: lambda unpickler: unpickler.text("<I"),
+    pickle.BINUNICODE8[0]: lambda unpickler: unpickler.text("<Q"),
 }
 
 
@@ -265,8 +263,8 @@ def _tensor(
         raise MalformedError("a tensor without a storage")
     if bits is not None and (type(bits) is not dict or len(bits) > 8):
         raise MalformedError("a tensor with bits that torch does not write")
-    found = ", ".join(str(_key(name)) for name, is_set in (bits or {}).items() if is_set)
-    tensor = Tensor(storage, _count(offset), _counts(shape), _counts(stride), found)
+    bits_set = ", ".join(str(_key(name)) for name, is_set in (bits or {}).items() if is_set)
+    tensor = Tensor(storage, _count(offset), _counts(shape), _counts(stride), bits_set)
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride, strict=True))
     if tensor.count and (tensor.offset + last + 1) * ITEM_BYTES[tensor.dtype] > storage.size:
         raise MalformedError("a tensor larger than its storage")
@@ -275,22 +273,15 @@ def _tensor(
 
 def _dict(*arguments: Any) -> dict[Any, Any]:
     """An OrderedDict, a Counter or a defaultdict; their items come as a dict or later."""
-    given = arguments[-1] if arguments else None
-    if type(given) not in (dict, Global, type(None)):
+    items = arguments[-1] if arguments else None
+    if type(items) not in (dict, Global, type(None)):
         raise MalformedError("a dict of something that is none")
-    return given if type(given) is dict else {}
+    return items if type(items) is dict else {}
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """A set stays the list of its items, bytes the text they are written as, an enumeration's member its value."""
+    """Of a set the list of its items, of bytes their text, of an enumeration's member its value."""
     return value
-
-
-def _allow(functions: Mapping[str, Callable[..., Any] | None], *classes: str) -> dict[str, Global]:
-    def inert(path: str) -> Global:
-        return Global(path, lambda *arguments: Inert(path, arguments))
-
-    return {path: Global(path, make) for path, make in functions.items()} | {path: inert(path) for path in classes}
 
 
 _BUILTINS = [f"{module}.{name}" for module in ("__builtin__", "builtins") for name in ("list", "dict", "int", "float")]
@@ -303,22 +294,7 @@ _LIGHTNING = (
     "pytorch_lightning.utilities.parsing",
 )
 _DCP = "torch.distributed.checkpoint.metadata."
-ALLOWED = _allow(
-    {
-        **dict.fromkeys(_CONSTANTS),
-        "torch._utils._rebuild_tensor": _tensor,
-        "torch._utils._rebuild_tensor_v2": _tensor,
-        "torch._utils._rebuild_parameter": _first,
-        "torch._utils._rebuild_parameter_with_state": _first,
-        "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
-        "torch.Size": _counts,
-        "torch.serialization._get_layout": _first,
-        **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
-        **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),
-        **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
-        "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
-        f"{_DCP}_MEM_FORMAT_ENCODING": _first,
-    },
+_INERT = (
     "torch.device",
     # numpy's scalars, where a run's own state holds them
     "numpy.dtype",
@@ -337,4 +313,20 @@ ALLOWED = _allow(
     "pathlib.PosixPath",
     "pathlib._local.PosixPath",
 )  # fmt: skip
-"""In what torch.save, DeepSpeed and torch.distributed.checkpoint write: all of it inert."""
+ALLOWED: Mapping[str, Callable[..., Any] | None] = {
+    **dict.fromkeys(_CONSTANTS),
+    **dict.fromkeys(_INERT, Inert),
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._tensor._rebuild_from_type_v2": lambda make, _cls, arguments, _state: _call(make, arguments),
+    "torch.Size": _counts,
+    "torch.serialization._get_layout": _first,
+    **dict.fromkeys(("collections.OrderedDict", "collections.Counter", "collections.defaultdict"), _dict),
+    **dict.fromkeys((f"{path}.AttributeDict" for path in _LIGHTNING), _dict),
+    **dict.fromkeys(("__builtin__.set", "builtins.set", "_codecs.encode"), _first),
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
+    f"{_DCP}_MEM_FORMAT_ENCODING": _first,
+}
+"""`Global.make` by path: the globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint."""

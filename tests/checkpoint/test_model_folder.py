@@ -54,14 +54,14 @@ def test_its_own_save_is_given_the_whole_state(tmp_path: Path) -> None:
     assert "head.weight" not in load_file(tmp_path / "model" / "model.safetensors")  # tied: once
 
 
-@pytest.mark.parametrize(("dtype", "told"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(("dtype", "message"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_the_weights_are_of_the_asked_type_whatever_is_computed_in(
-    dtype: str, told: torch.dtype, tiny_model: Path, tmp_path: Path
+    dtype: str, message: torch.dtype, tiny_model: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModel
 
     model = AutoModel.from_pretrained(tiny_model, dtype=torch.bfloat16)
     save_model(Accelerator(cpu=True), model, None, tmp_path / "model", dtype=dtype)
     again = AutoModel.from_pretrained(tmp_path / "model", dtype="auto")
-    assert {tensor.dtype for tensor in again.parameters()} == {told}
+    assert {tensor.dtype for tensor in again.parameters()} == {message}
     assert torch.equal(next(again.parameters()).float(), next(model.parameters()).float())

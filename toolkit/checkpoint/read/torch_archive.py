@@ -1,8 +1,7 @@
 """A file of `torch.save`, opened: its structure, and where each tensor's bytes lie. Reads no data, imports no torch.
 
 Such a file is a zip file that compresses nothing; it may also be a range of a larger file, as
-torch.distributed.checkpoint writes them. Nothing that it says of itself is believed before it is compared with its
-size.
+torch.distributed.checkpoint writes them. Its sizes and offsets are compared with the file's size before they are used.
 """
 
 from __future__ import annotations
@@ -11,94 +10,92 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from toolkit.checkpoint.checksum import crc32, crc32_of_range, read_into
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, MalformedError, Tensor, unpickle, walk
-from toolkit.checkpoint.reader import ITEM_BYTES, Member, Span, TensorIndex
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, crc32, read_into
 from toolkit.errors import UserError
 
 _LOCAL, _END = b"PK\3\4", b"PK\5\6"
 
 
 @dataclass(frozen=True)
-class TorchFile:
+class TorchArchive:
     """What a file holds, with a `Tensor` in place of each tensor."""
 
     file: Path
     content: Any
     members: Mapping[str, Member]
-    """By the key of a storage."""
-    written_as: str
-    """The name without a suffix that it was written under, or `archive` where torch was not told one."""
+    """By name in the zip file: `ARCHIVE/data/KEY` holds the storage KEY."""
+    archive: str
+    """The name without a suffix that the file was written under, or `archive` where torch got none."""
 
-    def span(self, tensor: Tensor, what: str) -> Span:
-        """All elements of a tensor. Raises UserError where they do not follow one another, or are not there."""
-        if not tensor.contiguous or tensor.bits:
-            why = f"is stored with the bit {tensor.bits[:50]!r}" if tensor.bits else "is not contiguous"
-            raise UserError(f"{self.file}: {what} {why}; save it again after .resolve_neg().contiguous()")
-        member = self.members.get(tensor.storage.key)
-        if member is None:
-            raise UserError(f"{self.file}: the bytes of {what} (data/{tensor.storage.key}) are missing: damaged")
-        if member.size != tensor.storage.size:
-            raise UserError(
-                f"{self.file}: {member.name} holds {member.size:,} bytes and should hold "
-                f"{tensor.storage.size:,} for {what}: damaged"
-            )
-        return Span(member, tensor.offset * ITEM_BYTES[tensor.dtype], tensor.count)
-
-    def stored(self, name: str, tensor: Any) -> TensorIndex:
-        """A tensor that lies in this file whole."""
+    def index(self, name: str, tensor: Any) -> TensorIndex:
+        """Where a tensor of this file lies. Raises UserError where its elements do not follow one another, or are not
+        there."""
         if type(tensor) is not Tensor:
             raise UserError(f"{self.file}: {name} is a {type(tensor).__name__} where a tensor should be")
-        return TensorIndex(name, tensor.shape, tensor.dtype, (self.span(tensor, name),))
+        if not tensor.contiguous or tensor.bits:
+            why = f"is stored with the bit {tensor.bits[:50]!r}" if tensor.bits else "is not contiguous"
+            raise UserError(f"{self.file}: {name} {why}; save it again after .resolve_neg().contiguous()")
+        member = self.members.get(f"{self.archive}/data/{tensor.storage.key}")
+        if member is None:
+            raise UserError(f"{self.file}: the bytes of {name} (data/{tensor.storage.key}) are missing: damaged")
+        if member.size != tensor.storage.size:
+            sizes = f"holds {member.size:,} bytes and should hold {tensor.storage.size:,}"
+            raise UserError(f"{self.file}: {member.name} {sizes} for {name}: damaged")
+        span = Span(member, tensor.offset * ITEM_BYTES[tensor.dtype], tensor.count)
+        return TensorIndex(name, tensor.shape, tensor.dtype, (span,))
 
-    def tensors(self, table: Mapping[Any, Any]) -> dict[str, Tensor]:
+    def tensors(self, state: Mapping[Any, Any]) -> dict[str, Tensor]:
         """The tensors of a state dict by name. Raises UserError where one would be lost."""
-        for name, value in table.items():
+        for name, value in state.items():
             if type(value) is Tensor and type(name) is not str:
                 raise UserError(f"{self.file}: a tensor is named {name!r}, which is no text: save it under a text")
             if type(value) is not Tensor and any(type(each) is Tensor for each in walk([value])):
                 raise UserError(f"{self.file}: {name} holds tensors in a {type(value).__name__}: save each by a name")
-        return {name: value for name, value in table.items() if type(value) is Tensor}
+        return {name: value for name, value in state.items() if type(value) is Tensor}
+
+    def tied(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Other name -> first name of tensors that are the same elements of the same storage."""
+        first: dict[object, str] = {}
+        tied = {}
+        for name, tensor in tensors.items():
+            if tensor.count:
+                elements = (tensor.storage.key, tensor.offset, tensor.shape, tensor.stride, tensor.dtype)
+                if first.setdefault(elements, name) != name:
+                    tied[name] = first[elements]
+        return tied
 
 
-def open_torch_file(file: Path, start: int = 0, size: int | None = None) -> TorchFile:
+def open_torch_archive(file: Path, start: int = 0, size: int | None = None) -> TorchArchive:
     """Opens a file of torch.save, or the range of one that holds it.
 
-    Raises UserError for what is missing, truncated, damaged, of an old format, or asks for anything to be executed.
+    Raises UserError for what is missing, truncated, damaged, of an old format, or would have to be executed.
     """
     members = zip_members(file, start, size)
     structures = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(structures) != 1:
         raise UserError(f"{file} is a zip file that torch.save did not write: it has no structure (data.pkl)")
-    top = structures[0].removesuffix("data.pkl")
-    order = members.get(f"{top}byteorder")
+    archive = structures[0].removesuffix("/data.pkl")
+    order = members.get(f"{archive}/byteorder")
     if order is not None and read_member(order, 100) != b"little":
         raise UserError(f"{file} was written on a big-endian machine, which is not supported")
     content = unpickle(read_member(members[structures[0]], MOST_BYTES), file)
-    data = f"{top}data/"
-    stored = {name.removeprefix(data): member for name, member in members.items() if name.startswith(data)}
-    return TorchFile(file, content, stored, top.removesuffix("/"))
+    return TorchArchive(file, content, members, archive)
 
 
 def read_member(member: Member, most: int) -> bytes:
     """A whole member, its checksum compared. Raises UserError if it is larger than `most` bytes."""
     if member.size > most:
-        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than is believable: damaged?")
+        raise UserError(f"{member.file}: {member.name} holds {member.size:,} bytes, more than it can have: damaged?")
     content = bytearray(member.size)
     read_into(member.file, member.offset, memoryview(content))
     member.check(crc32(content))
     return bytes(content)
-
-
-def verify_member(member: Member) -> None:
-    """Compares a member's bytes with its checksum, where the file holds one. Raises UserError."""
-    if member.crc32 is not None:
-        member.check(crc32_of_range(member.file, member.offset, member.size))
 
 
 def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str, Member]:
@@ -112,17 +109,19 @@ def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str
             size = length - start if size is None else size
             if start < 0 or size < 0 or start + size > length:
                 raise UserError(f"{file} holds {length:,} bytes and should hold {start + size:,}: truncated")
-            return _members(file, _Range(opened, start, size))
+            members: dict[str, Member] = {}
+            for member in _members(file, _Range(opened, start, size)):
+                if members.setdefault(member.name, member) is not member:
+                    raise MalformedError("two members of one name")
+            return members
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (MalformedError, zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, struct.error) as error:
-        raise UserError(
-            f"{file} is damaged: its zip structure has {error}; copy it again or take another one"
-        ) from None
+        raise UserError(f"{file} is damaged: its zip structure has {error}; copy it again") from None
 
 
 class _Range:
-    """Bytes of a file as a file of their own, as far as zipfile asks."""
+    """Bytes of a file as a file of their own, as far as zipfile needs one."""
 
     def __init__(self, opened: io.FileIO, start: int, size: int) -> None:
         self.opened, self.start, self.size, self._at = opened, start, size, 0
@@ -135,8 +134,8 @@ class _Range:
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        count = left if count < 0 else min(count, left)
+        rest = max(0, self.size - self._at)
+        count = rest if count < 0 else min(count, rest)
         if count > MOST_BYTES:
             raise MalformedError(f"a directory of {count:,} bytes")
         content = os.pread(self.opened.fileno(), count, self.start + self._at)
@@ -148,48 +147,38 @@ class _Range:
         return self.read(count)
 
 
-def _members(file: Path, archive: _Range) -> dict[str, Member]:
+def _members(file: Path, archive: _Range) -> Iterator[Member]:
     end = archive.read_at(max(0, archive.size - 22), 22)
     if not end.startswith(_END):
-        raise UserError(f"{file}: {_what_it_is(archive)}")
+        raise UserError(f"{file}: {_format_fault(archive.read_at(0, 4))}")
     if end[-2:] != b"\0\0":
         raise MalformedError("an end record that torch does not write")
     with zipfile.ZipFile(cast(IO[bytes], archive)) as opened:
         entries, directory = sorted(opened.infolist(), key=lambda entry: entry.header_offset), opened.start_dir
     # torch.serialization.set_crc32_options(False) leaves zeros
-    checked = any(entry.CRC for entry in entries)
-    members: dict[str, Member] = {}
-    for entry, end_at in zip(entries, [*(entry.header_offset for entry in entries[1:]), directory], strict=True):
-        if entry.filename in members:
-            raise MalformedError("two members of one name")
-        begin = _begin(file, archive, entry)
-        if begin + entry.file_size > end_at:
+    with_checksums = any(entry.CRC for entry in entries)
+    for entry, next_start in zip(entries, [*(each.header_offset for each in entries[1:]), directory], strict=True):
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+            raise UserError(f"{file}: {entry.filename} is compressed: save it with torch.save, which does not compress")
+        header = archive.read_at(entry.header_offset, 30)
+        if not header.startswith(_LOCAL):
+            raise MalformedError(f"no header before {entry.filename}")
+        # between the header and the bytes: the name and an extra field, of these lengths
+        start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
+        if start + entry.file_size > next_start:
             raise MalformedError(f"{entry.filename} and what follows it in the same place")
-        checksum = entry.CRC if checked else None
-        members[entry.filename] = Member(file, entry.filename, archive.start + begin, entry.file_size, checksum)
-    return members
+        checksum = entry.CRC if with_checksums else None
+        yield Member(file, entry.filename, archive.start + start, entry.file_size, checksum)
 
 
-def _begin(file: Path, archive: _Range, entry: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin."""
-    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-        raise UserError(f"{file}: {entry.filename} is compressed, and torch.save never does that: save it with torch")
-    header = archive.read_at(entry.header_offset, 30)
-    if not header.startswith(_LOCAL):
-        raise MalformedError(f"no header before {entry.filename}")
-    return entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))  # a name and what is beside it
-
-
-def _what_it_is(archive: _Range) -> str:
-    """Why there is no end record."""
-    first = archive.read_at(0, 4)
+def _format_fault(first: bytes) -> str:
+    """Why a file that begins so has no end record."""
     if not first:
         return "the file is empty; copy it again or take another checkpoint"
     if first == _LOCAL:
         return "the end of the file is missing: truncated; copy it again or take another checkpoint"
     if first.startswith(b"\x80"):
         return (
-            "written in torch's old format, before zip files, which cannot be read without executing it; "
-            "load and save it again with torch.save, if you trust it"
+            "in torch's old format, which cannot be read without executing it; if you trust it, load and save it again"
         )
     return "not a file that torch.save wrote, or its beginning and end are damaged"

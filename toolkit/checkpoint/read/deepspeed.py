@@ -1,0 +1,418 @@
+"""A DeepSpeed checkpoint as a `CheckpointReader`: from the flat buffers of the ranks' files to named tensors.
+
+Stages 1 and 2 (deepspeed/runtime/zero/stage_1_and_2.py, bf16_optimizer.py): each parameter group is one flat buffer,
+its parameters one after the other in the order of `param_shapes`, with gaps under `parameter_alignment`. It is cut
+into equal partitions, one for each rank. The masters are saved without the padding at the buffer's end, the
+optimizer's state with it (or without it under `elastic_checkpoint`).
+
+Stage 3 (stage3.py): each parameter is cut into equal partitions, the last ones padded. Those of a rank lie one after
+the other in the order of `param_shapes`, cut into sub-groups between parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.read.torch_archive import TorchArchive, open_torch_archive
+from toolkit.checkpoint.read.unpickle import Tensor
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, join_shards, mixed_saves
+from toolkit.errors import UserError, listing
+
+Shapes = Mapping[str, tuple[int, ...]]
+# By parameter name: (rank, first element in that rank's partition of the group, elements), in order.
+Shards = Mapping[str, list[tuple[int, int, int]]]
+
+_OPTIMIZER = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<tensor>\d+)_?optim_states\.pt")
+_MODEL = re.compile(r"(zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<tensor>\d+)_model_states\.pt")
+_PIPELINE_OR_EXPERT = re.compile(
+    r"layer_\d+.*-model_(\d+-)?(states|\d+).*\.pt|(layer_\d+_)?expert_\d+_.*_states\.pt|expp_rank_.*_states\.pt"
+)
+_MOST_PROCESSES = 1 << 20  # a larger number is damage
+
+
+def is_tag_folder(folder: Path) -> bool:
+    return folder.is_dir() and any(
+        _MODEL.fullmatch(entry.name) or _OPTIMIZER.fullmatch(entry.name) for entry in folder.iterdir()
+    )
+
+
+def find_tag_folder(root: Path) -> Path | None:
+    """The folder that `latest` names, or None where this is no folder of save_checkpoint.
+
+    Raises UserError, naming the tags there are, where `latest` is missing or names none of them.
+    """
+    tags = sorted(entry.name for entry in root.iterdir() if is_tag_folder(entry))
+    choices, latest = listing(root / tag for tag in tags), root / "latest"
+    if not latest.is_file():
+        if not tags:
+            return None
+        raise UserError(f"{root} has no file `latest` that names the newest checkpoint; name one: {choices}")
+    tag = latest.read_bytes()[:1000].decode("utf-8", "replace").strip()
+    if tag not in tags:
+        hint = f"name one that is there: {choices}" if tags else "and no other one is there"
+        raise UserError(f"{latest} names {tag!r}, which is not a checkpoint in {root}; {hint}")
+    return root / tag
+
+
+def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = None) -> CheckpointReader:
+    """Opens a tag folder of save_checkpoint (ZeRO stage 0 to 3). `path`: as the user named it.
+
+    Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
+    """
+    models, optimizers, world = _open_files(tag_folder)
+    stage, model, content = _stage(tag_folder, models, optimizers, world), models[0], models[0].content
+    tensors, scalars = _trained(model, [_Rank(each, stage) for each in optimizers], stage) if stage else ({}, {})
+    masters = {name: state.pop("") for name, state in tensors.items()}
+    module = model.tensors(content["module"])
+    buffers = {name: module.pop(name) for name in content.get("buffer_names") or () if name in module}
+    tied = _tied(model, module, masters)
+    frozen, excluded = _frozen(models, module, {*masters, *tied})
+    weights = {**masters, **frozen}
+    for other, name in tied.items():
+        if name not in weights and name not in excluded:
+            raise UserError(f"{model.file}: {other} is tied to {name}, which is not there: damaged?")
+    dtypes = [module[name].dtype for name in masters or weights if name in module]
+    return CheckpointReader(
+        path=path,
+        strategy=f"zero{stage}" if stage else "ddp" if world > 1 else "single",
+        world=world,
+        step=content.get("global_steps") if type(content.get("global_steps")) is int else None,
+        members=tuple(member for opened in (*models, *optimizers) for member in opened.members.values()),
+        # in the model's order, not that of the groups
+        weights={name: weights[name] for name in (*module, *weights) if name in weights},
+        buffers={name: model.index(name, tensor) for name, tensor in buffers.items()},
+        tied=tied,
+        frozen=frozenset(frozen if stage else ()),
+        excluded=excluded,
+        optimizer_state={name: state for name, state in tensors.items() if state},
+        optimizer_scalars=scalars,
+        engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
+        model_folder=model_folder,
+        details={
+            "zero_stage": stage,
+            "ds_version": content.get("ds_version"),
+            "groups": [len(group) for group in content.get("param_shapes") or []],
+            "files": len(models) + len(optimizers),
+        },
+    )
+
+
+# the files: which there must be, and whether they belong together
+
+
+def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int]:
+    """(model files: one under stages 0 to 2, by rank under stage 3; optimizer files by rank, none under stage 0; the
+    processes that saved them). Raises UserError unless all are there, whole and of one save."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    paths = {"model": _by_rank(folder, names, _MODEL), "optimizer": _by_rank(folder, names, _OPTIMIZER)}
+    models = [_open(path, "module") for path in paths["model"].values()]
+    optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
+    counts = [*(model.content.get("dp_world_size") for model in models), *(_partition_counts(o)[0] for o in optimizers)]
+    plausible = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
+    world = next(plausible, max([*paths["model"], *paths["optimizer"]]) + 1)
+    # under stage 3 each rank has a model file
+    stages = {_optimizer(each).get("zero_stage") for each in optimizers}
+    sharded = _is_sharded(models[0]) if models else stages == {3}
+    _check_ranks(folder, paths, {"model": world if sharded else 1, "optimizer": world if optimizers else 0})
+    _check_same([*models, *optimizers], "ds_version")
+    for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes"):
+        _check_same(models, key)
+    return models, optimizers, world
+
+
+def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
+    files: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if _PIPELINE_OR_EXPERT.fullmatch(name) or (match and int(match["tensor"])):
+            raise UserError(
+                f"{folder / name}: {'tensor' if match else 'pipeline or expert'} parallelism is not supported; "
+                "DeepSpeed's ds_to_universal.py reads it"
+            )
+        if match:
+            other = files.setdefault(int(match["rank"] or 0), name)
+            first = files[min(files)]
+            if other != name or name.startswith("bf16_") != first.startswith("bf16_"):
+                raise mixed_saves(folder / (other if other != name else first), folder / name, "their file names")
+    return {rank: folder / files[rank] for rank in sorted(files)}
+
+
+def _open(path: Path, key: str) -> TorchArchive:
+    """`key`: of the state that a file of this kind has."""
+    opened = open_torch_archive(path)
+    name = f"{opened.archive}.pt"
+    if name != path.name and (_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)):
+        raise UserError(f"{path} was written as {name}: ranks are mixed up; copy the folder again")
+    if type(opened.content) is not dict or type(opened.content.get(key)) is not dict:
+        raise UserError(f"{path}: not a file of DeepSpeed's save_checkpoint: it has no {key}")
+    return opened
+
+
+def _optimizer(opened: TorchArchive) -> dict[str, Any]:
+    state: dict[str, Any] = opened.content["optimizer_state_dict"]
+    return state
+
+
+def _partition_counts(optimizer: TorchArchive) -> list[Any]:
+    """Processes that share a parameter's state, for each group."""
+    counts = _optimizer(optimizer).get("partition_count")
+    return counts if type(counts) is list and counts else [counts]
+
+
+def _is_sharded(model: TorchArchive) -> bool:
+    return model.file.name.startswith("zero_pp_rank_")
+
+
+def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
+    """Raises UserError that names every rank of which a file is missing, or a file that is left of another save."""
+    for kind, files in paths.items():
+        if surplus := [path.name for rank, path in files.items() if rank >= counts[kind]]:
+            saved = f"{folder} was saved by {counts['optimizer']} processes"
+            raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove the files of that one")
+    missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
+    lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
+    path = shlex.quote(str(folder.resolve()))
+    if lines:
+        raise UserError(
+            f"{folder} lacks the {' and the '.join(lines)} ({max(counts.values())} processes saved it): copy it again; "
+            f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+        )
+
+
+def _check_same(files: Collection[TorchArchive], key: str) -> None:
+    first, *others = files
+    for other in others:
+        one, two = other.content.get(key), first.content.get(key)
+        if one != two:
+            raise mixed_saves(
+                other.file, first.file, f"{key} ({one!r} and {two!r})" if type(two) in (int, str) else key
+            )
+
+
+def _stage(folder: Path, models: list[TorchArchive], optimizers: list[TorchArchive], world: int) -> int:
+    """ZeRO's, alike in all files. Raises UserError."""
+    stages: set[int] = set()
+    for opened in optimizers:
+        state, counts = _optimizer(opened), _partition_counts(opened)
+        default: Any = 1 if "single_partition_of_fp32_groups" in state else None  # BF16_Optimizer writes none
+        stage = state.get("zero_stage", default)
+        if stage not in (1, 2, 3):
+            raise UserError(f"{opened.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
+        if any(count != world for count in counts):
+            raise UserError(
+                f"{opened.file} was saved by {counts[:4]} processes, and {world} optimizer files are there: some are "
+                "missing, or of another save (or experts are sharded, which is not supported)"
+            )
+        stages.add(stage)
+    stage = max(stages, default=0)
+    if stage == 0 and models[0].content.get("param_shapes") is not None:
+        raise UserError(f"{folder}: the optimizer files *_optim_states.pt are missing; copy the folder again")
+    if len(stages) > 1 or (stage == 3) != _is_sharded(models[0]):
+        raise UserError(f"{folder} holds files of several ZeRO stages: two saves lie in one folder")
+    return stage
+
+
+# what the optimizer owns
+
+
+class _Rank:
+    """One rank's flat groups: the masters (key ""), and the optimizer's state of each."""
+
+    def __init__(self, opened: TorchArchive, stage: int) -> None:
+        self.opened, self.file, self.content = opened, opened.file, _optimizer(opened)
+        masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        groups = self.content.get(masters)
+        if type(groups) is not list or not all(type(group) is Tensor for group in groups):
+            raise UserError(f"{self.file}: it has no {masters}, the weights: not a ZeRO file, or damaged")
+        states = self._states(self.content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
+        self.groups = [{"": group, **states.get(number, {})} for number, group in enumerate(groups)]
+        # the padding at the buffer's end, without which the masters are saved; BF16_Optimizer saves them with it
+        paddings = (self.content.get("group_paddings") or []) if "zero_stage" in self.content else []
+        paddings = [*paddings, *[0] * len(groups)]
+        self.sizes = [group.count + max(0, padding) for group, padding in zip(groups, paddings, strict=False)]
+
+    def _states(self, saved: Any) -> dict[int, dict[str, Any]]:
+        """Group number -> the optimizer's state of it."""
+        if type(saved) is list:  # elastic_checkpoint
+            steps = dict.fromkeys(range(len(saved)), self.content.get("base_optimizer_state_step"))
+            states = dict(enumerate(saved))
+        else:
+            groups, states = (saved or {}).get("param_groups") or [], (saved or {}).get("state") or {}
+            steps = {index: group.get("step") for group in groups for index in group["params"]}
+        counts = {index: {} if step is None else {"step": step} for index, step in steps.items()}
+        return {index: counts[index] | states[index] for index in steps if index in states}
+
+    def flat(self, number: int, key: str) -> TensorIndex:
+        """A group's flat buffer: of the masters (key "") or of a state. Empty where the rank holds padding alone."""
+        tensor, masters = self.groups[number].get(key), self.groups[number][""]
+        if tensor is None:
+            return TensorIndex(key, (0,), masters.dtype, ())
+        flat = self.opened.index(f"group {number}", tensor)
+        if flat.shape not in ((self.sizes[number],), masters.shape):
+            counts = f"{flat.count:,} elements of {key} and {self.sizes[number]:,} weights"
+            raise UserError(f"{self.file}: group {number} has {counts}: damaged?")
+        return flat
+
+    def addresses(self, number: int) -> dict[str, tuple[int, int]]:
+        """Parameter -> (first element, elements) in this rank's partition of a group, where the file has it."""
+        zero = (self.opened.content.get("ds_config") or {}).get("zero_optimization") or {}
+        mappings = self.content.get("param_slice_mappings") or []
+        # the mappings of 0.19.8 ignore that round_robin_gradients puts parameters in another order
+        if not zero or zero.get("round_robin_gradients") or number >= len(mappings):
+            return {}
+        return {name: (each.state["start"], each.state["numel"]) for name, each in mappings[number].items()}
+
+
+def _trained(
+    model: TorchArchive, ranks: list[_Rank], stage: int
+) -> tuple[dict[str, dict[str, TensorIndex]], dict[str, dict[str, Scalar]]]:
+    """(tensors, scalars) by parameter that is trained and key of its state, "" for its master.
+
+    Raises UserError where sizes do not add up.
+    """
+    groups = model.content.get("param_shapes") or []  # by sub-group under stage 3
+    names = [name for group in groups for name in group]
+    if not groups or len(set(names)) < len(names):
+        raise UserError(f"{model.file}: its param_shapes are missing, or name a parameter twice: damaged?")
+    for rank in ranks:
+        if len(rank.groups) != len(groups):
+            raise mixed_saves(rank.file, model.file, f"their groups ({len(rank.groups)} and {len(groups)})")
+    tensors: dict[str, dict[str, TensorIndex]] = {name: {} for name in names}
+    scalars: dict[str, dict[str, Scalar]] = {}
+    shards_of = _shards_of_parameters if stage == 3 else _shards_of_buffer
+    for number, shapes in enumerate(groups):
+        for name, key, tensor in _tensors_of_group(ranks, shapes, number, shards_of(ranks, number, shapes)):
+            tensors[name][key] = tensor
+        scalars.update(dict.fromkeys(shapes, _scalars(ranks, number)))
+    return tensors, scalars
+
+
+def _shards_of_buffer(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards:
+    """Stages 1 and 2: each parameter's place in the flat buffer, cut where a rank's partition of the buffer ends."""
+    first, size = ranks[0], ranks[0].sizes[number]
+    gaps = first.content.get("param_alignment_paddings")
+    for rank in ranks[1:]:
+        if rank.content.get("param_alignment_paddings") != gaps or rank.sizes[number] != size:
+            sizes = f"{rank.sizes[number]:,} and {size:,} elements"
+            raise mixed_saves(rank.file, first.file, f"their partition of group {number} ({sizes}), or its padding")
+    gaps = gaps[number] if type(gaps) is list and number < len(gaps) else [0] * len(shapes)
+    if min(gaps, default=0) < 0:
+        raise ValueError("param_alignment_paddings below 0")
+    shards, place = {}, 0
+    for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
+        end = place + math.prod(shape)
+        owners = range(place // size, min(-(-end // size), len(ranks))) if end > place else range(0)
+        cuts = [(order, max(place, order * size), min(end, (order + 1) * size)) for order in owners]
+        shards[name] = [(order, low - order * size, high - low) for order, low, high in cuts]
+        place = end + gap
+    count = sum(rank.groups[number][""].count for rank in ranks)
+    # the padding of the buffer to a multiple of 2 x world may be saved
+    if not place <= count < place + 2 * len(ranks):
+        raise _wrong_count(first, number, count, place)
+    for order, rank in enumerate(ranks):  # a second opinion on the layout
+        for name, (start, count) in rank.addresses(number).items():
+            if count and (order, start, count) not in shards.get(name, []):
+                raise mixed_saves(rank.file, first.file, f"the place of {name}")
+    return shards
+
+
+def _shards_of_parameters(ranks: list[_Rank], number: int, shapes: Shapes) -> Shards:
+    """Stage 3: each parameter's equal partitions, the last ones without their padding."""
+    shards, place = {}, 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        size = -(-count // len(ranks))
+        shards[name] = [(order, place, max(0, min(size, count - order * size))) for order in range(len(ranks))]
+        place += size
+    for rank in ranks:
+        if (count := rank.groups[number][""].count) != place:
+            raise _wrong_count(rank, number, count, place)
+    return shards
+
+
+def _wrong_count(rank: _Rank, number: int, count: int, expected: int) -> UserError:
+    hint = "files of different saves are mixed, or one is damaged"
+    if (rank.file.parent / "offloaded_tensors").is_dir():
+        hint = "its optimizer was offloaded to NVMe, which is not read: resume it there, with offload_optimizer on cpu"
+    return UserError(f"{rank.file}: group {number} has {count:,} elements and should have {expected:,}: {hint}")
+
+
+def _tensors_of_group(
+    ranks: list[_Rank], shapes: Shapes, number: int, shards: Shards
+) -> Iterator[tuple[str, str, TensorIndex]]:
+    """(parameter, state's key or "", tensor)."""
+    entries = [entry for rank in ranks for entry in rank.groups[number].items()]
+    for key in dict.fromkeys(key for key, value in entries if type(value) is Tensor and (value.shape or not key)):
+        flats = [rank.flat(number, key) for rank in ranks]
+        for name, shape in shapes.items():
+            starts = itertools.accumulate((count for _, _, count in shards[name]), initial=0)
+            parts = [flats[order].cut(start, count) for order, start, count in shards[name]]
+            yield name, key, join_shards(ranks[0].file.parent, name, shape, zip(starts, parts, strict=False))
+
+
+def _scalars(ranks: list[_Rank], number: int) -> dict[str, Scalar]:
+    """What the optimizer stores once for a whole group: of each rank, where they differ. They do not in steps."""
+    by_key: dict[str, list[Scalar]] = {}
+    for rank in ranks:
+        for key, value in rank.groups[number].items():
+            if scalar := _scalar(rank, key, value):
+                by_key.setdefault(key, []).append(scalar)
+                first = by_key[key][0].value
+                if key == "step" and scalar.value != first:
+                    steps = f"{scalar.value:g} and {first:g}"
+                    raise mixed_saves(rank.file, ranks[0].file, f"the optimizer step ({steps})")
+    scalars = {}
+    for key, (first, *others) in by_key.items():
+        values = (first.value, *(other.value for other in others))
+        scalars[key] = Scalar(values, first.dtype) if len(set(values)) > 1 else first
+    return scalars
+
+
+def _scalar(rank: _Rank, key: str, value: Any) -> Scalar | None:
+    if type(value) is Tensor and not value.shape:
+        tensor = rank.opened.index(key, value)
+        if tensor.spans[0].member.size < 1000:  # its few bytes are read anyway
+            tensor.spans[0].member.verify()
+        return Scalar(tensor.number(), tensor.dtype)
+    return Scalar(value) if type(value) in (bool, int, float, str, type(None)) else None
+
+
+# what the optimizer does not own
+
+
+def _tied(model: TorchArchive, module: Mapping[str, Tensor], trained: Collection[str]) -> dict[str, str]:
+    """Other name -> name."""
+    shared = model.content.get("shared_params")
+    if type(shared) is not dict:
+        return model.tied(module)
+    return {b if a in trained and b not in trained else a: a if a in trained else b for a, b in shared.items()}
+
+
+def _frozen(
+    models: list[TorchArchive], module: Mapping[str, Tensor], others: Collection[str]
+) -> tuple[dict[str, TensorIndex], dict[str, tuple[int, ...]]]:
+    """(parameters that are none of `others`, the shapes of those that are left out)."""
+    shapes: Shapes = models[0].content.get("frozen_param_shapes") or {}
+    fragments = [model.content.get("frozen_param_fragments") for model in models]
+    excluded = dict(shapes) if fragments[0] is None else {}
+    frozen: dict[str, TensorIndex] = {}
+    for name, shape in shapes.items() if not excluded else ():
+        # stage 2 writes it whole, stage 3 a shard into each rank's file, the last ones padded
+        shards, place = [], 0
+        for model, parts in zip(models, fragments, strict=True):
+            shard = model.index(name, parts.get(name)).cut(0, math.prod(shape) - place)
+            shards.append((place, shard))
+            place += shard.count
+        frozen[name] = join_shards(models[0].file.parent, name, shape, shards)
+    for name, tensor in module.items():  # in `module` alone: all under stage 0, frozen ones under stage 1
+        if name not in others and name not in shapes:
+            if len(models) > 1 and tensor.shape == (0,):
+                raise UserError(f"{models[0].file}: {name} is a placeholder, and no file holds its shard")
+            frozen[name] = models[0].index(name, tensor)
+    return frozen, excluded

@@ -1,0 +1,263 @@
+"""Files and folders that hold weights and no optimizer that we could read, as a `CheckpointReader`: Hugging Face's,
+those of `accelerator.save_state` of one process, DDP (the same) and FSDP, a file of torch.save (Lightning's `.ckpt`
+too), and folders of torch.distributed.checkpoint.
+
+The last have a pickled `.metadata` with the place of each rectangle of each tensor, and `__RANK_N.distcp` files,
+each a row of small files of torch.save. What training saves is often a table of tables, and the model's tensors lie
+under a key of it (`model`, `state_dict`): the one key whose table holds tensors. Where several do, a tensor's name
+begins with its key's, and `details["states"]` lists them.
+Parameters and buffers are not distinguished: all are `weights`. The parameters' order in an optimizer's file is not
+known, and only a run's own checkpoints are resumed: its state is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoint.lora import live_name
+from toolkit.checkpoint.read.torch_archive import open_torch_archive
+from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
+from toolkit.checkpoint.safetensors_header import read_header
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards
+from toolkit.errors import UserError, listing
+
+# In the order in which transformers looks for them. An adapter's come last: a folder may hold both.
+SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FSDP_FULL, FSDP_SHARDED, DCP_METADATA = "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0", ".metadata"
+SUFFIXES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+"""Of a file that may hold a model's state."""
+
+State = tuple[dict[str, TensorIndex], dict[str, str], dict[str, Any]]
+"""(tensors by name, other name -> name of those that are tied, details)."""
+# (tensor, offsets of a chunk) -> (file, first byte, bytes).
+_Chunks = Mapping[tuple[str, tuple[int, ...]], tuple[Path, int, int]]
+
+
+def open_weights(path: Path) -> CheckpointReader | None:
+    """Opens a file or a folder of weights; None where a folder holds none.
+
+    Raises UserError where a file is missing or damaged, or tensors are in two files.
+    """
+    folder = path if path.is_dir() else path.parent
+    processes = len(list(folder.glob("random_states_*.pkl")))
+    strategy = "model"
+    if path.is_file():
+        state, processes = _state_of_file(path), 1
+    elif fsdp := _state_of_fsdp(folder):
+        state, strategy = fsdp, "fsdp2"
+    elif files := _weight_files(folder):
+        state = _state_of_files(folder, *files)
+        if processes or (folder / "optimizer.bin").is_file():
+            strategy = "ddp" if processes > 1 else "single"
+    else:
+        return None
+    tensors, tied, details = state
+    step, dtypes = details.pop("step", None), [tensor.dtype for tensor in tensors.values()]
+    files_read = len({span.member.file for tensor in tensors.values() for span in tensor.spans})
+    # accelerate's folder of shards lies in a folder
+    homes = (folder, folder.parent) if (folder / DCP_METADATA).is_file() else (folder,)
+    return CheckpointReader(
+        path=path,
+        strategy=strategy,
+        world=processes or (files_read if strategy == "fsdp2" else 1),
+        step=step if type(step) is int else None,
+        weights=tensors,
+        tied=tied,
+        engine_dtype=max(("F32", "BF16", "F16"), key=dtypes.count),
+        model_folder=next((home for home in homes if os.path.lexists(home / "config.json")), None),
+        details=details | {"files": files_read},
+    )
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
+    """(the files of the first form of weights that is there, tensors that an index of them names)."""
+    for single, index in zip_longest(SINGLE, INDEXES):
+        if (folder / single).is_file():
+            second = (folder / single).with_stem(f"{Path(single).stem}_1")  # as accelerate names them
+            if second.is_file():
+                raise UserError(f"{folder} holds several models ({single}, {second.name}): give each its own folder")
+            return [folder / single], ()
+        if index and (folder / index).is_file():
+            return _files_of_index(folder / index)
+    return None
+
+
+def _files_of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if not names or not all(name not in ("", "..") and Path(name).name == name for name in names):
+            raise ValueError("weight_map")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{index} is not an index of weights (it has no weight_map of file names)") from None
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
+        raise UserError(f"{index} names {listing(missing)}, missing there; copy the folder again")
+    return [index.parent / name for name in names], weight_map
+
+
+def _state_of_files(folder: Path, files: list[Path], indexed: Iterable[str]) -> State:
+    """`indexed`: tensors that an index names."""
+    tensors: dict[str, TensorIndex] = {}
+    tied: dict[str, str] = {}
+    for file in files:
+        more, aliases, _ = _state_of_file(file)
+        if repeated := [name for name in more if name in tensors]:
+            raise UserError(f"{file}: {listing(repeated)} are in another file of {folder} too: copy the folder again")
+        tensors |= more
+        tied |= aliases
+    if missing := [name for name in indexed if name not in tensors]:
+        raise UserError(f"the index of {folder} names {listing(missing)}, which its files do not hold; copy it again")
+    return tensors, tied, {}
+
+
+def _state_of_file(file: Path) -> State:
+    """Of a file of safetensors or torch.save. An adapter's tensors are named as those of a live model."""
+    details: dict[str, Any] = {}
+    if file.suffix == ".safetensors":
+        header = read_header(file)
+        tensors = dict(header.tensors)
+        # safetensors' save_model lists the tied names that it left out, {left out: written}; accelerate does not
+        tied = {name: other for name, other in header.metadata.items() if other in tensors and name != "format"}
+    else:
+        tensors, tied, details = _state_of_archive(file)
+    if file.stem == "adapter_model":
+        tensors = {live_name(name): tensor for name, tensor in tensors.items()}
+    return tensors, tied, details
+
+
+def _state_of_archive(file: Path) -> State:
+    """Of a state dict that torch.save wrote, or the one in what it wrote."""
+    opened = open_torch_archive(file)
+    content = opened.content if type(opened.content) is dict else {}
+    if "pytorch-lightning_version" in content:  # nothing else in Lightning's file is the model's
+        content = {key: content.get(key) for key in ("state_dict", "global_step")}
+    tables = _model_states(content, lambda each: type(each) is Tensor and each.dtype in FLOATS and each.shape)
+    if not tables:
+        raise UserError(f"{file} holds no tensors by name: not a model's state")
+    weights: dict[str, TensorIndex] = {}
+    tied: dict[str, str] = {}
+    for key, table in tables.items():
+        tensors = {f"{key}{name}": tensor for name, tensor in opened.tensors(table).items()}
+        tied |= (aliases := opened.tied(tensors))
+        weights |= {name: opened.index(name, tensor) for name, tensor in tensors.items() if name not in aliases}
+    return weights, tied, _details(tables) | {"step": content.get("global_step")}
+
+
+def _model_states(content: Mapping[str, Any], is_weight: Callable[[Any], Any]) -> dict[str, Mapping[Any, Any]]:
+    """What a tensor's name begins with -> table of tensors by name; what is an optimizer's is left out."""
+    tables: dict[tuple[str, ...], Mapping[Any, Any]] = {}
+    branches: list[tuple[tuple[str, ...], Mapping[Any, Any]]] = [((), content)]
+    while branches:
+        path, table = branches.pop()
+        if any(is_weight(value) for value in table.values()):
+            tables[path] = table
+        elif "param_groups" not in table:
+            inner = [(key, value) for key, value in table.items() if type(key) is str and not key.startswith("optim")]
+            branches += [((*path, key), value) for key, value in inner if type(value) is dict]
+    if len(tables) < 2:
+        return dict(zip([""], tables.values(), strict=False))
+    return {"".join(f"{key}." for key in path): table for path, table in sorted(tables.items())}
+
+
+def _details(tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {"states": list(tables)} if len(tables) > 1 else {}
+
+
+# FSDP and torch.distributed.checkpoint
+
+
+def _state_of_fsdp(folder: Path) -> State | None:
+    """Of FULL_STATE_DICT or SHARDED_STATE_DICT, or any folder of torch.distributed.checkpoint; None for others."""
+    if (folder / FSDP_SHARDED).is_dir():
+        return _state_of_shards(folder / FSDP_SHARDED)
+    if (folder / DCP_METADATA).is_file() or any(folder.glob("*.distcp")):
+        return _state_of_shards(folder)
+    if (folder / FSDP_FULL).is_file():
+        return _state_of_archive(folder / FSDP_FULL)
+    if any(folder.glob("pytorch_model_fsdp_*rank*.bin")):
+        raise UserError(
+            f"{folder}: FSDP's local state of each process (pytorch_model_fsdp_*_rank*.bin) is not supported; "
+            "save with fsdp_state_dict_type SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+    return None
+
+
+def _state_of_shards(folder: Path) -> State:
+    """The model's tensors of torch.distributed.checkpoint."""
+    metadata = folder / DCP_METADATA
+    if not metadata.is_file():
+        raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
+    with metadata.open("rb") as opened:
+        structure = opened.read(MOST_BYTES + 1)  # more are refused
+    try:
+        content = unpickle(structure, metadata).state
+        chunks = _chunks(folder, content["storage_data"])
+        tree: dict[str, Any] = {}  # the table of tables that was saved: its tensors' flat names and metadata
+        for name, entry in content["state_dict_metadata"].items():
+            *keys, last = (content.get("planner_data") or {}).get(name) or (name,)
+            table = tree
+            for key in keys:
+                table = table.setdefault(key, {})
+            table[last] = (name, entry.state) if entry.name.endswith(".TensorStorageMetadata") else None
+        tables = _model_states(tree, _is_weight)
+        tensors = {
+            f"{key}{name}": _joined_chunks(folder, value[0], value[1], chunks)
+            for key, table in tables.items()
+            for name, value in table.items()
+            if type(value) is tuple
+        }
+        if not tensors:
+            raise UserError(f"{metadata} names no tensors of a model")
+        return tensors, {}, _details(tables)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fault = f"{type(error).__name__}: {error}"
+        raise UserError(f"{metadata} is damaged, or of a version that is not known ({fault})") from None
+
+
+def _is_weight(value: Any) -> bool:
+    """Of a flat name and its metadata: not a count, nor a generator's state."""
+    if type(value) is not tuple:
+        return False
+    return bool(value[1]["size"]) and "float" in value[1]["properties"].state[0].path
+
+
+def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
+    chunks = {}
+    for index, info in storage.items():
+        name = info.state["relative_path"]
+        if Path(name).name != name or info.state.get("transform_descriptors"):
+            raise ValueError(f"a shard {name} that is elsewhere or compressed")
+        key = index.state["fqn"], tuple(index.state.get("offset") or ())
+        chunks[key] = folder / name, info.state["offset"], info.state["length"]
+    if missing := sorted({file for file, _, _ in chunks.values() if not file.is_file()}):
+        path = shlex.quote(str(folder.resolve()))
+        raise UserError(
+            f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
+            f"share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+        )
+    return chunks
+
+
+def _joined_chunks(folder: Path, name: str, entry: Mapping[str, Any], chunks: _Chunks) -> TensorIndex:
+    """A tensor of its chunks. Raises ValueError where it is sharded along other dimensions than the first."""
+    shape, shards = entry["size"], []
+    for chunk in entry["chunks"]:
+        offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+        if not math.prod(sizes):
+            continue
+        if any(offsets[1:]) or sizes[1:] != shape[1:]:
+            raise ValueError(f"{name} is sharded along other dimensions than the first")
+        file, start, length = chunks[name, offsets]
+        opened = open_torch_archive(file, start=start, size=length)
+        if type(opened.content) is not Tensor or opened.content.shape != sizes:
+            raise UserError(f"{file}: at byte {start} it has something else than a chunk of {name}: damaged")
+        shards.append(((offsets or (0,))[0] * math.prod(shape[1:]), opened.index(name, opened.content)))
+    return join_shards(folder, name, shape, shards)
