@@ -18,8 +18,9 @@ from tests.report.made import add_comparison, make_run, write_lines
 from tests.report.test_html import NASTY, single
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
-from toolkit.features.compare.command import compare, write_page
+from toolkit.features.compare.command import write_page
 from toolkit.features.folds.page import write_folds
+from toolkit.report.comparison import compare
 from toolkit.report.html import write_report
 
 WIDTHS = (375, 768, 1280)

@@ -17,9 +17,10 @@ from tests.report.test_html import Page
 from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
-from toolkit.features.compare.command import Compared, _charts, compare, shown, tables, write_page
+from toolkit.features.compare.command import charts, write_page
 from toolkit.features.compare.command import run as run_command
 from toolkit.report import bootstrap
+from toolkit.report.comparison import ComparedRun, as_text, compare, tables
 
 NAMES = ("neg", "pos", "没有")
 LABELS = Labels("single_label_classification", NAMES, ("label",))
@@ -63,7 +64,7 @@ def test_intervals_and_tests_are_those_of_the_libraries(tmp_path: Path) -> None:
     assert found["runs"][1]["against_best"]["accuracy"]["p"] == binomtest(only[0], sum(only)).pvalue
     assert found["runs"][1]["against_best"]["f1_macro"]["p"] < 0.01
     assert found["settings"] == {"learning_rate": {"好": 5e-5, "bad": 1.0}}  # not where they lie
-    lines = shown(found)
+    lines = as_text(found).splitlines()
     assert any(line.startswith("bad against 好: clearly worse (accuracy -0.1") for line in lines)
     write_page(tmp_path / "compare.html", found, runs)
     page = Page(tmp_path / "compare.html")
@@ -81,7 +82,7 @@ def test_equal_runs_have_no_clear_difference_and_their_loss_is_compared_by_step(
     assert {run["name"]: run["strategy"] for run in found["runs"]} == {"zero": "2 x ZeRO-2", "one": "one process"}
     assert found["runs"][1]["against_best"]["accuracy"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
     assert max(found["strategies"].values()) == pytest.approx(2e-5, rel=1e-2)
-    assert "largest loss difference" in "\n".join(shown(found))
+    assert "largest loss difference" in "\n".join(as_text(found).splitlines())
     assert found["runs"][0]["peak_memory_bytes"] == 2**30
 
 
@@ -103,8 +104,8 @@ def test_losses_of_other_quantities_are_not_put_together(tmp_path: Path) -> None
     found, runs = compare(folders)
     assert found["other_loss"] == "class_weights"
     assert "loss" not in next(table for _, table in tables(found))[0]
-    assert any("class_weights" in line for line in shown(found)[-3:])
-    titles = [chart.title for chart in _charts(runs, found)]
+    assert any("class_weights" in line for line in as_text(found).splitlines()[-3:])
+    titles = [chart.title for chart in charts(found, runs)]
     for loss in ("Training loss", "Validation loss"):
         named = sorted(title.split(": ")[1] for title in titles if title.startswith(loss))
         assert [set(names.split(", ")) for names in named] in ([{"plain", "explicit"}, {"weighted"}],
@@ -112,7 +113,7 @@ def test_losses_of_other_quantities_are_not_put_together(tmp_path: Path) -> None
     assert len(titles) == 6
     drop = made(tmp_path / "drop", lines[1], r_drop_alpha=1.0)
     found, runs = compare([folders[0], drop])
-    assert (found["other_loss"], len(_charts(runs, found))) == ("", 5)  # its training loss alone is another
+    assert (found["other_loss"], len(charts(found, runs))) == ("", 5)  # its training loss alone is another
     by_loss = [made(tmp_path / f"{name}-by-loss", lines[0], metric_for_best_model="loss", label_smoothing_factor=value)
                for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1))]  # fmt: skip
     assert "label_smoothing_factor" in compare(by_loss)[0]["left_out"]["c-by-loss"]
@@ -134,7 +135,7 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
     assert "killed?" in found["left_out"]["killed"]
     assert "not evaluated yet" in found["left_out"]["young"]
     assert "other labels than a" in found["left_out"]["labels"]
-    assert any(line.startswith("left out: rows: ") for line in shown(found))
+    assert any(line.startswith("left out: rows: ") for line in as_text(found).splitlines())
     with pytest.raises(UserError, match="these runs cannot be compared: rows: it was evaluated on other rows than a"):
         compare([kept[0], others])
 
@@ -165,7 +166,7 @@ def test_answers_that_were_held_back_count_as_in_the_evaluation(tmp_path: Path) 
         line["prediction"] = None  # --abstain_below 0.6
     (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (run,) = compare([folder])[0]["runs"]
-    expected = Compared(folder, "a").record.last.numbers["accuracy"]
+    expected = ComparedRun(folder, "a").record.last.numbers["accuracy"]
     assert run["metrics"]["accuracy"]["value"] == pytest.approx(expected)
 
 
@@ -194,7 +195,7 @@ def test_a_hundred_thousand_rows_take_seconds() -> None:
     runs = [bootstrap.scores_of(predictions(0.1, seed, 50_000), LABELS.problem_type, NAMES) for seed in (0, 1)]
     one, other = (own["f1_macro"] for own in bootstrap.resampled(runs))
     assert len(one) == 1000
-    assert bootstrap.chance(one - other) > 0.001
+    assert bootstrap.paired_p(one - other) > 0.001
 
 
 def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
@@ -205,4 +206,4 @@ def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     found, _ = compare([folder])
     assert found["runs"][0]["unfinished"] == "step 40 of 80"
-    assert Compared(folder, "a").strategy == "2 x ZeRO-2"
+    assert ComparedRun(folder, "a").strategy == "2 x ZeRO-2"

@@ -30,6 +30,8 @@ from toolkit.features.explain.page import Word
 from toolkit.models.classifier import choose_attention
 from toolkit.report.html import Sample, _judged, write_report, write_report_of_folder
 
+pytest.importorskip("captum", reason="the extra `explain` is not installed")
+
 TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
 
 
@@ -44,14 +46,14 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
     for text in TEXTS:
         encoded = tokenizer(text, return_tensors="pt", return_special_tokens_mask=True)
         special = encoded.pop("special_tokens_mask")[0].bool()
-        found = attribute(model, dict(encoded), special, difference, seconds=60)
-        assert found.output == pytest.approx(float(difference(model(**encoded).logits)), rel=1e-5)
+        adds = attribute(model, dict(encoded), special, difference, seconds=60)
         # the same special tokens with padding between them
         ids = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
-        assert found.baseline == pytest.approx(float(difference(model(input_ids=ids).logits)), rel=1e-5)
-        assert abs(found.output - found.baseline) > 0.01
-        assert found.tokens.sum() == pytest.approx(found.output - found.baseline, rel=2e-2, abs=2e-3)
-        assert (found.tokens[special.numpy()] == 0).all()
+        output, baseline = (float(difference(model(**{**encoded, "input_ids": x}).logits))
+                            for x in (encoded["input_ids"], ids))  # fmt: skip
+        assert abs(output - baseline) > 0.01
+        assert adds.sum() == pytest.approx(output - baseline, rel=2e-2, abs=2e-3)
+        assert (adds[special.numpy()] == 0).all()
         assert not model.get_input_embeddings()._forward_hooks
     assert attribute(model, dict(encoded), special, difference, seconds=0) is None
 
@@ -66,22 +68,25 @@ def test_a_bigbird_up_to_its_length() -> None:
     ids = torch.randint(5, 99, (1, 1000))
     special = torch.zeros(1000, dtype=torch.bool)
     special[[0, -1]] = True
-    found = attribute(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, special, difference, 60)
-    assert found.tokens.sum() == pytest.approx(found.output - found.baseline, rel=5e-2, abs=5e-3)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    adds = attribute(model, inputs, special, difference, 60)
+    both = torch.cat([ids, torch.where(special, ids, 0)])
+    output, baseline = difference(model(both, attention_mask=torch.ones_like(both)).logits).tolist()
+    assert adds.sum() == pytest.approx(output - baseline, rel=5e-2, abs=5e-3)
 
 
 def test_pieces_of_words_are_one_and_chinese_characters_are_not(tokenizer: Any) -> None:
     text = "unpaid 房间 <b>"
     encoded = tokenizer(text, return_offsets_mapping=True)
-    of = [(*span, word, 1.0) for span, word in zip(encoded["offset_mapping"], encoded.word_ids(), strict=True)
-          if word is not None]  # fmt: skip
-    pieces = explain._words(text, of)
-    assert "".join(piece for piece, _ in pieces) == f"{text} "
-    assert [piece for piece, adds in pieces if adds is not None] == ["unpaid", "房", "间", "<", "b", ">"]
-    assert dict(pieces)["unpaid"] == 6.0  # the sum of its pieces
+    tokens = [(*span, word, 1.0) for span, word in zip(encoded["offset_mapping"], encoded.word_ids(), strict=True)
+              if word is not None]  # fmt: skip
+    words = explain.join_tokens(text, tokens)
+    assert "".join(word.text for word in words) == f"{text} "
+    assert [word.text for word in words if word.adds is not None] == ["unpaid", "房", "间", "<", "b", ">"]
+    assert words[0].adds == 6.0  # the sum of its pieces
     # a tokenizer that takes white space, and a sentence, for part of a word
-    pieces = explain._words("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
-    assert pieces[:4] == [("a", 1.0), (" ", None), ("很", 2.0), ("好", 3.0)]
+    words = explain.join_tokens("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
+    assert words[:4] == [Word("a", 1.0), Word(" ", None), Word("很", 2.0), Word("好", 3.0)]
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
@@ -107,17 +112,17 @@ def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) 
 
 
 def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -> None:
-    pieces: list[tuple[str, float | None]] = [("word", 0.1), (" ", None)] * 1000
-    shown = explain._shown([*pieces, ("last", -3.0)], "pos", "neg", 1.0)
-    assert shown.words[-1] == Word("…", None, 0)
-    assert 1400 < sum(len(word.text) for word in shown.words) < 1600
-    assert shown.strongest[0] == Word("last", -3.0, 1.0)
+    explanation = explain.summarize([Word("word", 0.1), Word(" ", None)] * 1000 + [Word("last", -3.0)], "pos", "neg")
+    assert explanation.words[-1] == Word("…", None)
+    assert 1400 < sum(len(word.text) for word in explanation.words) < 1600
+    assert explanation.strongest[0] == Word("last", -3.0, 1.0)
 
 
 def test_the_darkest_mark_is_a_word_and_punctuation_still_counts() -> None:
-    shown = explain._shown([("（", 5.0), ("房", -0.5), ("<", -1.0), ("good", 0.25)], "pos", "neg", 3.75)
-    assert [word.strength for word in shown.words] == [0, 1, 0, 0.5]
-    assert shown.punctuation + sum(word.adds or 0 for word in shown.strongest) == shown.difference
+    words = [Word("（", 5.0), Word("房", -0.5), Word("<", -1.0), Word("good", 0.25)]
+    explanation = explain.summarize(words, "pos", "neg")
+    assert [word.strength for word in explanation.words] == [0, 1, 0, 0.5]
+    assert explanation.punctuation + sum(word.adds or 0 for word in explanation.strongest) == 3.75
 
 
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
