@@ -9,8 +9,6 @@ import numpy as np
 from scipy import sparse, stats
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from toolkit.config import Task
-
 _RESAMPLES, _FEWEST, _MOST_DRAWS = 1000, 100, 10**8
 _BATCH = 50
 """Resamples that are in memory together."""
@@ -33,7 +31,7 @@ class Scores(NamedTuple):
         return {name: float(value[0]) for name, value in metrics.items()}
 
 
-def scores_of(lines: Sequence[dict[str, Any]], problem_type: Task, classes: Sequence[str]) -> Scores:
+def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
     """The scores of the lines of predictions.jsonl."""
     if problem_type == "title_generation":
         names = sorted(lines[0]["scores"])

@@ -116,11 +116,11 @@ class Sweep:
         from toolkit import config
 
         task = Path(self.recipe).stem
-        if task not in config.TASKS:
+        if task not in config.tasks():
             return {}
         demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
         arguments = [*split(self.words)[1], *more]
-        parsed: Any = config.parse(config.TASKS[task], arguments, demo if demo.is_file() else None)
+        parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
         return config.flat(parsed)
 
     def distribution(self, text: str) -> tuple[str, Any]:
