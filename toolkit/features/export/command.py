@@ -40,8 +40,7 @@ from toolkit.pooled import pooled_config
 from toolkit.pretrained import load_config, quiet_transformers
 from toolkit.utils.files import replace_folder, writing
 
-_PACKAGES = {("openvino", False): ["openvino"], ("openvino", True): ["openvino", "nncf"],
-             ("onnx", False): ["onnx", "onnxruntime"], ("onnx", True): ["onnx", "onnxruntime", "nncf"]}  # fmt: skip
+_PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
 _CALIBRATION = 300  # texts
 _OPSET = 17
 _SMOOTHING = 0.8
@@ -59,34 +58,40 @@ def export(options: Any) -> None:
         raise UserError("toolkit export runs in one process: start it without a launcher")
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
-    require_packages(options.to, *_PACKAGES[options.to, options.int8])
+    require_packages(options.to, *_packages(options))
     model = _exportable(options.model)
     tokenizer = load_tokenizer(ModelSettings(model_name_or_path=options.model))
     labels = labels_of(model.config)
-    calibration, validation, known = _samples(options, tokenizer, model, labels)
+    calibration, validation, has_labels = _samples(options, tokenizer, model, labels)
     accelerator = launch.make_accelerator("no")
+    convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with writing(out), replace_folder(out) as draft, quiet_transformers():
         try:
             with _quiet():
-                _WAYS[options.to](model, draft, _texts(calibration, model) if options.int8 else [])
+                convert(model, draft, _texts(calibration, model) if options.int8 else [])
         except Exception as error:  # each converter has its own
-            said = f"{type(error).__name__}: {first_line(error)[:300]}"
-            raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{said}]") from error
-        expected = _logits(accelerator, model, validation, tokenizer)
-        found = _logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer)
+            reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+            raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
         decide = saved_decisions(options.model, labels).adjusted
-        said, losses = compare(decide(expected), decide(found), validation.labels if known else None, labels)
-        said = f"{said}, on {len(validation)} rows of {validation.name}"
+        before = decide(_logits(accelerator, model, validation, tokenizer))
+        after = decide(_logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer))
+        result, losses = compare(before, after, validation.labels if has_labels else None, labels)
+        result = f"{result}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
         if too_much:
             allowed = " and ".join(f"--{name} {getattr(options, name):g}" for name in too_much)
             passes = " ".join(f"--{name} {math.ceil(100 * points - 1e-6) / 100:g}" for name, points in too_much.items())
             raise UserError(
-                f"the exported model does not answer as {options.model}: {said}; {allowed} allow less, nothing was "
+                f"the exported model does not answer as {options.model}: {result}; {allowed} allow less, nothing was "
                 f"written. To accept this, pass {passes}"
             )
-        _finish(draft, Path(model_path(options.model)), model, tokenizer, options, said)
-    print(f"{said}\nwrote {out}: toolkit predict {out} FILE")
+        _copy_files(draft, Path(model_path(options.model)), model, tokenizer)
+        _write_card(draft, Path(model_path(options.model)), options, result)
+    print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
+
+
+def _packages(options: Any) -> list[str]:
+    return [*_PACKAGES[options.to], *["nncf"] * options.int8]
 
 
 def _exportable(name: str) -> Any:
@@ -105,106 +110,106 @@ def _exportable(name: str) -> Any:
     return load_saved_classifier(named).eval()
 
 
-# what it is calibrated on and checked with
+# The texts it is calibrated on and checked with
 
 
 def _samples(options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split | None, Split, bool]:
-    """(training texts, validation texts, whether their labels are known): of the files, or of the model's run."""
+    """(training texts, validation texts, whether these have labels): of the files, or of the model's run."""
     calibration, validation = (
         _split_of(file, options, tokenizer, model, labels) if file else None
         for file in (options.calibration_file, options.validation_file)
     )
     if validation is None or (options.int8 and calibration is None):
         data = _data_of_run(options.model, tokenizer, model)
-        if data and tuple(data.labels.names) != tuple(labels.names):
-            raise UserError(f"the data of {options.model}'s run have other classes now: name --validation_file")
-        missing = ["--validation_file"] * (validation is None)
-        missing += ["--calibration_file"] * (options.int8 and calibration is None)
         if data is None:
+            missing = [*["--validation_file"] * (validation is None),
+                       *["--calibration_file"] * (options.int8 and calibration is None)]  # fmt: skip
             raise UserError(
                 f"{options.model} is not in the folder of a run, which names its data: pass {' and '.join(missing)}"
             )
+        if tuple(data.labels.names) != tuple(labels.names):
+            raise UserError(f"the data of {options.model}'s run have other classes now: name --validation_file")
         calibration, validation = calibration or (data.train, True), validation or (data.validation, True)
     return calibration[0] if calibration else None, *validation
 
 
 def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
-    """The data that the model's run learned from, as it read them; None where the folder is in no run's."""
+    """The data that the model's run was trained on; None where the model is not in the folder of a run."""
     try:
         run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
-        kept, recipe = run["settings"] | {"max_length": run["data"]["max_length"]}, run["identity"]["recipe"]
+        settings, recipe = run["settings"] | {"max_length": run["data"]["max_length"]}, run["identity"]["recipe"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     task = tasks().get(recipe, TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
-    given = {key: kept[key] for key, field in fields.items() if key in kept and kept[key] != field.default}
-    return prepare_data(build(task, given), tokenizer, model.config)
+    known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
+    return prepare_data(build(task, known), tokenizer, model.config)
 
 
 def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split, bool]:
+    """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
-    found = find_columns(table, options.label_column, USUAL, "label_column")
-    column = text_column(table, options.text_column, [*found, options.text_pair])
-    texts, pairs = (
-        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block] if name else None
+    label_columns = find_columns(table, options.label_column, USUAL, "label_column")
+    column = text_column(table, options.text_column, [*label_columns, options.text_pair])
+    texts, *pairs = (
+        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block]
         for name in (column, options.text_pair)
+        if name
     )
-    assert texts is not None
-    max_length = choose_max_length(options.max_length, tokenizer, model.config, pairs is not None)
-    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, pairs)
-    truth = replace(labels, columns=found).encode(table, split.rows) if found else split.labels
-    return replace(split, labels=truth), bool(found)
+    max_length = choose_max_length(options.max_length, tokenizer, model.config, bool(pairs))
+    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, *pairs)
+    if label_columns:
+        split = replace(split, labels=replace(labels, columns=label_columns).encode(table, split.rows))
+    return split, bool(label_columns)
 
 
 def _texts(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
-    """Some of them, evenly taken, each without padding, as the model's inputs, (1, S) int64."""
+    """The model's inputs, (1, S) int64, of some texts, evenly drawn, each without padding."""
     assert split is not None
-    places = np.linspace(0, len(split) - 1, min(_CALIBRATION, len(split))).astype(int)
-    found = []
-    for place in places:
-        ids = split.tokens(int(place))[None].astype(np.int64)
-        types = ids * 0 if split.token_types is None else split.token_types[split.span(int(place))][None]
-        found.append({"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": types.astype(np.int64)})
-    names = _inputs_of(model)
-    return [{name: text[name] for name in names} for text in found]
+    texts = []
+    for row in np.linspace(0, len(split) - 1, min(_CALIBRATION, len(split))).astype(int).tolist():
+        ids = split.tokens(row)[None].astype(np.int64)
+        types = ids * 0 if split.token_types is None else split.token_types[split.span(row)][None]
+        inputs = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": types.astype(np.int64)}
+        texts.append({name: inputs[name] for name in _inputs_of(model)})
+    return texts
 
 
 def _logits(accelerator: Any, model: torch.nn.Module, split: Split, tokenizer: Any) -> np.ndarray:
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    found = predict(accelerator, model, split, tokenizer, 64, 16384)
-    assert found is not None
-    return found
+    """(N, C); of one process."""
+    logits = predict(accelerator, accelerator.prepare_model(model, evaluation_mode=True), split, tokenizer, 64, 16384)
+    assert logits is not None
+    return logits
 
 
 def compare(
-    expected: np.ndarray, found: np.ndarray, truth: np.ndarray | None, labels: Labels
+    before: np.ndarray, after: np.ndarray, truth: np.ndarray | None, labels: Labels
 ) -> tuple[str, dict[str, float]]:
-    """Two times (N, C) logits that decide (the greatest, or those above 0), and the labels where they are known -> what
-    to report, and what the exported model loses, in points of 100, by the option that limits it: accuracy (`max_drop`)
-    and answers that are others (`max_changed`).
+    """Two times (N, C) logits that decide (the greatest, or those above 0), and the labels where they are known -> a
+    sentence, and what the exported model loses, in points of 100, by the option that limits it: accuracy (`max_drop`)
+    and changed answers (`max_changed`).
 
-    Of numbers, `max_drop` limits the share of their variance that the exported model loses.
+    For regression, `max_drop` limits the share of the variance of its numbers that the exported model loses.
     """
     if labels.problem_type == "regression":
-        spread = np.square(expected - expected.mean(axis=0)).sum(axis=0)
-        kept = 100 * (1 - np.square(found - expected).sum(axis=0) / np.maximum(spread, 1e-12)).min()
-        return f"{kept:.2f} % of the variance of its numbers is the same", {"max_drop": 100 - kept}
+        spread = np.square(before - before.mean(axis=0)).sum(axis=0)
+        same = 100 * (1 - np.square(after - before).sum(axis=0) / np.maximum(spread, 1e-12)).min()
+        return f"{same:.2f} % of the variance of its numbers is the same", {"max_drop": 100 - same}
     single = labels.problem_type == "single_label_classification"
-    answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (expected, found)]
+    answers = [logits.argmax(axis=1)[:, None] if single else logits > 0 for logits in (before, after)]
     same = 100 * float((answers[0] == answers[1]).all(axis=1).mean())
-    line, losses = f"{same:.2f} % of the answers are the same", {"max_changed": 100 - same}
+    result, losses = f"{same:.2f} % of the answers are the same", {"max_changed": 100 - same}
     if truth is None:
-        return line, losses
-    true = truth.reshape(len(truth), -1)
-    before, after = (100 * float((each == true).all(axis=1).mean()) for each in answers)
-    return f"accuracy {after:.2f} % (torch {before:.2f} %), {line}", {"max_drop": before - after, **losses}
+        return result, losses
+    torchs, exported = (100 * float((each == truth.reshape(len(truth), -1)).all(axis=1).mean()) for each in answers)
+    return f"accuracy {exported:.2f} % (torch {torchs:.2f} %), {result}", {"max_drop": torchs - exported, **losses}
 
 
-# the converters
+# The converters
 
 
-class _Plain(torch.nn.Module):
-    """Tensors in, logits out, as the converters trace it."""
+class _Logits(torch.nn.Module):
+    """Tensors -> logits, as the converters trace it."""
 
     def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
@@ -216,27 +221,26 @@ class _Plain(torch.nn.Module):
 
 def _inputs_of(model: Any) -> list[str]:
     """Those of INPUTS that the model takes."""
-    takes = inspect.signature(model.forward).parameters
-    return [name for name in INPUTS if name in takes]
+    parameters = inspect.signature(model.forward).parameters
+    return [name for name in INPUTS if name in parameters]
 
 
-def _traced(model: Any) -> tuple[_Plain, list[str], tuple[torch.Tensor, ...]]:
+def _traceable(model: Any) -> tuple[_Logits, list[str], tuple[torch.Tensor, ...]]:
+    """(the module, the names of its inputs, an example of them)."""
     names = _inputs_of(model)
-    ones = torch.ones(2, 16, dtype=torch.long)
-    mask = ones.clone()
-    mask[0, 9:] = 0  # one that hides something, or it would be left out
-    return (
-        _Plain(model, names).eval(),  # or the exporter would put the model into the wrapper's mode, with dropout
-        names,
-        tuple({"input_ids": ones, "attention_mask": mask}.get(n, ones * 0) for n in names),
-    )
+    example = {name: torch.zeros(2, 16, dtype=torch.long) for name in names}
+    example["input_ids"] += 1
+    example["attention_mask"] += 1
+    example["attention_mask"][0, 9:] = 0  # a mask that hides nothing would be left out of the graph
+    # in evaluation mode, since the exporter puts the model into its wrapper's mode
+    return _Logits(model, names).eval(), names, tuple(example.values())
 
 
 def _to_openvino(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -> None:
     import openvino
 
-    plain, names, example = _traced(model)
-    graph = openvino.convert_model(plain, example_input=example, input=[openvino.PartialShape([-1, -1])] * len(names))
+    module, names, example = _traceable(model)
+    graph = openvino.convert_model(module, example_input=example, input=[openvino.PartialShape([-1, -1])] * len(names))
     for port, name in zip(graph.inputs, names, strict=True):
         port.get_tensor().set_names({name})
     graph.outputs[0].get_tensor().set_names({"logits"})
@@ -248,10 +252,10 @@ def _to_openvino(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -
 def _to_onnx(model: Any, folder: Path, texts: list[dict[str, np.ndarray]]) -> None:
     import onnx
 
-    plain, names, example = _traced(model)
+    module, names, example = _traceable(model)
     file = folder / FILES["onnx"]
     axes = {name: {0: "batch", 1: "length"} for name in names} | {"logits": {0: "batch"}}
-    torch.onnx.export(plain, example, file, input_names=names, output_names=["logits"], dynamic_axes=axes,
+    torch.onnx.export(module, example, file, input_names=names, output_names=["logits"], dynamic_axes=axes,
                       opset_version=_OPSET, dynamo=False)  # fmt: skip
     if texts:
         onnx.save(_to_int8(onnx.load(file), texts), file)
@@ -267,36 +271,37 @@ def _to_int8(graph: Any, texts: list[dict[str, np.ndarray]]) -> Any:
                          advanced_parameters=more)  # fmt: skip
 
 
-_WAYS = {"openvino": _to_openvino, "onnx": _to_onnx}
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the converters' bars and pages of notes, and without what openvino and nncf tell Google of their use."""
+    """Without the converters' progress bars and notes, and without the usage statistics that openvino and nncf send."""
     logging.getLogger("nncf").setLevel(logging.ERROR)
-    said_nothing = mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"})
-    with said_nothing, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+    no_statistics = mock.patch.dict(os.environ, {"CI": "true", "NNCF_CI": "1"})
+    with no_statistics, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
 
 
-# what stands beside the graph
+# The files beside the graph
 
 
-def _finish(draft: Path, source: Path, model: Any, tokenizer: Any, options: Any, said: str) -> None:
-    """config.json with the label names, the tokenizer, what the model's folder decides by, and its card."""
+def _copy_files(draft: Path, source: Path, model: Any, tokenizer: Any) -> None:
+    """config.json with the label names, the tokenizer, and the decisions of the model's folder."""
     pools = hasattr(model.config, "pooling")  # and so does the graph: its readers need not know
     (pooled_config(model.config, "cls") if pools else model.config).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     if (source / DECISIONS).is_file():
         shutil.copyfile(source / DECISIONS, draft / DECISIONS)
+
+
+def _write_card(draft: Path, source: Path, options: Any, result: str) -> None:
+    """The model's card, with a section about the export."""
     card = source / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else f"# {source.name}\n"
-    made = " and ".join(f"{name} {version(name)}" for name in _PACKAGES[options.to, options.int8])
+    packages = " and ".join(f"{name} {version(name)}" for name in _packages(options))
     kind = f"{'int8' if options.int8 else 'float32'}, in {FILES[options.to]}"
     (draft / "README.md").write_text(
-        f"{text}\n## Exported\n\nThe model above as {options.to} reads it ({kind}), made with {made}. Checked against "
-        f"torch: {said}. `toolkit predict` takes this folder; a plain script that reads it is in docs/export.md of "
-        "finetune-toolkit.\n",
+        f"{text}\n## Exported\n\nThe model above as {options.to} reads it ({kind}), made with {packages}. Checked "
+        f"against torch: {result}. `toolkit predict` takes this folder; a plain script that reads it is in "
+        "docs/export.md of finetune-toolkit.\n",
         encoding="utf-8",
     )
