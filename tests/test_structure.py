@@ -83,7 +83,6 @@ PENDING = {
 PENDING_PAIRS = {
     ("baselines", "decisions"), ("estimate", "titles"), ("evaluate", "baselines"), ("evaluate", "decisions"),
     ("evaluate", "predict"), ("export", "decisions"), ("export", "titles"), ("predict", "decisions"),
-    ("sweep", "compare"),
 }  # fmt: skip
 
 

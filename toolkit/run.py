@@ -125,7 +125,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.say(line)
+        self._log.print_line(line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better

@@ -47,7 +47,7 @@ class RunLog:
         )
         self._line: dict[str, Any] | None = None
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line, on one process."""
         if self.files.writes:
             tqdm.write(line, file=sys.stderr)
@@ -67,7 +67,7 @@ class RunLog:
         if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
             self._printed = now
             seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
-            self.say(
+            self.print_line(
                 f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}  "
                 f"{tqdm.format_interval(seconds)} left"
             )
@@ -84,7 +84,7 @@ class RunLog:
         self.files.write_predictions(evaluation)
         numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
         self.accelerator.log(numbers, step=step)
-        self.say(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
+        self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
 
     def close(self) -> None:
         """Writes the last line, and ends the trackers."""
@@ -128,11 +128,16 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(
-    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, shown: dict[str, Any], step: int
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    folder: Path,
+    project: str,
+    hyperparameters: dict[str, Any],
+    step: int,
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its own folder within the run's.
 
-    `project` is the default of `--project`, `shown` are all settings; TensorBoard hides what it has after `step`.
+    `project` is the default of `--project`, `hyperparameters` are all settings; TensorBoard hides what it has after `step`.
     Raises UserError, in a line, where one cannot start: it needs a login, say, or a server does not answer.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
@@ -152,7 +157,7 @@ def start_trackers(
             tracker = LOGGER_TYPE_TO_CLASS[name](**options[name])
             tracker.start()
             if name != "tensorboard":  # it would put them into a second, nameless run; config.json holds them
-                tracker.store_init_configuration(shown)
+                tracker.store_init_configuration(hyperparameters)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error

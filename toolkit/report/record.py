@@ -136,7 +136,7 @@ class Record:
             yield line
 
     def metric_title(self, name: str) -> str:
-        """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
+        """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only."""
         if name == "accuracy" and self.problem_type == "multi_label_classification":
             return "Accuracy (all labels right)"
         if name == "loss" and self.problem_type == "title_generation":
@@ -159,7 +159,7 @@ class Record:
 
     @property
     def base(self) -> str:
-        """The base model's name for readers elsewhere: demo names become what they stand for, paths their last part."""
+        """The base model's name for readers elsewhere: demo names become the origin's, paths their last part."""
         name = str(self.settings["model_name_or_path"])
         return demo.about(name).origin or without_folders(name)
 

@@ -146,14 +146,19 @@ def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]])
 def summarize(words: Sequence[Word], towards: str, against: str) -> Explanation:
     """The strengths of words with a letter or digit, the strongest of them, and the beginning of a long text."""
     readable = [word.adds is not None and any(map(str.isalnum, word.text)) for word in words]
-    sizes = [abs(word.adds or 0) * shown for word, shown in zip(words, readable, strict=True)]
+    sizes = [abs(word.adds or 0) * letters for word, letters in zip(words, readable, strict=True)]
     greatest = max(sizes, default=0) or 1.0
     words = [word._replace(strength=size / greatest) for word, size in zip(words, sizes, strict=True)]
     difference = sum(word.adds or 0 for word in words)
-    punctuation = sum(word.adds or 0 for word, shown in zip(words, readable, strict=True) if not shown)
+    punctuation = sum(word.adds or 0 for word, letters in zip(words, readable, strict=True) if not letters)
     strongest = sorted((word for word in words if word.strength), key=lambda word: -word.strength)[:_STRONGEST]
     ends = np.cumsum([len(word.text) for word in words])
-    shown = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
+    beginning = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
     return Explanation(
-        towards, against, shown + [Word("…", None)] * (len(shown) < len(words)), strongest, punctuation, difference
+        towards,
+        against,
+        [*beginning, *[Word("…", None)] * (len(beginning) < len(words))],
+        strongest,
+        punctuation,
+        difference,
     )

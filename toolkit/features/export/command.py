@@ -96,10 +96,10 @@ def _packages(options: Any) -> list[str]:
 
 def _exportable(name: str) -> Any:
     """The classifier, in float32. Raises UserError where it cannot be exported."""
-    named = ModelSettings(model_name_or_path=name)
+    settings = ModelSettings(model_name_or_path=name)
     if kind := exported_to(Path(model_path(name))):
         raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
-    config = load_config(named)
+    config = load_config(settings)
     if config.model_type == title_model.KIND:
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
     if LengthBuckets.of_model(config):
@@ -107,7 +107,7 @@ def _exportable(name: str) -> Any:
             f"{name} is a BigBird with block-sparse attention, which neither OpenVINO nor ONNX Runtime has: "
             "toolkit predict computes it with torch"
         )
-    return load_saved_classifier(named).eval()
+    return load_saved_classifier(settings).eval()
 
 
 # The texts it is calibrated on and checked with

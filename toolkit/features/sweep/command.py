@@ -54,8 +54,12 @@ def add_parser(commands: Any) -> None:
         help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
     )
     parser.add_argument("--trials", type=int, metavar="N", help=f"runs of the search in all [{_TRIALS}]")
-    parser.add_argument("--seeds", type=int, metavar="N", help="the best settings (or those given) with N seeds in all")
-    parser.add_argument("--configs", metavar="FILE,FILE", help="the best settings (or those given) under each config")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="the best settings (or those of the command line) with N seeds in all"
+    )
+    parser.add_argument(
+        "--configs", metavar="FILE,FILE", help="the best settings (or those of the command line) under each config"
+    )
     parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
 
 
@@ -195,12 +199,12 @@ class Sweep:
     def search(self, space: Mapping[str, Any], texts: Sequence[str], most: int | None) -> Any:
         """The optuna study after so many trials; one that was stopped continues."""
         study = self._open_study(texts)
-        most = most or _TRIALS
         if all(hasattr(values, "choices") for values in space.values()):
             grid = list(itertools.product(*(values.choices for values in space.values())))
-            most = min(most, len(grid))
+            most = min(most or len(grid), len(grid))
             for choices in grid:
                 study.enqueue_trial(dict(zip(space, choices, strict=True)), skip_if_exists=True)
+        most = most or _TRIALS
         # not study.optimize(), which records a trial that Ctrl-C stops as failed
         for _ in range(most - sum(trial.state.is_finished() for trial in study.trials)):
             trial = study.ask(dict(space))
