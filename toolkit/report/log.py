@@ -132,12 +132,12 @@ def start_trackers(
     settings: TrainingSettings,
     folder: Path,
     project: str,
-    hyperparameters: dict[str, Any],
+    config: dict[str, Any],
     step: int,
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its own folder within the run's.
 
-    `project` is the default of `--project`, `hyperparameters` are all settings; TensorBoard hides what it has after `step`.
+    `project` is the default of `--project`, `config` holds all settings; TensorBoard hides what it has after `step`.
     Raises UserError, in a line, where one cannot start: it needs a login, say, or a server does not answer.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
@@ -157,7 +157,7 @@ def start_trackers(
             tracker = LOGGER_TYPE_TO_CLASS[name](**options[name])
             tracker.start()
             if name != "tensorboard":  # it would put them into a second, nameless run; config.json holds them
-                tracker.store_init_configuration(hyperparameters)
+                tracker.store_init_configuration(config)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error

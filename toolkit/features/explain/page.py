@@ -154,11 +154,6 @@ def summarize(words: Sequence[Word], towards: str, against: str) -> Explanation:
     strongest = sorted((word for word in words if word.strength), key=lambda word: -word.strength)[:_STRONGEST]
     ends = np.cumsum([len(word.text) for word in words])
     beginning = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
-    return Explanation(
-        towards,
-        against,
-        [*beginning, *[Word("…", None)] * (len(beginning) < len(words))],
-        strongest,
-        punctuation,
-        difference,
-    )
+    if len(beginning) < len(words):
+        beginning.append(Word("…", None))
+    return Explanation(towards, against, beginning, strongest, punctuation, difference)

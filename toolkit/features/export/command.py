@@ -151,13 +151,12 @@ def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Label
     table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
     label_columns = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*label_columns, options.text_pair])
-    texts, *pairs = (
-        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block]
+    texts, pairs = (
+        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block] if name else []
         for name in (column, options.text_pair)
-        if name
     )
     max_length = choose_max_length(options.max_length, tokenizer, model.config, bool(pairs))
-    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, *pairs)
+    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, pairs or None)
     if label_columns:
         split = replace(split, labels=replace(labels, columns=label_columns).encode(table, split.rows))
     return split, bool(label_columns)

@@ -54,12 +54,8 @@ def add_parser(commands: Any) -> None:
         help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
     )
     parser.add_argument("--trials", type=int, metavar="N", help=f"runs of the search in all [{_TRIALS}]")
-    parser.add_argument(
-        "--seeds", type=int, metavar="N", help="the best settings (or those of the command line) with N seeds in all"
-    )
-    parser.add_argument(
-        "--configs", metavar="FILE,FILE", help="the best settings (or those of the command line) under each config"
-    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="run the best settings with N seeds in all")
+    parser.add_argument("--configs", metavar="FILE,FILE", help="run the best settings under each config")
     parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
 
 
