@@ -69,6 +69,10 @@ class Targets:
         """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
         raise NotImplementedError
 
+    def trial(self, split: Any) -> tuple[Any, Any] | None:
+        """(outputs, what is true) of some samples, which metrics are tried on before training; None: random logits."""
+        return None
+
     def strata(self, encoded: np.ndarray) -> np.ndarray | None:
         """The class of each sample, where there is one, so that a part held back has some of each."""
         return None

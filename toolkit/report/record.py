@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -209,18 +209,31 @@ def without_folders(name: str) -> str:
     return Path(name).resolve().name if is_local(name) else name
 
 
-def render(template: str, context: dict[str, Any], **filters: Any) -> str:
-    """A template of this folder, with these filters beside `number` and `breakable`; values are escaped in HTML."""
+def render(template: str | Path, context: Mapping[str, Any], **filters: Any) -> str:
+    """A template of this folder, or a feature's file, with these filters beside `number` and `breakable`; values are
+    escaped in HTML."""
+    return _load(template, filters).render(context)
+
+
+def render_blocks(template: Path, context: Mapping[str, Any], **filters: Any) -> dict[str, Markup]:
+    """Each block of a feature's template by its name."""
+    loaded = _load(template, filters)
+    return {name: Markup("".join(block(loaded.new_context(dict(context))))) for name, block in loaded.blocks.items()}
+
+
+def _load(template: str | Path, filters: Mapping[str, Any]) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=template.endswith(".html"),
+        autoescape=str(template).endswith(".html"),
     )
     environment.filters |= {"number": number, "breakable": _breakable, **filters}
-    return environment.get_template(template).render(context)
+    if isinstance(template, Path):
+        return environment.from_string(template.read_text(encoding="utf-8"))
+    return environment.get_template(template)
 
 
 def number(value: Any) -> str:

@@ -4,13 +4,15 @@ feature."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from toolkit.config.parse import section_in
 from toolkit.config.sections import TaskSettings, section
-from toolkit.utils.features import Feature
+from toolkit.utils.features import Feature, PagePart
 
 
 def _criterion(text: str | None) -> str | None:
@@ -50,6 +52,36 @@ class DecisionsFeature(Feature):
     def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
         if values.get("positive_class") is not None and values.get("tune_thresholds") is None:
             yield "--positive_class is given without --tune_thresholds, which it is for"
+
+    def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
+        own = section_in(settings, DecisionSettings)
+        if own.any or own.positive_class:
+            from toolkit.features.decisions.decisions import check
+
+            check(own, data.labels)
+        return settings
+
+    def best_model(self, run: Any, evaluate: Callable[[Any], Any]) -> None:
+        from toolkit.features.decisions.decisions import tune_and_save
+
+        tune_and_save(run, section_in(run.settings, DecisionSettings), evaluate)
+
+    def answers(self, model: str, config: Any) -> Any:
+        from toolkit.evaluation.answers import labels_of
+        from toolkit.features.decisions.decisions import saved_decisions
+
+        return saved_decisions(model, labels_of(config))
+
+    def page(self, page: Any) -> PagePart | None:
+        effect = page.last.numbers.get("decisions")
+        if effect is None:
+            return None
+        from toolkit.report import curves
+
+        charts = [curves.reliability(effect["before"], effect["after"])]
+        charts += [curves.coverage(effect["coverage"], effect["abstain_below"])] if "coverage" in effect else []
+        context = {"effect": effect, "charts": charts}
+        return PagePart(Path(__file__).with_name("page.html"), context, {"decisions": "Decisions"})
 
 
 FEATURE = DecisionsFeature()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, TextSettings, section
-from toolkit.utils.features import Feature, Problem
+from toolkit.utils.features import Feature, PagePart, Problem
 
 KIND = "encoder-decoder"
 """`model_type` in the config.json of models that write titles."""
@@ -66,6 +67,22 @@ class TitlesFeature(Feature):
         from toolkit.features.titles.data import Titles
 
         return Titles
+
+    def answers(self, model: str, config: Any) -> Any:
+        if config.model_type != KIND:
+            return None
+        from toolkit.features.titles.evaluation import TitleAnswers
+
+        return TitleAnswers()
+
+    def page(self, page: Any) -> PagePart | None:
+        if page.record.problem_type not in self.problems:
+            return None
+        from toolkit.features.titles.page import examples
+
+        context = examples(page.record, page.folder, page.texts)
+        links = {"examples": "Examples"} if context["examples"] else {}
+        return PagePart(Path(__file__).with_name("page.html"), context, links)
 
 
 FEATURE = TitlesFeature()
