@@ -39,25 +39,29 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
     if problem_type == "regression":
         errors = np.array([np.subtract(line["prediction"], line["label"]) for line in lines]).reshape(len(lines), -1)
         return _means(("mae", "mse"), np.stack([np.abs(errors).mean(axis=1), np.square(errors).mean(axis=1)], axis=1))
-    single = problem_type == "single_label_classification"
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
 
     def label_sets(key: str) -> Any:
-        """(N, C) sparse, of ones."""
         labels = (line[key] for line in lines)  # a name, None where the model abstained, or a list of names
         return binarizer.fit_transform([[x] if isinstance(x, str) else x or [] for x in labels])
 
-    truth, guess = label_sets("label"), label_sets("prediction")
-    right = np.array([line["label"] == line["prediction"] for line in lines])
+    return class_scores(label_sets("label"), label_sets("prediction"), problem_type)
+
+
+def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
+    """The scores of two sparse (N, C) of ones: the labels of each row, and the predicted ones."""
+    truth, guess = sparse.csr_array(truth, dtype=np.float64), sparse.csr_array(guess, dtype=np.float64)
+    right = np.asarray(abs(truth - guess).sum(axis=1)).ravel() == 0
 
     def metrics(sums: np.ndarray, count: int) -> dict[str, np.ndarray]:
         hits, true, guessed = np.split(sums[:, 1:], 3, axis=1)  # (R, C) each
-        f1 = 2 * hits / np.maximum(true + guessed, 1)
-        micro = {} if single else {"f1_micro": 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), 1)}
-        return {"accuracy": sums[:, 0] / count, "f1_macro": f1.mean(axis=1), **micro}
+        values = {"accuracy": sums[:, 0] / count, "f1_macro": (2 * hits / np.maximum(true + guessed, 1)).mean(axis=1)}
+        if problem_type == "multi_label_classification":
+            values["f1_micro"] = 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), 1)
+        return values
 
-    columns = [right[:, None].astype(float), truth.multiply(guess), truth, guess]
-    return Scores(sparse.hstack([sparse.csr_array(column) for column in columns], format="csr"), metrics, right)
+    columns = [sparse.csr_array(right[:, None].astype(float)), truth.multiply(guess), truth, guess]
+    return Scores(sparse.hstack(columns, format="csr"), metrics, right)
 
 
 def _means(names: Sequence[str], rows: Any) -> Scores:

@@ -29,7 +29,7 @@ from toolkit.features.explain import page as explain
 from toolkit.features.explain.attribution import attribute
 from toolkit.features.explain.page import Word
 from toolkit.models.classifier import choose_attention
-from toolkit.report.html import Sample, _judged, write_report, write_report_of_folder
+from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
 
 pytest.importorskip("captum", reason="the extra `explain` is not installed")
 
@@ -166,7 +166,7 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
     last = make_run(tmp_path / "run", labels, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, tmp_path / "run" / "model", labels)
     data = json.loads((tmp_path / "run" / "config.json").read_text())["data"] | {"max_length": 20}
-    found = explain.explain(tmp_path / "run", data, [_judged(0, line, labels)], ["good film " * 50], 5)[0]
+    found = explain.explain(tmp_path / "run", data, [read_sample(0, line, labels)], ["good film " * 50], 5)[0]
     assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4)
     assert not math.isclose(found.difference, 0)
     read = [word.text for word in found.words if word.adds is not None]

@@ -39,7 +39,7 @@ def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRu
     """One HTML file that loads nothing from the network."""
     context = {"comparison": comparison, "tables": tables(comparison), "verdicts": verdicts(comparison),
                "charts": charts(comparison, runs), "num_without_curves": len(runs) - _MOST_CURVES}  # fmt: skip
-    write_whole(path, [render("compare.html", context)])
+    write_whole(path, [render(Path(__file__).with_name("compare.html"), context)])
 
 
 def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curves.Chart]:
