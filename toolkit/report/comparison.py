@@ -114,7 +114,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
     best = reference.record.best
     runs = [run for run in runs if run.name not in left_out]
     runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
-    comparison = {
+    return {
         "metric": best.metric,
         "greater_is_better": best.sign > 0,
         "split": reference.record.last.split,
@@ -125,8 +125,7 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         "strategies": _strategies(runs),
         "other_loss": _differing_loss(*runs),
         "left_out": left_out,
-    }
-    return comparison, runs
+    }, runs
 
 
 def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
@@ -241,29 +240,39 @@ def as_text(comparison: dict[str, Any]) -> str:
 
 def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
     """(title, rows of cells; the first row holds the names of the columns)."""
-    runs, settings, strategies = comparison["runs"], comparison["settings"], comparison["strategies"]
+    runs, strategies = comparison["runs"], comparison["strategies"]
     metrics = [name for name in runs[0]["metrics"] if name != "loss"] + ["loss"] * (not comparison["other_loss"])
-    results = [["run", *settings, *metrics]]
-    costs = [["run", "processes", "precision", "steps", "training", "samples/s", "peak memory",
-              *["largest loss difference"] * bool(strategies)]]  # fmt: skip
-    for run in runs:
-        values = [plain(by_run[run["name"]]) for by_run in settings.values()]
-        results.append([run["name"], *values, *(_with_interval(run["metrics"][name]) for name in metrics)])
-        memory = run["peak_memory_bytes"]
-        costs.append([
-            run["name"], run["strategy"], run["mixed_precision"] or "no", number(run["steps"]),
-            _or_dash(run["seconds"], "{:,.1f} s"), _or_dash(run["samples_per_second"], "{:,.0f}"),
-            _or_dash(memory and memory / 2**30, "{:.2f} GiB"),
-            *[_or_dash(strategies.get(run["name"]), "{:.1e}")] * bool(strategies),
-        ])  # fmt: skip
-    seeds = [["runs", "seeds", *metrics]]
-    for group in comparison["seeds"]:
-        spreads = [group["metrics"].get(name) for name in metrics]
-        cells = ["–" if s is None else f"{s['mean']:.4f} ± {s['sd']:.4f} ({s['low']:.4f} to {s['high']:.4f})"
-                 for s in spreads]  # fmt: skip
-        seeds.append([", ".join(group["runs"]), str(len(group["runs"])), *cells])
-    over_seeds = ("Over seeds: mean ± standard deviation (lowest to highest)", seeds)
-    return [("", results), ("What each took", costs), *[over_seeds] * (len(seeds) > 1)]
+    results = [
+        {"run": run["name"]}
+        | {setting: plain(values[run["name"]]) for setting, values in comparison["settings"].items()}
+        | {name: _with_interval(run["metrics"][name]) for name in metrics}
+        for run in runs
+    ]
+    costs = [
+        {
+            "run": run["name"],
+            "processes": run["strategy"],
+            "precision": run["mixed_precision"] or "no",
+            "steps": number(run["steps"]),
+            "training": _or_dash(run["seconds"], "{:,.1f} s"),
+            "samples/s": _or_dash(run["samples_per_second"], "{:,.0f}"),
+            "peak memory": _or_dash((run["peak_memory_bytes"] or 0) / 2**30, "{:.2f} GiB"),
+        }
+        | ({"largest loss difference": _or_dash(strategies.get(run["name"]), "{:.1e}")} if strategies else {})
+        for run in runs
+    ]
+    seeds = [
+        {"runs": ", ".join(group["runs"]), "seeds": str(len(group["runs"]))}
+        | {name: "{mean:.4f} ± {sd:.4f} ({low:.4f} to {high:.4f})".format(**group["metrics"][name])
+           for name in metrics if name in group["metrics"]}
+        for group in comparison["seeds"]
+    ]  # fmt: skip
+    titles = ("", "What each took", "Over seeds: mean ± standard deviation (lowest to highest)")
+    return [
+        (title, [list(rows[0]), *(list(row.values()) for row in rows)])
+        for title, rows in zip(titles, (results, costs, seeds), strict=True)
+        if rows
+    ]
 
 
 def verdicts(comparison: dict[str, Any]) -> list[str]:

@@ -87,7 +87,7 @@ class Record:
         return self.evaluations[-1]["step"] if self.evaluations else None
 
     @property
-    def shown(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
         return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
 

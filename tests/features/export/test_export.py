@@ -27,11 +27,11 @@ from transformers import (
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
+from toolkit.evaluation.saved_model import SavedModel
 
 pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from toolkit.features.export import command as export_module
 from toolkit.features.export.command import compare, export
 from toolkit.models.exported import ExportedClassifier
 
@@ -174,7 +174,7 @@ def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
     value = "4.77"
     for expected, found, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
         logits = iter([expected, found] * 2)
-        monkeypatch.setattr(export_module, "_logits", lambda *_, logits=logits: next(logits))
+        monkeypatch.setattr(SavedModel, "outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
         with pytest.raises(UserError) as caught:
             export(options(model, tmp_path / "out", **limits))

@@ -114,17 +114,11 @@ def test_a_run_without_a_first_step_ends_the_sweep(swept: Callable[..., str]) ->
         swept("--search", "x=4,2", "--nowhere", "n.csv")
 
 
-@pytest.mark.parametrize(("values", "best", "others"), [
-    ("2,2.0,2e0", "x=2\n", "all 3 trials"),  # and no best settings: x=2 is what --seeds and --configs would take
-    ("4,2,2.0", "best settings: x=2\n", "as good: trial-002"),
-])  # fmt: skip
-def test_trials_that_are_as_good_as_the_best_are_named(
-    values: str, best: str, others: str, swept: Callable[..., str]
-) -> None:
+@pytest.mark.parametrize(("values", "others"), [("2,2.0,2e0", "trial-001, trial-002"), ("4,2,2.0", "trial-002")])
+def test_trials_that_are_as_good_as_the_best_are_named(values: str, others: str, swept: Callable[..., str]) -> None:
     printed = swept("--search", f"x={values}", "--takes", 0)
-    assert best in printed
-    assert others in printed
-    assert ("best settings" in printed) == best.startswith("best")
+    assert "best settings: x=2\n" in printed
+    assert f"as good: {others}\n" in printed
 
 
 def test_a_trial_below_the_median_is_pruned(
@@ -205,7 +199,7 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
-    assert "no settings are best: all 2 trials" in done.out  # four steps tell the two values of the decay not apart
+    assert "as good: trial-001" in done.out  # four steps do not separate the two values of the decay
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table
     assert "Over seeds" in table

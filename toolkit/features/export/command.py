@@ -23,25 +23,24 @@ import torch
 
 from toolkit import launch
 from toolkit.checkpoint.convert.model_files import DECISIONS
-from toolkit.config import ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of, tasks
+from toolkit.config import TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import USUAL, Labels
-from toolkit.data.prepare import prepare_data, split_of_texts
+from toolkit.data.prepare import prepare_data
 from toolkit.data.read import find_columns, read_file
 from toolkit.data.rows import text_column, texts_of
-from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, load_tokenizer, separator_of
+from toolkit.data.tokens import LengthBuckets, Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
-from toolkit.evaluation.answers import ClassAnswers, labels_of, saved_answers
-from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import quoting_of_run
-from toolkit.models.classifier import load_saved_classifier
-from toolkit.models.exported import FILES, INPUTS, ExportedClassifier, exported_to, require_packages
+from toolkit.evaluation.answers import ClassAnswers
+from toolkit.evaluation.saved_model import SavedModel, quoting_of_run
+from toolkit.models.exported import FILES, INPUTS, exported_to, require_packages
 from toolkit.pooled import pooled_config
-from toolkit.pretrained import load_config, quiet_transformers
+from toolkit.pretrained import quiet_transformers
 from toolkit.utils.files import replace_folder, writing
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
 _CALIBRATION = 300  # texts
+_BATCH = (64, 16384)  # rows, tokens
 _OPSET = 17
 _SMOOTHING = 0.8
 """How much of what is hard to round NNCF moves from the activations into the weights (SmoothQuant's alpha, Xiao et al.,
@@ -59,11 +58,11 @@ def export(options: Any) -> None:
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
     require_packages(options.to, *_packages(options))
-    model = _exportable(options.model)
-    tokenizer = load_tokenizer(ModelSettings(model_name_or_path=options.model))
-    labels = labels_of(model.config)
-    calibration, validation, has_labels = _samples(options, tokenizer, model, labels)
-    accelerator = launch.make_accelerator("no")
+    saved = _exportable(options.model)
+    saved.load(launch.make_accelerator("no"), saved.length(options.max_length, bool(options.text_pair)), *_BATCH)
+    calibration, validation, has_labels = _samples(options, saved)
+    before = saved.answers.adjusted(saved.outputs(validation))
+    model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with writing(out), replace_folder(out) as draft, quiet_transformers():
         try:
@@ -72,9 +71,11 @@ def export(options: Any) -> None:
         except Exception as error:  # each converter has its own
             reason = f"{type(error).__name__}: {first_line(error)[:300]}"
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{reason}]") from error
-        decide = saved_answers(options.model, model.config).adjusted
-        before = decide(_logits(accelerator, model, validation, tokenizer))
-        after = decide(_logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer))
+        _copy_files(draft, Path(model_path(options.model)), model, saved.tokenizer)
+        exported = SavedModel(str(draft))
+        exported.load(saved.accelerator, saved.max_length, *_BATCH)
+        after = saved.answers.adjusted(exported.outputs(validation))
+        labels = saved.answers.labels
         result, losses = compare(before, after, validation.labels if has_labels else None, labels)
         result = f"{result}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
@@ -85,7 +86,6 @@ def export(options: Any) -> None:
                 f"the exported model does not answer as {options.model}: {result}; {allowed} allow less, nothing was "
                 f"written. To accept this, pass {passes}"
             )
-        _copy_files(draft, Path(model_path(options.model)), model, tokenizer)
         _write_card(draft, Path(model_path(options.model)), options, result)
     print(f"{result}\nwrote {out}: toolkit predict {out} FILE")
 
@@ -94,46 +94,43 @@ def _packages(options: Any) -> list[str]:
     return [*_PACKAGES[options.to], *["nncf"] * options.int8]
 
 
-def _exportable(name: str) -> Any:
-    """The classifier, in float32. Raises UserError where it cannot be exported."""
-    settings = ModelSettings(model_name_or_path=name)
+def _exportable(name: str) -> SavedModel:
+    """The saved model. Raises UserError where it cannot be exported."""
     if kind := exported_to(Path(model_path(name))):
         raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
-    config = load_config(settings)
-    if not isinstance(saved_answers(name, config), ClassAnswers):
+    saved = SavedModel(name)
+    if not isinstance(saved.answers, ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
-    if LengthBuckets.of_model(config):
+    if LengthBuckets.of_model(saved.config):
         raise UserError(
             f"{name} is a BigBird with block-sparse attention, which neither OpenVINO nor ONNX Runtime has: "
             "toolkit predict computes it with torch"
         )
-    return load_saved_classifier(settings).eval()
+    return saved
 
 
 # The texts it is calibrated on and checked with
 
 
-def _samples(options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split | None, Split, bool]:
+def _samples(options: Any, saved: Any) -> tuple[Split | None, Split, bool]:
     """(training texts, validation texts, whether these have labels): of the files, or of the model's run."""
-    calibration, validation = (
-        _split_of(file, options, tokenizer, model, labels) if file else None
-        for file in (options.calibration_file, options.validation_file)
-    )
+    files = (options.calibration_file, options.validation_file)
+    calibration, validation = (_split_of(file, options, saved) if file else None for file in files)
     if validation is None or (options.int8 and calibration is None):
-        data = _data_of_run(options.model, tokenizer, model)
+        data = _data_of_run(options.model, saved)
         if data is None:
             missing = [*["--validation_file"] * (validation is None),
                        *["--calibration_file"] * (options.int8 and calibration is None)]  # fmt: skip
             raise UserError(
                 f"{options.model} is not in the folder of a run, which names its data: pass {' and '.join(missing)}"
             )
-        if tuple(data.labels.names) != tuple(labels.names):
+        if tuple(data.labels.names) != tuple(saved.answers.labels.names):
             raise UserError(f"the data of {options.model}'s run have other classes now: name --validation_file")
         calibration, validation = calibration or (data.train, True), validation or (data.validation, True)
     return calibration[0] if calibration else None, *validation
 
 
-def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
+def _data_of_run(name: str, saved: Any) -> Any:
     """The data that the model's run was trained on; None where the model is not in the folder of a run."""
     try:
         run = json.loads((Path(name).parent / "config.json").read_text(encoding="utf-8"))
@@ -143,22 +140,22 @@ def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
     task = tasks().get(recipe, TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     known = {key: settings[key] for key, field in fields.items() if settings.get(key, field.default) != field.default}
-    return prepare_data(build(task, known), tokenizer, model.config)
+    return prepare_data(build(task, known), saved.tokenizer, saved.config)
 
 
-def _split_of(file: str, options: Any, tokenizer: Any, model: Any, labels: Labels) -> tuple[Split, bool]:
+def _split_of(file: str, options: Any, saved: Any) -> tuple[Split, bool]:
     """(the texts of a file, whether it has labels)."""
     table = read_file(file, TextSettings(quoting=quoting_of_run(options.model, file)))
     label_columns = find_columns(table, options.label_column, USUAL, "label_column")
     column = text_column(table, options.text_column, [*label_columns, options.text_pair])
     texts, pairs = (
-        [text for block in texts_of(table, name, separator_of(tokenizer)) for text in block] if name else []
+        [text for block in texts_of(table, name, separator_of(saved.tokenizer)) for text in block] if name else []
         for name in (column, options.text_pair)
     )
-    max_length = choose_max_length(options.max_length, tokenizer, model.config, bool(pairs))
-    split = split_of_texts(table.name, tokenizer, model.config, max_length, texts, pairs or None)
+    split = replace(saved.split(texts, pairs or None), name=table.name)
     if label_columns:
-        split = replace(split, labels=replace(labels, columns=label_columns).encode(table, split.rows))
+        labels = replace(saved.answers.labels, columns=label_columns)
+        split = replace(split, labels=labels.encode(table, split.rows))
     return split, bool(label_columns)
 
 
@@ -172,13 +169,6 @@ def _texts(split: Split | None, model: Any) -> list[dict[str, np.ndarray]]:
         inputs = {"input_ids": ids, "attention_mask": ids * 0 + 1, "token_type_ids": types.astype(np.int64)}
         texts.append({name: inputs[name] for name in _inputs_of(model)})
     return texts
-
-
-def _logits(accelerator: Any, model: torch.nn.Module, split: Split, tokenizer: Any) -> np.ndarray:
-    """(N, C); of one process."""
-    logits = predict(accelerator, accelerator.prepare_model(model, evaluation_mode=True), split, tokenizer, 64, 16384)
-    assert logits is not None
-    return logits
 
 
 def compare(

@@ -254,23 +254,16 @@ class Sweep:
 
     def print_report(self, study: Any) -> None:
         """The best settings, and the comparison of all runs."""
-        from toolkit.report.comparison import as_text, clearly_worse, compare
+        from toolkit.report.comparison import as_text, compare
 
         comparison = compare(self.runs)[0]
         print()
         if study:
-            best, trials = study.best_trial, _complete(study)
-            as_good = [_name(trial) for trial in trials if trial.value == best.value and trial.number != best.number]
-            alike = 0 < len(as_good) == len(trials) - 1
-            if alike:
-                print(f"no settings are best: all {len(trials)} trials reached the same; the first of them:")
-            print(f"{'' if alike else 'best settings: '}{_text(best.params)}")
-            print(f"  {shlex.join(['python', *self._command(best.params)])}")
-            if as_good and not alike:
+            best = study.best_trial
+            as_good = [_name(trial) for trial in _complete(study) if trial.value == best.value and trial != best]
+            print(f"best settings: {_text(best.params)}\n  {shlex.join(['python', *self._command(best.params)])}")
+            if as_good:
                 print(f"  as good: {', '.join(as_good)}")
-            others = comparison["runs"][1:]
-            if others and not alike and not any(clearly_worse(comparison, run) for run in others):
-                print("  on these rows no run is clearly worse than the best")
             print()
         print(as_text(comparison))
         print(f"\nonce more, with the curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
