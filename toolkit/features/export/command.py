@@ -58,10 +58,10 @@ def export(options: Any) -> None:
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
     require_packages(options.to, *_packages(options))
-    saved = _exportable(options.model)
+    saved, answers = _exportable(options.model)
     saved.load(launch.make_accelerator("no"), saved.length(options.max_length, bool(options.text_pair)), *_BATCH)
     calibration, validation, has_labels = _samples(options, saved)
-    before = saved.answers.adjusted(saved.outputs(validation))
+    before = answers.adjusted(saved.outputs(validation))
     model = saved.model.cpu()
     convert = {"openvino": _to_openvino, "onnx": _to_onnx}[options.to]
     with writing(out), replace_folder(out) as draft, quiet_transformers():
@@ -74,9 +74,8 @@ def export(options: Any) -> None:
         _copy_files(draft, Path(model_path(options.model)), model, saved.tokenizer)
         exported = SavedModel(str(draft))
         exported.load(saved.accelerator, saved.max_length, *_BATCH)
-        after = saved.answers.adjusted(exported.outputs(validation))
-        labels = saved.answers.labels
-        result, losses = compare(before, after, validation.labels if has_labels else None, labels)
+        after = answers.adjusted(exported.outputs(validation))
+        result, losses = compare(before, after, validation.labels if has_labels else None, answers.labels)
         result = f"{result}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
         if too_much:
@@ -94,8 +93,8 @@ def _packages(options: Any) -> list[str]:
     return [*_PACKAGES[options.to], *["nncf"] * options.int8]
 
 
-def _exportable(name: str) -> SavedModel:
-    """The saved model. Raises UserError where it cannot be exported."""
+def _exportable(name: str) -> tuple[SavedModel, ClassAnswers]:
+    """The saved model, and how its logits become answers. Raises UserError where it cannot be exported."""
     if kind := exported_to(Path(model_path(name))):
         raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
     saved = SavedModel(name)
@@ -106,7 +105,7 @@ def _exportable(name: str) -> SavedModel:
             f"{name} is a BigBird with block-sparse attention, which neither OpenVINO nor ONNX Runtime has: "
             "toolkit predict computes it with torch"
         )
-    return saved
+    return saved, saved.answers
 
 
 # The texts it is calibrated on and checked with
