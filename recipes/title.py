@@ -25,8 +25,8 @@ from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
-from toolkit.features.titles.feature import TitleSettings
 from toolkit.features.titles.model import load_title_model
+from toolkit.features.titles.settings import TitleSettings
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.pretrained import layer_of, load_config

@@ -53,10 +53,6 @@ class Prepared:
     feature_facts: Mapping[str, Any] = field(default_factory=dict)
     """What features added to what the data depend on (`Feature.data_facts`)."""
 
-    @property
-    def fold(self) -> int | None:
-        return self.feature_facts.get("fold")
-
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: what a label that is present weighs in the loss (--pos_weight)."""
     advice: str = ""

@@ -184,7 +184,7 @@ def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
 
 
 def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
-    """Of probabilities (`bins`: samples, mean probability, share that is right), how many were right in each bin."""
+    """Of probabilities, how many were right in each bin: [rows, mean probability, share that is right]."""
     changed = before["bins"] != after["bins"]
 
     def draw(axes: Axes) -> None:

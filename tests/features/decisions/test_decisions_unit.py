@@ -26,7 +26,7 @@ from toolkit.features.decisions.decisions import (
     truthfulness,
     tune,
 )
-from toolkit.features.decisions.feature import DecisionSettings
+from toolkit.features.decisions.settings import DecisionSettings
 from toolkit.features.predict.command import printed_answers
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))

@@ -15,7 +15,7 @@ from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.errors import UserError
 from toolkit.features.titles.data import Titles, find_titles
-from toolkit.features.titles.feature import TitleSettings
+from toolkit.features.titles.settings import TitleSettings
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]

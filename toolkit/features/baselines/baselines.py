@@ -20,10 +20,10 @@ from toolkit.data.tokens import Split
 from toolkit.errors import first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.features.baselines.feature import FILE
 from toolkit.report.bootstrap import class_scores, interval, resampled
 from toolkit.report.files import dumps, write_whole
 
+FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
 _MOST_NUMBERS = 10**7
 """Training features times classes: a few seconds of one core. Above it a sample of the rows is trained on."""

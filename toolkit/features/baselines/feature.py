@@ -10,8 +10,6 @@ from toolkit.config.parse import has_section, section_in
 from toolkit.config.sections import TrainingSettings, section
 from toolkit.utils.features import Feature, PagePart
 
-FILE = "baselines.json"
-
 
 @section
 class BaselineSettings:
@@ -24,7 +22,7 @@ class BaselineSettings:
 class BaselinesFeature(Feature):
     """The model beside simple ones, at the end of a run."""
 
-    files = (FILE,)
+    files = ("baselines.json",)
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
@@ -33,7 +31,7 @@ class BaselinesFeature(Feature):
         from toolkit.features.baselines.baselines import write_baselines
 
         if not section_in(settings, BaselineSettings).baselines:
-            (folder / FILE).unlink(missing_ok=True)  # of the same run with other settings
+            (folder / self.files[0]).unlink(missing_ok=True)  # of the same run with other settings
             return ()
         return write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
 

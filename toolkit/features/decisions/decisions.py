@@ -25,7 +25,7 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
-from toolkit.features.decisions.feature import DecisionSettings
+from toolkit.features.decisions.settings import DecisionSettings
 from toolkit.report.files import write_whole
 from toolkit.utils.files import Kinds, as_json, is_number, read_table
 

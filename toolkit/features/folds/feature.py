@@ -1,4 +1,4 @@
-"""`--folds` and `--label_corrections`: the settings, and what the core asks of this feature."""
+"""`--folds` and `--label_corrections`: the settings and the hooks."""
 
 from __future__ import annotations
 
