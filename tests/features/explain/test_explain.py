@@ -103,10 +103,12 @@ def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) 
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(folder / "model")
     data = {"problem_type": labels.problem_type, "labels": labels.names, "max_length": 100}
     sample = Sample(0, 1, "a", "b", True, missed=[("a", 0.1)], added=[("b", 0.9)])
-    found = explain.explain(folder, data, [sample], [text], 1)[0]
-    assert "".join(word.text for word in found.words).rstrip() == text
-    assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4, abs=1e-6)
-    read = [word.text for word in found.words if word.adds is not None]
+    explanation = explain.explain(folder, data, [sample], [text], 1)[0]
+    assert "".join(word.text for word in explanation.words).rstrip() == text
+    assert sum(word.adds or 0 for word in explanation.words) == pytest.approx(
+        explanation.difference, rel=1e-4, abs=1e-6
+    )
+    read = [word.text for word in explanation.words if word.adds is not None]
     if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # which take what they do not know for one token
         assert {"服", "务", "很", "好"} <= set(read)
     assert "unbelievably" in " ".join(read)
@@ -157,7 +159,7 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
     assert "".join(cells[1].split()).startswith("".join(NASTY.split()))
     assert "服务很好" in "".join(cells[1].split())
     assert "<script" not in page.source
-    assert [tag for tag, own in page.tags if tag == "i" and own.get("title")]
+    assert [tag for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
 
 
 def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: Path) -> None:
@@ -166,12 +168,12 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
     last = make_run(tmp_path / "run", labels, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, tmp_path / "run" / "model", labels)
     data = json.loads((tmp_path / "run" / "config.json").read_text())["data"] | {"max_length": 20}
-    found = explain.explain(tmp_path / "run", data, [read_sample(0, line, labels)], ["good film " * 50], 5)[0]
-    assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4)
-    assert not math.isclose(found.difference, 0)
-    read = [word.text for word in found.words if word.adds is not None]
+    explanation = explain.explain(tmp_path / "run", data, [read_sample(0, line, labels)], ["good film " * 50], 5)[0]
+    assert sum(word.adds or 0 for word in explanation.words) == pytest.approx(explanation.difference, rel=1e-4)
+    assert not math.isclose(explanation.difference, 0)
+    read = [word.text for word in explanation.words if word.adds is not None]
     assert len(read) == 18  # as in training the text is cut at 20 tokens
-    assert np.isfinite([word.strength for word in found.words]).all()
+    assert np.isfinite([word.strength for word in explanation.words]).all()
     refusal(
         write_report_of_folder, tmp_path / "run", Namespace(explain=5), match="needs the texts of the last evaluation"
     )

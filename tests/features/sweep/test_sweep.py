@@ -21,15 +21,15 @@ from toolkit.errors import UserError
 from toolkit.features.sweep import command as sweep
 
 # A recipe without a model: its metric is 1 / x, it takes its time, and it goes on from where it was stopped.
-OWN = """
+RECIPE = """
 import json, os, signal, sys, time
 from pathlib import Path
-given = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
-x, folder = float(given["x"]), Path(given["output_dir"])
-if given["x"] == given.get("fails"):
+options = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
+x, folder = float(options["x"]), Path(options["output_dir"])
+if options["x"] == options.get("fails"):
     sys.exit("error: step 1: the loss is not finite")
-if "nowhere" in given:
-    sys.exit("error: there is no file " + given["nowhere"])
+if "nowhere" in options:
+    sys.exit("error: there is no file " + options["nowhere"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1/manifest.json").touch()
@@ -46,7 +46,7 @@ write()
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.exists() else 0
 for step in range(done + 1, 5):
-    time.sleep(float(given.get("takes", 0.05)))
+    time.sleep(float(options.get("takes", 0.05)))
     line = {"step": step, "loss": x, "samples": 1, "samples_per_second": 1.0}
     with path.open("a") as file:
         file.write(json.dumps(line) + "\\n")
@@ -59,17 +59,17 @@ lines = [json.dumps({"id": place, "label": "a", "prediction": "ab"[place]}) + "\
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    (tmp_path / "own.py").write_text(OWN)
-    return tmp_path / "own.py"
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    return tmp_path / "recipe.py"
 
 
 @pytest.fixture
-def swept(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a sweep of `own` in this process: what it printed."""
+def swept(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a sweep of `recipe` in this process: what it printed."""
 
     def run(*words: Any) -> str:
-        arguments = ["sweep", str(own), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
+        arguments = ["sweep", str(recipe), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
         before = signal.getsignal(signal.SIGTERM)
         try:
             sweep.run(*cli.build_parser().parse_known_args(arguments))
@@ -137,11 +137,11 @@ def test_a_trial_below_the_median_is_pruned(
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_stopped_sweep_continues_the_run_it_was_in(
-    number: int, code: int, own: Path, tmp_path: Path, swept: Callable[..., str]
+    number: int, code: int, recipe: Path, tmp_path: Path, swept: Callable[..., str]
 ) -> None:
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
-    command = [sys.executable, "-m", "toolkit", "sweep", own, "--output_dir", tmp_path / "sweep", *words]
+    command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
     with begin(command) as process:
         wait_for_steps(run)
         os.kill(process.pid, number)
@@ -158,7 +158,7 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     assert "best settings: x=1\n" in again
 
 
-@pytest.mark.parametrize(("words", "named"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--search", "learnin_rate=1e-5:1e-4"], "--learnin_rate (did you mean learning_rate?)"),
     (["--search", "learning_rate=1e-4:1e-5"], "learning_rate=1e-4:1e-5: "),
     (["--search", "learning_rate=0:1e-5:log"], "log"),
@@ -174,11 +174,11 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     (["--seeds", "0"], "--seeds 0: give 1 or more"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
-def test_faults_are_named_before_anything_runs(words: list[str], named: str, tmp_path: Path) -> None:
+def test_faults_are_named_before_anything_runs(words: list[str], message: str, tmp_path: Path) -> None:
     options, rest = cli.build_parser().parse_known_args(
         ["sweep", str(ROOT / "recipes" / "cls.py"), "--output_dir", str(tmp_path / "s"), *words]
     )
-    refusal(sweep.run, options, rest, says=[named])
+    refusal(sweep.run, options, rest, says=[message])
     assert not (tmp_path / "s").exists()
 
 
@@ -205,7 +205,7 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
     assert "Over seeds" in table
     settings = {name: json.loads((tmp_path / "sweep" / name / "config.json").read_text())["settings"]
                 for name in ("trial-000", "trial-001", "seed-43", "ddp")}  # fmt: skip
-    assert {own["data_seed"] for own in settings.values()} == {42}
+    assert {each["data_seed"] for each in settings.values()} == {42}
     assert [settings[name]["seed"] for name in ("trial-000", "seed-43")] == [42, 43]
     assert settings["ddp"]["weight_decay"] == settings["seed-43"]["weight_decay"]
     assert "left out" not in done.out
