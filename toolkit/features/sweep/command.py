@@ -237,13 +237,15 @@ class Sweep:
 
         try:
             ended = self.run_recipe(folder, trial.params, is_pruned=is_pruned)
+            metric, values = evaluations(folder)
+            if not values:
+                raise RunError(f"{folder.name} failed: it was never evaluated")
         except RunError as error:
             if not (folder / "metrics.jsonl").exists():
                 study.tell(trial, state=TrialState.FAIL)
                 raise UserError(f"before its first step {error}") from error
             print(f"  {error}", flush=True)
             return TrialState.FAIL, None
-        metric, values = evaluations(folder)
         if not ended:
             print(f"  pruned after step {max(values)}: worse than the median of the others", flush=True)
             return TrialState.PRUNED, None
