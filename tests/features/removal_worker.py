@@ -2,8 +2,8 @@
 
     python tests/features/removal_worker.py TINY_MODEL TRAIN_FILE COPY ...
 
-COPY is a folder with `toolkit/` and `recipes/`. What all of them import is imported once; each copy runs in a fork, that
-writes what it prints to COPY/printed, and its exit code to COPY/code.
+COPY is a folder with `toolkit/` and `recipes/`. What all of them import is imported once; each copy runs in a fork.
+COPY/printed then holds what it printed, COPY/code its exit code.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def use(copy: Path, model: str, train_file: str) -> None:
     assert not [name for name in sys.modules if name.startswith("toolkit.features")]
     settings = ["--model_name_or_path", model, "--train_file", train_file, "--max_steps", 4, "--checkpoint_every", 2]
     settings += ["--report_to", "none", "--global_batch_size", 8, "--max_length", 16, "--output_dir", copy / "run"]
+    own = (copy / "toolkit" / "features" / "mistakes").is_dir()
+    settings += ["--mistakes", 3] * own
     call("recipes.cls", *settings)
     run = copy / "run"
     whole = (run / "metrics.jsonl").read_text()
@@ -55,12 +57,17 @@ def use(copy: Path, model: str, train_file: str) -> None:
     assert "accuracy" in json.loads((run / "eval.jsonl").read_text().splitlines()[-1])
     saved = importlib.import_module("toolkit.api").predict(run / "model", ["good film"])
     assert set(saved[0]) == {"prediction", "probabilities"}
+    if own:
+        call("toolkit.cli", "mistakes", run)
+        assert len((run / "mistakes.jsonl").read_text().splitlines()) == 3
+        assert "Mistakes by class" in (run / "report.html").read_text()
 
 
 def main() -> None:
     model, train_file, *copies = sys.argv[1:]
     for name in ("torch", "transformers", "datasets", "accelerate", "pandas", "sklearn.metrics", "pydantic", "scipy",
-                 "matplotlib.pyplot", "jinja2", "peft", "tqdm"):  # fmt: skip
+                 "matplotlib.pyplot", "jinja2", "peft", "tqdm", "transformers.models.bert.modeling_bert",
+                 "transformers.models.auto.modeling_auto", "sklearn.linear_model"):  # fmt: skip
         importlib.import_module(name)
     failed = False
     for copy in map(Path, copies):

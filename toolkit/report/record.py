@@ -210,30 +210,32 @@ def without_folders(name: str) -> str:
 
 
 def render(template: str | Path, context: Mapping[str, Any], **filters: Any) -> str:
-    """A template of this folder, or a feature's file, with these filters beside `number` and `breakable`; values are
-    escaped in HTML."""
-    return _load(template, filters).render(context)
+    """A template of this folder by its name, or a feature's file; values are escaped in HTML. `number`, `breakable` and
+    `filters` are its filters."""
+    environment = _environment(str(template).endswith(".html"), filters)
+    if isinstance(template, Path):
+        return environment.from_string(template.read_text(encoding="utf-8")).render(context)
+    return environment.get_template(template).render(context)
 
 
-def render_blocks(template: Path, context: Mapping[str, Any], **filters: Any) -> dict[str, Markup]:
-    """Each block of a feature's template by its name."""
-    loaded = _load(template, filters)
+def render_blocks(template: str | Path, context: Mapping[str, Any], **filters: Any) -> dict[str, Markup]:
+    """Each block of a feature's HTML template, a file or its text, by its name."""
+    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
+    loaded = _environment(True, filters).from_string(text)
     return {name: Markup("".join(block(loaded.new_context(dict(context))))) for name, block in loaded.blocks.items()}
 
 
-def _load(template: str | Path, filters: Mapping[str, Any]) -> jinja2.Template:
+def _environment(escapes: bool, filters: Mapping[str, Any]) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=str(template).endswith(".html"),
+        autoescape=escapes,
     )
     environment.filters |= {"number": number, "breakable": _breakable, **filters}
-    if isinstance(template, Path):
-        return environment.from_string(template.read_text(encoding="utf-8"))
-    return environment.get_template(template)
+    return environment
 
 
 def number(value: Any) -> str:

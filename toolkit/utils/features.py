@@ -51,9 +51,9 @@ class Problem:
 class PagePart:
     """What a feature adds to report.html."""
 
-    template: Path
-    """A Jinja template of blocks, each of them optional: `summary` (below the numbers), `facts` (rows of the list of
-    facts), `section` (a section below the classes), `mistakes` (a sentence above the worst mistakes)."""
+    template: Path | str
+    """A Jinja template, a file or its text, of blocks that are each optional: `summary` (below the numbers), `facts`
+    (rows of the list of facts), `section` (below the classes), `mistakes` (a sentence above the worst mistakes)."""
     context: Mapping[str, Any]
     """The template's variables, beside those of report.html."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +77,10 @@ class Feature:
     """Pairs of settings that cannot both be given, and why."""
     problems: ClassVar[Mapping[str, Problem]] = {}
     """By `problem_type`."""
-    commands: ClassVar[Sequence[Command]] = ()
+
+    def __init__(self, *commands: Command) -> None:
+        """`commands`: rows of the table of `toolkit` commands."""
+        self.commands = commands
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         """Sections (`toolkit.config.section`) that this class of settings gets: field name -> section."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from toolkit.utils.features import Command, Feature
 
@@ -14,18 +13,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-class CompareFeature(Feature):
-    """Runs, compared on the rows that they predicted."""
-
-    commands: ClassVar = (
-        Command(
-            "compare",
-            "which of several runs is better, and what each took",
-            "toolkit.features.compare.command:run",
-            _add_arguments,
-            "Compares runs on the rows they predicted: metrics with intervals, paired tests, speed, memory.",
-        ),
+FEATURE = Feature(
+    Command(
+        "compare",
+        "which of several runs is better, and what each took",
+        "toolkit.features.compare.command:run",
+        _add_arguments,
+        "Compares runs on the rows they predicted: metrics with intervals, paired tests, speed, memory.",
     )
-
-
-FEATURE = CompareFeature()
+)

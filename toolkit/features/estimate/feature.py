@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import ClassVar
 
 from toolkit.config.parse import tasks
 from toolkit.config.recipes import begins_with_name, settings_of_recipe
@@ -38,12 +37,6 @@ def _run(arguments: list[str]) -> None:
     run(task, settings, options.num_processes)
 
 
-class EstimateFeature(Feature):
-    """Memory by strategy, before a run."""
-
-    commands: ClassVar = (
-        Command("estimate", "the memory that a job takes on each process, by strategy", _run, relaunches=False),
-    )
-
-
-FEATURE = EstimateFeature()
+FEATURE = Feature(
+    Command("estimate", "the memory that a job takes on each process, by strategy", _run, relaunches=False)
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from toolkit.utils.features import Command, Feature
 
@@ -24,19 +23,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
 
 
-class ExportFeature(Feature):
-    """Classifiers for runtimes without torch."""
-
-    commands: ClassVar = (
-        Command(
-            "export",
-            "turn a classifier into one that OpenVINO or ONNX Runtime computes, 8-bit if asked",
-            "toolkit.features.export.command:export",
-            _add_arguments,
-            "Writes OUT, a folder that `toolkit predict` takes as any other. It is checked against MODEL on the "
-            "validation rows of its run (or --validation_file), and not written where its answers differ.",
-        ),
+FEATURE = Feature(
+    Command(
+        "export",
+        "turn a classifier into one that OpenVINO or ONNX Runtime computes, 8-bit if asked",
+        "toolkit.features.export.command:export",
+        _add_arguments,
+        "Writes OUT, a folder that `toolkit predict` takes as any other. It is checked against MODEL on the "
+        "validation rows of its run (or --validation_file), and not written where its answers differ.",
     )
-
-
-FEATURE = ExportFeature()
+)

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.utils.features import Command, Feature
 
@@ -76,25 +76,6 @@ def _probabilities(text: str) -> str:
 class PredictFeature(Feature):
     """Answers for the rows of a file, and their evaluation where the rows are labelled."""
 
-    commands: ClassVar = (
-        Command(
-            "predict",
-            "label every row of a file, or give it a title",
-            "toolkit.features.predict.command:predict_file",
-            _add_predict,
-            "Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
-            _EPILOG,
-        ),
-        Command(
-            "evaluate",
-            "judge a classifier on labelled rows: metrics, a report, predictions",
-            "toolkit.features.predict.evaluate:evaluate_file",
-            _add_evaluate,
-            "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.",
-            _EPILOG,
-        ),
-    )
-
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
         if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no class of transformers
             return ()
@@ -104,4 +85,21 @@ class PredictFeature(Feature):
         return [f"  {command_here('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"]
 
 
-FEATURE = PredictFeature()
+FEATURE = PredictFeature(
+    Command(
+        "predict",
+        "label every row of a file, or give it a title",
+        "toolkit.features.predict.command:predict_file",
+        _add_predict,
+        "Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
+        _EPILOG,
+    ),
+    Command(
+        "evaluate",
+        "judge a classifier on labelled rows: metrics, a report, predictions",
+        "toolkit.features.predict.evaluate:evaluate_file",
+        _add_evaluate,
+        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.",
+        _EPILOG,
+    ),
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from toolkit.utils.features import Command, Feature
 
@@ -23,22 +22,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
 
 
-class SweepFeature(Feature):
-    """Runs of a recipe with settings that are searched for."""
-
-    commands: ClassVar = (
-        Command(
-            "sweep",
-            "search for settings, or run several seeds or configs, and compare",
-            "toolkit.features.sweep.command:run",
-            _add_arguments,
-            usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
-            description="Runs a recipe again and again. Everything else goes to the recipe: its settings, and "
-            "--config_file accelerate_configs/ddp.yaml. The same command continues a sweep that was stopped.",
-            relaunches=False,
-            passes_rest=True,
-        ),
+FEATURE = Feature(
+    Command(
+        "sweep",
+        "search for settings, or run several seeds or configs, and compare",
+        "toolkit.features.sweep.command:run",
+        _add_arguments,
+        usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
+        description="Runs a recipe again and again. Everything else goes to the recipe: its settings, and "
+        "--config_file accelerate_configs/ddp.yaml. The same command continues a sweep that was stopped.",
+        relaunches=False,
+        passes_rest=True,
     )
-
-
-FEATURE = SweepFeature()
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import ClassVar
 
 from toolkit.utils.features import Command, Feature
 
@@ -19,20 +18,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
 
 
-class VerifyFeature(Feature):
-    """A recipe's losses under every config."""
-
-    commands: ClassVar = (
-        Command(
-            "verify",
-            "whether a recipe trains the same under every config, here",
-            "toolkit.features.verify.command:run",
-            _add_arguments,
-            description="Compares a few steps in one process and under each config. Other words are the recipe's.",
-            relaunches=False,
-            passes_rest=True,
-        ),
+FEATURE = Feature(
+    Command(
+        "verify",
+        "whether a recipe trains the same under every config, here",
+        "toolkit.features.verify.command:run",
+        _add_arguments,
+        description="Compares a few steps in one process and under each config. Other words are the recipe's.",
+        relaunches=False,
+        passes_rest=True,
     )
-
-
-FEATURE = VerifyFeature()
+)
