@@ -34,7 +34,6 @@ from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, quoting_of_run
 from toolkit.models.exported import FILES, INPUTS, exported_to, require_packages
-from toolkit.pooled import pooled_config
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.files import replace_folder, writing
 
@@ -274,8 +273,7 @@ def _quiet() -> Iterator[None]:
 
 def _copy_files(draft: Path, source: Path, model: Any, tokenizer: Any) -> None:
     """config.json with the label names, the tokenizer, and the decisions of the model's folder."""
-    pools = hasattr(model.config, "pooling")  # and so does the graph: its readers need not know
-    (pooled_config(model.config, "cls") if pools else model.config).save_pretrained(draft)
+    model.config.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     if (source / DECISIONS).is_file():
         shutil.copyfile(source / DECISIONS, draft / DECISIONS)

@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
@@ -22,6 +21,7 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batc
 from toolkit.features.titles import rouge
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
+from toolkit.utils.modules import unwrapped
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
 
