@@ -238,9 +238,8 @@ def test_a_journal_of_a_sweep_that_is_none_is_refused(tmp_path: Path, fault: Fau
     pytest.importorskip("optuna")
     for content in (pickle.dumps({"a": [1]}), b"[]\n", b'{"op_code": "x"}\n'):
         (tmp_path / "study.journal").write_bytes(content)
-        sweep = object.__new__(Sweep)
-        sweep.folder, sweep.recipe, sweep.words = tmp_path, "recipes/cls.py", []
-        said = refusal(sweep.search, {"seed": ["1", "2"]}, 1, says=[str(tmp_path / "study.journal")])
+        sweep = Sweep(str(ROOT / "recipes" / "cls.py"), [], tmp_path)
+        said = refusal(sweep.search, {}, [], 1, says=[str(tmp_path / "study.journal")])
     fault("a sweep's study.journal that is a pickle", said)
 
 

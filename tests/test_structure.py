@@ -74,10 +74,6 @@ def test_every_part_has_a_floor() -> None:
     assert parts <= set(FLOORS), f"give {sorted(parts - set(FLOORS))} a floor in FLOORS, as DESIGN.md has it"
 
 
-# Pairs of features of which one still imports the other.
-PENDING_PAIRS = {("sweep", "compare")}
-
-
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
 def test_no_import_goes_up(path: Path) -> None:
     here = part_of(name_of(path))
@@ -100,7 +96,7 @@ def feature_of(module: str) -> str:
 def test_no_feature_imports_another(path: Path) -> None:
     here = feature_of(name_of(path))
     others = {feature_of(module) for _, module in imports_of(path)} - {here, ""}
-    assert {name for name in others if (here, name) not in PENDING_PAIRS} == set()
+    assert others == set()
 
 
 def test_the_core_names_no_feature_and_features_are_light_to_find() -> None:

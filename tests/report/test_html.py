@@ -42,10 +42,10 @@ class Page(HTMLParser):
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
         if tag == "section":
-            self.section = found["id"] or ""
+            self.section = attributes["id"] or ""
         if tag == "tr":
             self.rows.setdefault(self.section, []).append([])
         if tag in ("td", "th"):
@@ -139,8 +139,8 @@ def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
     stopped = {"signal": "SIGTERM", "step": 23, "command": "python recipes/cls.py --text_column 'a<b'"}
     edit_json(three[0] / "config.json", stopped=stopped)
     text = written(three).text
-    said = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
-    assert f"on train<1>.csv {said} {stopped['command']} The saved model" in text
+    sentence = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
+    assert f"on train<1>.csv {sentence} {stopped['command']} The saved model" in text
 
 
 def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +325,8 @@ def test_titles_examples(titles: Run) -> None:
 
 def test_titles_are_counted(titles: Run, tmp_path: Path) -> None:
     text = written(titles).text
-    told = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
-    assert f"Of the 60 titles of validation {'; '.join(told)}" in text
+    counts = ("1 is empty", "1 is exactly the reference", "1 is a piece of the text, word for word.")
+    assert f"Of the 60 titles of validation {'; '.join(counts)}" in text
     lines = [line | {"title": "Weather <b> report"} for line in title_lines(60)]
     text = written((tmp_path / "same", make_run(tmp_path / "same", None, lines, TITLES), [])).text
     assert "The commonest was written for 60 texts: Weather <b> report" in text
@@ -397,10 +397,10 @@ def test_tuned_decisions_are_drawn_and_rows_without_an_answer_are_no_mistakes(th
     lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
     write_lines(folder / "predictions.jsonl", [line | {"prediction": None} for line in lines[:50]] + lines[50:])
     state = {"accuracy": 0.75, "ece": 0.2, "brier": 0.3, "bins": [[30, 0.4, 0.3], [30, 0.9, 0.7]]}
-    found = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "before": state, "answered": 10,
+    decisions = {"temperature": 1.5, "thresholds": {}, "abstain_below": 0.6, "before": state, "answered": 10,
              "after": state | {"ece": 0.1, "bins": [[60, 0.7, 0.6]]}, "accuracy_of_answered": 0.9,
              "coverage": [[1.0, 0.6, 0.3], [0.5, 0.9, 0.7]]}  # fmt: skip
-    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": found}, None), texts))
+    page = written((folder, Evaluation(last.split, last.numbers | {"decisions": decisions}, None), texts))
     assert page.open == []
     assert ["Expected calibration error", "0.2000", "0.1000"] in page.rows["decisions"]
     assert page.source.count("<svg") > 2

@@ -1,4 +1,4 @@
-"""toolkit/report/log.py: what the screen says, and trackers that are all named alike."""
+"""toolkit/report/log.py: trackers get the run's name, project and folder."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def start(step: int = 0, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[Any], list[str]]:
         accelerator: Any = SimpleNamespace(is_main_process=True, trackers=[])
-        named = TrainingSettings(report_to=",".join(TRACKERS), **settings)
-        start_trackers(accelerator, named, tmp_path, "cls", {"seed": 3}, step)
-        found = dict(zip(TRACKERS, (tracker.options for tracker in accelerator.trackers), strict=True))
-        return found, [tracker.stored for tracker in accelerator.trackers], stores
+        training = TrainingSettings(report_to=",".join(TRACKERS), **settings)
+        start_trackers(accelerator, training, tmp_path, "cls", {"seed": 3}, step)
+        options = dict(zip(TRACKERS, (tracker.options for tracker in accelerator.trackers), strict=True))
+        return options, [tracker.stored for tracker in accelerator.trackers], stores
 
     return start
 
 
-@pytest.mark.parametrize("given", [{}, {"run_name": "first try", "project": "reviews"}])
+@pytest.mark.parametrize("settings", [{}, {"run_name": "first try", "project": "reviews"}])
 def test_every_tracker_gets_the_run_its_project_and_a_folder_of_the_run(
-    given: dict[str, str], started: Any, tmp_path: Path
+    settings: dict[str, str], started: Any, tmp_path: Path
 ) -> None:
-    run, project = given.get("run_name", tmp_path.name), given.get("project", "cls")
-    found, stored, stores = started(**given)
-    assert found["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
-    assert found["swanlab"] == {"run_name": project, "experiment_name": run, "logdir": f"{tmp_path}/swanlab"}
-    assert found["trackio"] == {"run_name": project, "name": run}
-    assert found["mlflow"] == {
+    run, project = settings.get("run_name", tmp_path.name), settings.get("project", "cls")
+    options, stored, stores = started(**settings)
+    assert options["wandb"] == {"run_name": project, "name": run, "dir": str(tmp_path)}
+    assert options["swanlab"] == {"run_name": project, "experiment_name": run, "logdir": f"{tmp_path}/swanlab"}
+    assert options["trackio"] == {"run_name": project, "name": run}
+    assert options["mlflow"] == {
         "experiment_name": project, "run_name": run, "logging_dir": f"file://{tmp_path}/mlflow"
     }  # fmt: skip
     assert stores == [f"sqlite:///{tmp_path}/mlflow/mlflow.db"]
-    place = {"run_name": given.get("run_name", ""), "logging_dir": f"{tmp_path}/tensorboard"}
-    assert found["tensorboard"] == {**place, "purge_step": None}
+    place = {"run_name": settings.get("run_name", ""), "logging_dir": f"{tmp_path}/tensorboard"}
+    assert options["tensorboard"] == {**place, "purge_step": None}
     assert stored == [None, *[{"seed": 3}] * 4]
     assert started(step=7)[0]["tensorboard"]["purge_step"] == 8
 
 
 def test_a_store_of_ones_own_is_left_alone(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somewhere")
-    found, _, stores = started()
-    assert (found["mlflow"]["logging_dir"], stores) == (None, [])
+    options, _, stores = started()
+    assert (options["mlflow"]["logging_dir"], stores) == (None, [])
 
 
 def test_one_that_cannot_start_is_an_error_in_a_line(started: Any) -> None:

@@ -18,15 +18,16 @@ from tests.report.made import add_comparison, make_run, write_lines
 from tests.report.test_html import NASTY, single
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
-from toolkit.features.compare.command import compare, write_page
+from toolkit.features.compare.command import write_page
 from toolkit.features.folds.page import write_folds
+from toolkit.report.comparison import compare
 from toolkit.report.html import write_report
 
 WIDTHS = (375, 768, 1280)
 NAMES = ("Computers and Electronics", "Clothing, Shoes and Jewelry", "Office_Products_and_Stationery", "surprise", "书")
 LABELS = Labels("single_label_classification", NAMES, ("label",))
 Measured = dict[tuple[str, int], dict[str, Any]]
-"""(page, width) -> what the browser found."""
+"""(page, width) -> what the browser measured."""
 TEXT = f"{NASTY} https://example.com/a/very/long/address/without/any/space/in/it?and=query&more=things"
 MEASURE = """<script>
 onload = () => {
@@ -82,8 +83,8 @@ def comparison(folder: Path) -> Path:
     folder.mkdir()
     runs = []
     for place, rate in enumerate((1e-5, 1e-5, 3e-5)):
-        own, lines = folder / f"learning_rate_{rate}_warmup_{place}", predictions(0.1 + 0.05 * place, place)
-        runs.append(made(own, lines, seed=place, data_seed=1, learning_rate=rate))
+        run, lines = folder / f"learning_rate_{rate}_warmup_{place}", predictions(0.1 + 0.05 * place, place)
+        runs.append(made(run, lines, seed=place, data_seed=1, learning_rate=rate))
     write_page(folder / "compare.html", *compare(runs))
     return folder / "compare.html"
 
@@ -118,21 +119,21 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     shown = subprocess.run([browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom",
                             f"--user-data-dir={folder / 'browser'}", f"file://{folder / 'all.html'}"],
                            capture_output=True, text=True, timeout=120, check=True).stdout  # fmt: skip
-    found = re.search(r"<body>(.*)</body>", shown, re.DOTALL)
-    assert found
-    return dict(zip(keys, json.loads(html.unescape(found[1])), strict=True))
+    body = re.search(r"<body>(.*)</body>", shown, re.DOTALL)
+    assert body
+    return dict(zip(keys, json.loads(html.unescape(body[1])), strict=True))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("page", ["report", "compare", "folds"])
 def test_a_page_is_as_wide_as_its_window(page: str, width: int, measured: Measured) -> None:
-    """What is wider scrolls within its own frame, which shows that there is more."""
-    found = measured[page, width]
-    assert found["seen"] == width
-    assert found["whole"] == width
-    assert found["broken"] == []
-    assert len(found["tables"]) > 1
-    for table in found["tables"]:
+    """What is wider scrolls within its run frame, which shows that there is more."""
+    measures = measured[page, width]
+    assert measures["seen"] == width
+    assert measures["whole"] == width
+    assert measures["broken"] == []
+    assert len(measures["tables"]) > 1
+    for table in measures["tables"]:
         if table["wider"]:
             assert table["overflowX"] == "auto"
             assert table["backgroundAttachment"].startswith("local, local, scroll")
@@ -143,8 +144,8 @@ def test_bars_stand_beside_their_numbers_or_below(width: int, measured: Measured
     bars = measured["report", width]["bars"]
     assert len(bars) >= 5
     for bar in bars:
-        if found := re.match(r"calc\(100% - ([\d.]+)px\)", bar["size"]):  # it starts at x, and ends at x + 100 % - this
-            assert bar["number_left"] < float(found[1]) - float(bar["x"].removesuffix("px"))
+        if calc := re.match(r"calc\(100% - ([\d.]+)px\)", bar["size"]):  # it starts at x, and ends at x + 100 % - this
+            assert bar["number_left"] < float(calc[1]) - float(bar["x"].removesuffix("px"))
         else:
             assert bar["number_bottom"] <= bar["top"]
 

@@ -39,7 +39,7 @@ def require_packages(kind: str, *packages: str) -> None:
 
 
 class ExportedClassifier(torch.nn.Module):
-    """Called with `input_ids` and what a batch has beside them; `.logits` of what it returns are (B, C) float32."""
+    """Called with the inputs of a batch; returns an object whose `logits` are (B, C) float32."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         """Raises UserError where the runtime is missing or cannot read the file."""
@@ -52,23 +52,22 @@ class ExportedClassifier(torch.nn.Module):
         except Exception as error:  # each has its own
             raise UserError(f"{self.path} cannot be read: {first_line(error)}; export the model again") from error
 
-    def forward(self, **given: torch.Tensor) -> SimpleNamespace:
-        ids = given["input_ids"]
-        filled = {"attention_mask": torch.ones_like, "token_type_ids": torch.zeros_like}
-        arrays = {name: given.get(name, filled.get(name, torch.zeros_like)(ids)).cpu().numpy() for name in self.inputs}
+    def forward(self, **inputs: torch.Tensor) -> SimpleNamespace:
+        ids = inputs["input_ids"]
+        inputs = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids), **inputs}
         try:
-            logits = torch.from_numpy(self._compute(arrays))  # (B, C)
+            logits = self._compute({name: inputs[name].cpu().numpy() for name in self.inputs})
         except Exception as error:  # each has its own
             batch = " x ".join(map(str, ids.shape))
             raise UserError(f"{self.path} cannot compute {batch} tokens: {first_line(error)[:300]}") from error
-        return SimpleNamespace(logits=logits.to(ids.device))
+        return SimpleNamespace(logits=torch.from_numpy(logits).to(ids.device))
 
 
 def _openvino(path: Path) -> tuple[list[str], Compute]:
     import openvino
 
     threads = torch.get_num_threads()
-    streams = min(2, threads)  # two halves of a batch side by side take less than one after the other on all cores
+    streams = min(2, threads)  # two halves of a batch at once are faster than one after the other on all cores
     # in float32 what is not int8, whatever the hardware has: the export was checked so
     hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": streams}
     compiled = openvino.Core().compile_model(path, "CPU", hints)

@@ -20,7 +20,7 @@ from toolkit.report.files import read_lines, write_whole
 from toolkit.report.record import METRICS, Record, is_local, render, without_folders
 
 _FEW_SAMPLES = 30
-# what the table of settings shows, in this order, where it is set
+# the rows of the table of settings, those that are set
 _HYPERPARAMETERS = (
     "optimizer", "learning_rate", "lr_scheduler_type", "warm-up", "optimizer steps", "global_batch_size",
     "max_tokens_per_batch", "weight_decay", "max_grad_norm", "label_smoothing_factor", "loss", "focal_gamma",
@@ -70,18 +70,18 @@ def _title(record: Record) -> str:
 def _architecture(model_folder: Path) -> str:
     path = model_folder / "config.json"
     if not path.is_file():
-        return ""  # a model class of one's own
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    return str((loaded.get("architectures") or ["model"])[0])
+        return ""  # not a model of transformers
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return str((config.get("architectures") or ["model"])[0])
 
 
 def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
-    """What the hub reads; a local folder is no name there and is left out, as is a licence, which we do not know."""
+    """What the hub reads, without local folders, which are no names there, and a licence, which we do not know."""
     hub_data, base = record.settings.get("dataset_name"), str(record.settings["model_name_or_path"])
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
     task = "summarization" if record.problem_type == "title_generation" else "text-classification"
-    evaluated = [
+    results = [
         EvalResult(
             task_type=task,
             task_name=task.replace("-", " ").title(),
@@ -102,9 +102,9 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         pipeline_tag=task,
         tags=["finetune-toolkit"],
         datasets=[hub_data] if hub_data else None,
-        metrics=list(dict.fromkeys(result.metric_type for result in evaluated)) or None,
+        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
         model_name=_title(record),
-        eval_results=evaluated or None,
+        eval_results=results or None,
     )
 
 
@@ -127,7 +127,7 @@ def cell(value: object) -> str:
 
 
 def _notes(record: Record) -> list[str]:
-    """What was noticed while reading, with files by their names: folders say nothing elsewhere."""
+    """The notes about the data, in which files are named without their folders."""
     names = ("train_file", "validation_file", "test_file", "dataset_name")
     notes = record.data.get("notes", [])
     for path in filter(None, map(record.settings.get, names)):
@@ -137,11 +137,11 @@ def _notes(record: Record) -> list[str]:
 
 def _hyperparameters(record: Record, run_folder: Path) -> dict[str, Any]:
     settings, data, world = record.settings, record.data, record.config["world"]
-    ratio, done = settings.get("warmup_ratio"), record.steps[-1]["step"] if record.steps else 0
-    known = settings | {
+    ratio, steps = settings.get("warmup_ratio"), record.cost["steps"]
+    values = settings | {
         "optimizer": record.config.get("optimizer", "AdamW"),
         "warm-up": f"{settings.get('warmup_steps') or 0} steps" if ratio is None else f"{ratio:g} of all steps",
-        "optimizer steps": f"{done} of {data['total_steps']}, {data['steps_per_epoch']} an epoch",
+        "optimizer steps": f"{steps} of {data['total_steps']}, {data['steps_per_epoch']} an epoch",
         "label_smoothing_factor": settings.get("label_smoothing_factor") or None,
         "loss": "focal" if settings.get("loss") == "focal" else None,
         "no_repeat_ngram_size": settings.get("no_repeat_ngram_size") or None,
@@ -152,19 +152,18 @@ def _hyperparameters(record: Record, run_folder: Path) -> dict[str, Any]:
         "processes": world["num_processes"],
         "device": world["device"],
     }
-    return {name: known[name] for name in _HYPERPARAMETERS if known.get(name) is not None}
+    return {name: values[name] for name in _HYPERPARAMETERS if values.get(name) is not None}
 
 
 def _lora(adapter: Path) -> str:
     """`r=8, alpha=16, dropout 0, on query, value; merged into the weights here`."""
-    own = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    layers = ", ".join(sorted(own["target_modules"]))
-    numbers = f"r={own['r']}, alpha={own['lora_alpha']}, dropout {own['lora_dropout']:g}"
-    return f"{numbers}, on {layers}; merged into the weights here"
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    numbers = f"r={config['r']}, alpha={config['lora_alpha']}, dropout {config['lora_dropout']:g}"
+    return f"{numbers}, on {', '.join(sorted(config['target_modules']))}; merged into the weights here"
 
 
 def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
-    """What the section "Limits" is made of: only what follows from the run itself.
+    """The facts of the section "Limits", all of which follow from the run itself.
 
     `margin` is half the 95 % range of the mean ROUGE-L or of the accuracy (in percentage points), by the normal
     approximation; None where there are too few samples.
@@ -185,5 +184,7 @@ def _limits(record: Record, predictions: Path | None) -> dict[str, Any]:
         "few": few,
         "margin": margin,
         "empty_titles": empty,
-        "rare": [name for name, own in last.numbers.get("per_class", {}).items() if own["support"] < _FEW_SAMPLES],
+        "rare": [
+            name for name, scores in last.numbers.get("per_class", {}).items() if scores["support"] < _FEW_SAMPLES
+        ],
     }

@@ -29,10 +29,11 @@ class RunFiles:
         self.path, self.writes = path, accelerator.is_main_process
 
     def write_config(self, settings: Any, accelerator: Accelerator, data: dict[str, Any], more: dict[str, Any]) -> None:
+        """config.json; `more` are further keys of it."""
         if not self.writes:
             return
-        plugin = accelerator.state.deepspeed_plugin
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        plugin, device = accelerator.state.deepspeed_plugin, accelerator.device
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         config = {
             "settings": flat(settings),
             "data": data,
@@ -42,45 +43,47 @@ class RunFiles:
                 "deepspeed": plugin.deepspeed_config if plugin else None,
                 "mixed_precision": accelerator.mixed_precision,
                 "precision_trial_ms": getattr(accelerator.state, "precision_trial", None),
-                "device": _device_name(accelerator.device),
+                "device": gpu or f"{device.type} ({platform.machine()})",
                 "host": platform.node(),
                 "pid": os.getpid(),
             },
             "launch": launch.how_launched(),
             "versions": versions(),
-            "started": now,
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
         }
         write_whole(self.path / "config.json", [dumps(config, indent=2), "\n"])
 
-    def go_on_from(self, manifest: Mapping[str, Any] | None, ours: bool) -> None:
-        """metrics.jsonl and eval.jsonl as they were at a checkpoint: what came after it is done again.
+    def continue_from(self, manifest: Mapping[str, Any] | None, same_run: bool) -> None:
+        """Cuts metrics.jsonl and eval.jsonl to what they held at a checkpoint: the steps after it are done again.
 
-        Says where lines are gone that were there when it was saved. None: the run begins; `ours`: the checkpoint is
-        of this run, whose files begin anew with one of another.
+        Reports lines that have been lost since. None: the run begins; `same_run`: whether the checkpoint is of this
+        run, whose files otherwise begin anew.
         """
         if not self.writes:
             return
-        step, had = manifest["step"] if manifest else 0, (manifest or {}).get("lines", {}) if ours else {}
-        found = by_step(read_lines(self.path / "metrics.jsonl"))
-        lines = [line for line in found if line["step"] < step]
-        # the step's own line is written after its checkpoint
-        own = [line for line in found if line["step"] == step] or ([manifest["metrics"]] if manifest and ours else [])
-        evaluated = list(read_lines(self.path / "eval.jsonl", had.get("eval.jsonl", 0)))
-        for name, kept, more in (("metrics.jsonl", lines, own), ("eval.jsonl", evaluated, [])):
-            if (count := had.get(name, 0)) > len(kept):
-                _say(f"{self.path / name} has {len(kept)} of the {count} lines that it had at step {step}")
-            if kept or more:
-                write_whole(self.path / name, (dumps(line) + "\n" for line in [*kept, *more]))
+        step = manifest["step"] if manifest else 0
+        counts = manifest.get("lines", {}) if manifest and same_run else {}
+        metrics = [line for line in by_step(read_lines(self.path / "metrics.jsonl")) if line["step"] <= step]
+        earlier = [line for line in metrics if line["step"] < step]
+        if manifest and same_run and len(metrics) == len(earlier):  # the step's line is written after its checkpoint
+            metrics.append(manifest["metrics"])
+        evaluations = list(read_lines(self.path / "eval.jsonl", counts.get("eval.jsonl", 0)))
+        for name, lines, count in (("metrics.jsonl", metrics, len(earlier)),
+                                   ("eval.jsonl", evaluations, len(evaluations))):  # fmt: skip
+            if count < counts.get(name, 0):
+                _warn(f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}")
+            if lines:
+                write_whole(self.path / name, (dumps(line) + "\n" for line in lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
 
-    def mark_stopped(self, **how: Any) -> None:
-        """Notes in config.json that a stop signal ended the run: the report and the card say so on top."""
+    def mark_stopped(self, **facts: Any) -> None:
+        """Adds to config.json that a stop signal ended the run, which the report and the card begin with."""
         if self.writes:
             path = self.path / "config.json"
             config = json.loads(path.read_text(encoding="utf-8"))
-            write_whole(path, [dumps({**config, "stopped": how}, indent=2), "\n"])
+            write_whole(path, [dumps({**config, "stopped": facts}, indent=2), "\n"])
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         self._append("metrics.jsonl", line)
@@ -98,18 +101,18 @@ class RunFiles:
         if not self.writes:
             return
         path = self.path / name
-        before = path.stat().st_size if path.exists() else 0
+        size = path.stat().st_size if path.exists() else 0
         with writing(path):
             try:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(dumps(line) + "\n")
             except OSError:
-                os.truncate(path, before)  # of a full disk: no half of a line
+                os.truncate(path, size)  # a full disk leaves no half of a line
                 raise
 
 
 def write_whole(path: Path, parts: Iterable[str]) -> None:
-    """Writes a file, part after part, beside its name and puts it in place: nobody finds half of it.
+    """Writes a draft of a file, part after part, and renames it: no reader sees half of it.
 
     Raises UserError where the disk does not take it.
     """
@@ -125,29 +128,25 @@ def dumps(content: Any, indent: int | None = None) -> str:
 def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
     """The objects of the first `most` lines of a .jsonl file; none where there is no file.
 
-    A line that is no object, as a power cut leaves it, is named and left out; one without its end, which a killed run
-    leaves, is left out.
+    A line that is no object, as a power cut leaves it, is reported and skipped; one without its end, which a killed run
+    leaves, is skipped.
     """
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        for place, line in enumerate(itertools.islice(file, most), 1):
+        for number, line in enumerate(itertools.islice(file, most), 1):
             try:
                 yield dict(json.loads(line.strip("\0 \n")))
             except (ValueError, TypeError, RecursionError):
                 if line.endswith("\n") or "\0" in line:
-                    _say(f"{path}, line {place} is broken and is skipped")
+                    _warn(f"{path}, line {number} is broken and is skipped")
 
 
-def _say(line: str) -> None:
+def _warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A resumed run does the steps after its checkpoint again: the last line of a step is the one that counts."""
-    found = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
-    return [found[step] for step in sorted(found)]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
+    last = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
+    return [last[step] for step in sorted(last)]

@@ -1,4 +1,4 @@
-"""report.html: a run on one page, in one file, without the network."""
+"""report.html: a run on one page, in one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from toolkit.utils.features import features, first
 from toolkit.utils.files import refuse_link_out
 
 MOST_MATRIX_CLASSES = 40
-"""Above it, the pairs that are confused most stand for the whole matrix."""
+"""For more, the page has the pairs that are confused most, and no matrix."""
 MOST_PAIRS = 30
 MOST_MISTAKES = 20
 MOST_CHARACTERS = 300
@@ -36,7 +36,7 @@ MOST_CHARACTERS = 300
 
 @dataclass(slots=True)
 class Sample:
-    """A line of predictions.jsonl, without what is needed for the worst only."""
+    """A line of predictions.jsonl, without its probabilities."""
 
     place: int
     row: int
@@ -44,7 +44,7 @@ class Sample:
     prediction: Any
     wrong: bool
     held_back: bool = False
-    """By `--abstain_below`: never wrong, whatever `prediction` would have been answered."""
+    """By `--abstain_below`: such a row is never wrong."""
     badness: float = 0.0
     """Greater is worse."""
     missed: Sequence[tuple[str, float]] = ()
@@ -55,14 +55,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Page:
-    """What a feature may look at to add to the page (`Feature.page`)."""
+    """What features get to add to the page (`Feature.page`)."""
 
     folder: Path
     record: Record
     last: Evaluation
-    """What predictions.jsonl is of."""
+    """The evaluation whose rows predictions.jsonl holds."""
     texts: Sequence[str]
-    """Of its samples, where this machine has them."""
+    """Of its rows, where this machine has them."""
     worst: Sequence[Sample]
     """The worst mistakes, as they are listed."""
     options: argparse.Namespace | None
@@ -78,12 +78,12 @@ def write_report(
 ) -> None:
     """Writes `folder`/report.html, whole or not at all.
 
-    `last` is the evaluation that predictions.jsonl is of, `texts` are its samples' (or empty), and `groups` say of
-    each sample what it has in common with others (its length, its source). `options` are for features.
+    `last` is the evaluation whose rows predictions.jsonl holds, `texts` are those of its rows (or empty), `groups` the
+    groups of each row by name of the grouping (its length, its source), `options` are for features.
     Raises ValueError where the number of texts is another, OSError where a file is missing.
     """
     record = Record.load(folder, last)
-    samples = _samples_shown(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
+    samples = _sample_context(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
     context: dict[str, Any] = {
         "record": record,
         "config": record.config,
@@ -110,8 +110,8 @@ def write_report(
 def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
     """Writes the report again from the run's own files, and returns its path; `options`: of `toolkit report`.
 
-    The texts are those the run prepared, where this machine still has them. Raises UserError where
-    `folder` holds no run.
+    The texts are those the run prepared, where this machine still has them. Raises UserError where `folder` holds no
+    run.
     """
     folder = Path(folder)
     if path := first(feature.folder_page(folder) for feature in features()):
@@ -122,14 +122,14 @@ def write_report_of_folder(folder: str | Path, options: argparse.Namespace | Non
     prepared = cache / str(data["digest"])
     refuse_link_out(prepared, cache)
     refuse_link_out(prepared / str(last.split), prepared)
-    there = last.numbers and (prepared / last.split).is_dir()
-    split = load_split(prepared, last.split) if there else None
+    has_texts = last.numbers and (prepared / last.split).is_dir()
+    split = load_split(prepared, last.split) if has_texts else None
     write_report(folder, last, split.texts() if split else [], options, split.groups() if split else None)
     return folder / "report.html"
 
 
 def _is_stacked(name: str) -> bool:
-    """Names in Chinese, Japanese or Korean are set one character below the other."""
+    """Whether a name is Chinese, Japanese or Korean: its characters are set below each other."""
     return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
 
 
@@ -162,76 +162,68 @@ def check_number(folder: Path, count: int, texts: Sequence[str]) -> None:
         raise ValueError(f"{folder}/predictions.jsonl has {count} lines, and there are {len(texts)} texts")
 
 
-# Samples
-
-
-def _samples_shown(
+def _sample_context(
     record: Record, folder: Path, texts: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> dict[str, Any]:
-    """What the page says of each sample of a run with labels."""
+    """The template's variables about the predictions of a run with labels."""
     labels = Labels(record.data["problem_type"], tuple(record.data["labels"]), ())
-    regression = labels.problem_type == "regression"
-    samples = [_judged(place, line, labels) for place, line in enumerate(record.predictions(folder))]
+    samples = [read_sample(place, line, labels) for place, line in enumerate(record.predictions(folder))]
     check_number(folder, len(samples), texts)
-    wrong, held_back = ([own for own in samples if getattr(own, name)] for name in ("wrong", "held_back"))
-    answered = [sample for sample in samples if not sample.held_back]
-    # a NaN has no order, and is as wrong as can be
+    wrong = [sample for sample in samples if sample.wrong]
+    held_back = [sample for sample in samples if sample.held_back]
+    # a NaN has no order: it is the worst
     worst = heapq.nlargest(MOST_MISTAKES, wrong, key=lambda s: math.inf if math.isnan(s.badness) else s.badness)
-    return {
-        "scatter": _scatter(samples) if regression else None,
-        "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
+    context: dict[str, Any] = {
         "worst": [(sample, shortened(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
         "num_wrong": len(wrong),
         "num_held_back": len(held_back),
         "num_held_wrong": sum(sample.label != sample.prediction for sample in held_back),
-        "slices": []
-        if regression
-        else worst_slices(
-            np.array([sample.wrong for sample in answered]),
-            {name: [values[sample.place] for sample in answered] for name, values in groups.items()},
-        ),
+        "scatter": None,
     }
+    if labels.problem_type == "regression":  # of several numbers in a row, each is a dot
+        true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
+        return context | {"scatter": curves.scatter(list(zip(true.tolist(), predicted.tolist(), strict=True)))}
+    if labels.problem_type == "single_label_classification":
+        context["confusion"] = _confusion(samples, labels)
+    answered = [sample for sample in samples if not sample.held_back]
+    groups = {name: [values[sample.place] for sample in answered] for name, values in groups.items()}
+    return context | {"slices": worst_slices(np.array([sample.wrong for sample in answered]), groups)}
 
 
-def _scatter(samples: Sequence[Sample]) -> curves.Chart | None:
-    """Of several numbers, each is a dot."""
-    true, predicted = (np.ravel([getattr(own, name) for own in samples]) for name in ("label", "prediction"))
-    return curves.scatter(list(zip(true.tolist(), predicted.tolist(), strict=True)))
-
-
-def _judged(place: int, line: dict[str, Any], labels: Labels) -> Sample:
+def read_sample(place: int, line: dict[str, Any], labels: Labels) -> Sample:
+    """A line of predictions.jsonl, and how bad its mistake is."""
     label, prediction = line["label"], line["prediction"]
     held_back = line.get("held_back", False)
     sample = Sample(place, line["id"] + 1, label, prediction, label != prediction and not held_back, held_back)
     if labels.problem_type == "regression":
         sample.badness = float(np.abs(np.subtract(prediction, label)).mean())
     elif sample.wrong:
-        known = [math.nan if chance is None else chance for chance in line["probabilities"]]  # null in the file
-        chances = dict(zip(labels.names, known, strict=True))
+        numbers = [math.nan if number is None else number for number in line["probabilities"]]  # null in the file
+        probabilities = dict(zip(labels.names, numbers, strict=True))
         single = labels.problem_type == "single_label_classification"
         true, guessed = ([label], [prediction]) if single else (label, prediction)
-        sample.missed = [(name, chances[name]) for name in true if name not in guessed]
-        sample.added = [(name, chances[name]) for name in guessed if name not in true]
-        if single:  # bad is: sure of it
-            sample.badness = chances[prediction]
-        else:  # bad is the loss: the mean over classes of the binary cross entropy, of chances written with 6 digits
-            right = [chance if name in label else 1 - chance for name, chance in chances.items()]
-            sample.badness = -sum(math.log(max(chance, 5e-7)) for chance in right) / len(right)
+        sample.missed = [(name, probabilities[name]) for name in true if name not in guessed]
+        sample.added = [(name, probabilities[name]) for name in guessed if name not in true]
+        if single:  # the surer, the worse
+            sample.badness = probabilities[prediction]
+        else:  # the binary cross entropy, mean over classes; probabilities are written with 6 digits
+            right = [number if name in label else 1 - number for name, number in probabilities.items()]
+            sample.badness = -sum(math.log(max(number, 5e-7)) for number in right) / len(right)
     return sample
 
 
 def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
-    """The matrix where it can be read, and the pairs that are confused most where it is large."""
+    """The matrix of few classes, and the pairs that are confused most of many."""
     counts = collections.Counter((sample.label, sample.prediction) for sample in samples)
     totals = collections.Counter(sample.label for sample in samples)
     whole = labels.size <= MOST_MATRIX_CLASSES
     pairs = [(truth, guess, n, n / totals[truth]) for (truth, guess), n in counts.most_common() if truth != guess]
-    shown = MOST_PAIRS if not whole else 10 if labels.size > 8 else 0
+    most = MOST_PAIRS if not whole else 10 if labels.size > 8 else 0
     return {
         "names": labels.names,
         "counts": counts if whole else {},
         "totals": totals,
-        "pairs": pairs[:shown],
+        "pairs": pairs[:most],
         "num_pairs": len(pairs),
     }

@@ -39,41 +39,41 @@ class RunLog:
     """
 
     def __init__(self, accelerator: Accelerator, files: RunFiles, total_steps: int, done: int) -> None:
-        self.accelerator, self.files = accelerator, files
-        self.total, self.before = total_steps, done
-        self.started = self.said = time.monotonic()
+        """`done`: the steps that were done before, by the run that this one continues."""
+        self.accelerator, self.files, self.total, self.done = accelerator, files, total_steps, done
+        self._started = self._printed = time.monotonic()
         self._bar = tqdm(
             total=total_steps, initial=done, unit="step", dynamic_ncols=True, disable=None if files.writes else True
         )
         self._line: dict[str, Any] | None = None
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Prints a line, on one process."""
         if self.files.writes:
             tqdm.write(line, file=sys.stderr)
             sys.stderr.flush()
 
     def log_step(self, metrics: StepMetrics) -> None:
-        """Shows a finished step; its line of metrics.jsonl waits for what a checkpoint after it costs."""
+        """Logs a step; its line of metrics.jsonl waits for the cost of a checkpoint after it."""
         self.write_line()
         self._line = {name: value for name, value in asdict(metrics).items() if value is not None}
         numbers = {f"train/{name}": value for name, value in self._line.items() if name != "step"}
         self.accelerator.log(numbers, step=metrics.step)
-        shown = f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s"
+        text = f"loss {metrics.loss:.4f}, {metrics.samples_per_second:.0f} samples/s"
         self._bar.update(1)
-        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
         now = time.monotonic()
-        first_or_last = metrics.step in (self.before + 1, self.total)
-        if self._bar.disable and (now - self.said > _LOG_EVERY_SECONDS or first_or_last):
-            self.said = now
-            left = (now - self.started) / (metrics.step - self.before) * (self.total - metrics.step)
-            self.say(
-                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  loss {metrics.loss:.4f}  "
-                f"{metrics.samples_per_second:.0f} samples/s  {tqdm.format_interval(left)} left"
+        first_or_last = metrics.step in (self.done + 1, self.total)
+        if self._bar.disable and (now - self._printed > _LOG_EVERY_SECONDS or first_or_last):
+            self._printed = now
+            seconds = (now - self._started) / (metrics.step - self.done) * (self.total - metrics.step)
+            self.print_line(
+                f"step {metrics.step}/{self.total}  epoch {metrics.epoch:.2f}  {text.replace(',', ' ')}  "
+                f"{tqdm.format_interval(seconds)} left"
             )
 
     def write_line(self, more: Mapping[str, Any] | None = None) -> None:
-        """Appends the step's line to metrics.jsonl; `more` belongs to it, too."""
+        """Appends the step's line, and `more`, to metrics.jsonl."""
         if self._line is not None:
             self.files.append_metrics({**self._line, **(more or {})})
         self._line = None
@@ -82,16 +82,15 @@ class RunLog:
         """Logs an evaluation of the weights of `step`, and writes its predictions."""
         self.files.append_evaluation(evaluation, step)
         self.files.write_predictions(evaluation)
-        numbers = evaluation.single_numbers
-        self.accelerator.log({f"{evaluation.split}/{name}": value for name, value in numbers.items()}, step=step)
-        mark = "  (best so far)" if best else ""
-        self.say(f"evaluation of {evaluation.split} at step {step}: {evaluation}{mark}")
+        numbers = {f"{evaluation.split}/{name}": value for name, value in evaluation.single_numbers.items()}
+        self.accelerator.log(numbers, step=step)
+        self.print_line(f"evaluation of {evaluation.split} at step {step}: {evaluation}{'  (best so far)' * best}")
 
     def close(self) -> None:
-        """Writes what is left, and ends the trackers."""
+        """Writes the last line, and ends the trackers."""
         self.write_line()
         self._bar.close()
-        # not accelerator.end_training(), which also takes the process group down: see launch.failure
+        # not accelerator.end_training(), which also destroys the process group: see launch.failure
         launch.close_at_bad_end()
         for tracker in self.accelerator.trackers:
             tracker.finish()
@@ -106,10 +105,10 @@ def class_lines(evaluation: Evaluation) -> list[str]:
     lines = [f"  F1 {classes[name]['f1']:.4f}  {name} (of {classes[name]['support']})" for name in names]
     if len(names) < len(classes):
         lines.append(f"  and {len(classes) - len(names)} classes with higher F1")
-    given = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
-    if len(given) == 1:
+    predicted = np.flatnonzero(np.sum(evaluation.numbers.get("confusion_matrix", np.eye(2)), axis=0))
+    if len(predicted) == 1:
         lines.append(
-            f"  every row is answered {list(classes)[given[0]]}: the model has learned nothing yet. Train longer "
+            f"  every row is answered {list(classes)[predicted[0]]}: the model has learned nothing yet. Train longer "
             "(--num_train_epochs), with a higher --learning_rate, or with --class_weights balanced for uneven classes"
         )
     return lines
@@ -129,31 +128,36 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(
-    accelerator: Accelerator, settings: TrainingSettings, folder: Path, project: str, shown: dict[str, Any], step: int
+    accelerator: Accelerator,
+    settings: TrainingSettings,
+    folder: Path,
+    project: str,
+    config: dict[str, Any],
+    step: int,
 ) -> None:
     """Starts the trackers of `--report_to` on the main process, each in its own folder within the run's.
 
-    `project` is the name where none is given, `shown` are all settings; TensorBoard hides what it has after `step`.
-    Raises UserError, in a line, where one cannot start: it wants a login, say, or a server does not answer.
+    `project` is the default of `--project`, `config` holds all settings; TensorBoard hides what it has after `step`.
+    Raises UserError, in a line, where one cannot start: it needs a login, say, or a server does not answer.
     """
     run_name, project = settings.run_name or folder.name, settings.project or project
     for name in tracker_names(settings.report_to) if accelerator.is_main_process else []:
-        own = str(folder / name)
+        path = str(folder / name)
         try:
-            mlflow_files = _mlflow_files(own) if name == "mlflow" else None
+            artifacts = _mlflow_files(path) if name == "mlflow" else None
             options: dict[str, dict[str, Any]] = {
                 # it has no projects, and names a run by its folder
-                "tensorboard": {"run_name": settings.run_name or "", "logging_dir": own,
+                "tensorboard": {"run_name": settings.run_name or "", "logging_dir": path,
                                 "purge_step": step + 1 if step else None},
                 "wandb": {"run_name": project, "name": run_name, "dir": str(folder)},
-                "mlflow": {"experiment_name": project, "run_name": run_name, "logging_dir": mlflow_files},
-                "swanlab": {"run_name": project, "experiment_name": run_name, "logdir": own},
+                "mlflow": {"experiment_name": project, "run_name": run_name, "logging_dir": artifacts},
+                "swanlab": {"run_name": project, "experiment_name": run_name, "logdir": path},
                 "trackio": {"run_name": project, "name": run_name},
             }  # fmt: skip
             tracker = LOGGER_TYPE_TO_CLASS[name](**options[name])
             tracker.start()
-            if name != "tensorboard":  # which would put them into a second, nameless run; config.json holds them
-                tracker.store_init_configuration(shown)
+            if name != "tensorboard":  # it would put them into a second, nameless run; config.json holds them
+                tracker.store_init_configuration(config)
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"--report_to {name} cannot start ({why}): fix that, or pass --report_to none") from error
@@ -163,7 +167,7 @@ def start_trackers(
 
 def _end_as_failed(trackers: Sequence[Any]) -> None:
     for tracker in trackers:
-        with contextlib.suppress(Exception):  # another one may do better
+        with contextlib.suppress(Exception):  # the next ones are ended all the same
             if tracker.name == "wandb":
                 tracker.run.finish(exit_code=1)
             elif tracker.name == "mlflow":
@@ -175,7 +179,7 @@ def _end_as_failed(trackers: Sequence[Any]) -> None:
 
 
 def _mlflow_files(folder: str) -> str | None:
-    """Where mlflow's artifacts go: into the folder, as all else it stores, unless MLFLOW_TRACKING_URI names a place."""
+    """Where mlflow writes artifacts: into the folder, as all else it stores, unless MLFLOW_TRACKING_URI is set."""
     if "MLFLOW_TRACKING_URI" in os.environ:
         return None
     Path(folder).mkdir(exist_ok=True)

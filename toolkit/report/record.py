@@ -1,4 +1,4 @@
-"""What a run's own files say of it: the facts of the model card and of report.html."""
+"""A run's files, read for the model card, report.html and comparisons; and how numbers and names are written."""
 
 from __future__ import annotations
 
@@ -51,23 +51,24 @@ class Record:
     evaluations: list[dict[str, Any]]
     """The lines of eval.jsonl, single numbers only; without comparisons."""
     comparisons: list[dict[str, Any]]
-    """Those of texts cut on purpose: no results of the run, no candidates for the best."""
+    """Evaluations of texts that were cut on purpose: no results of the run, no candidates for the best."""
     last: Evaluation
-    """What predictions.jsonl is of."""
+    """The evaluation whose rows predictions.jsonl holds."""
 
     @classmethod
     def load(cls, folder: Path, last: Evaluation | None = None) -> Record:
-        """`last`: the last one in eval.jsonl when not given. Raises OSError where config.json is missing, ValueError
-        for a broken line."""
+        """`last`: by default the last one in eval.jsonl. Raises OSError where config.json is missing."""
         config = (folder / "config.json").read_text(encoding="utf-8")
-        evaluations: list[dict[str, Any]] = []
-        comparisons: list[dict[str, Any]] = []
-        for line in read_lines(folder / "eval.jsonl"):  # the confusion matrix of many classes is large: left out
-            numbers = {name: value for name, value in line.items() if isinstance(value, int | float | None)}
-            kind = comparisons if "max_length" in line else evaluations
-            kind.append({"step": line["step"], "split": line["split"], **numbers})
+        if Path.home().name:
+            config = re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", config)
+        lines = [  # without the confusion matrix, which is large for many classes
+            {"step": line["step"], "split": line["split"],
+             **{name: value for name, value in line.items() if isinstance(value, int | float | None)}}
+            for line in read_lines(folder / "eval.jsonl")
+        ]  # fmt: skip
+        evaluations, comparisons = ([line for line in lines if ("max_length" in line) == cut] for cut in (False, True))
         steps = by_step(read_lines(folder / "metrics.jsonl"))
-        return cls(json.loads(_without_home(config)), steps, evaluations, comparisons, last or last_evaluation(folder))
+        return cls(json.loads(config), steps, evaluations, comparisons, last or last_evaluation(folder))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Record:
         return self.evaluations[-1]["step"] if self.evaluations else None
 
     @property
-    def shown(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """The names of the evaluations' numbers, but for a micro F1 that is always the accuracy once more."""
         return list(dict.fromkeys(name for line in self.evaluations for name in without_repetition(line)))
 
@@ -97,9 +98,9 @@ class Record:
 
     @property
     def best(self) -> Best:
-        """By what the run chooses its best model; as before the first evaluation."""
-        named, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
-        return Best(named, self.problem_type, greater_is_better=greater)
+        """The metric that chooses the run's best model, before the first evaluation."""
+        metric, greater = self.settings.get("metric_for_best_model"), self.settings.get("greater_is_better")
+        return Best(metric, self.problem_type, greater_is_better=greater)
 
     @cached_property
     def saved_step(self) -> int | None:
@@ -122,20 +123,20 @@ class Record:
         }
 
     def predictions(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """The lines of predictions.jsonl, with the answers that `--abstain_below` held back (`held_back`): metrics
-        count them, too."""
+        """The lines of predictions.jsonl, with the answers that `--abstain_below` withheld (`held_back`), which metrics
+        count, too."""
         names = self.data.get("labels") or ()
-        thresholds = self.last.numbers.get("decisions", {}).get("thresholds", {})
-        chances = np.array([thresholds.get(name, 0.5) for name in names])
+        by_name = self.last.numbers.get("decisions", {}).get("thresholds", {})
+        thresholds = np.array([by_name.get(name, 0.5) for name in names])
         for line in read_lines(folder / "predictions.jsonl"):
             if line.get("prediction", "") is None and "probabilities" in line:
-                found = np.array(line["probabilities"], float).clip(1e-12)  # null, of a NaN, is one again
-                found = np.log(found) - np.log(chances / (1 - chances))
-                line |= {"prediction": names[int(found.argmax())], "held_back": True}
+                probabilities = np.array(line["probabilities"], float).clip(1e-12)  # null becomes a NaN
+                scores = np.log(probabilities) - np.log(thresholds / (1 - thresholds))
+                line |= {"prediction": names[int(scores.argmax())], "held_back": True}
             yield line
 
     def metric_title(self, name: str) -> str:
-        """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only and says so."""
+        """`f1_macro` -> `F1 (macro)`; for several labels, accuracy counts exact sets only."""
         if name == "accuracy" and self.problem_type == "multi_label_classification":
             return "Accuracy (all labels right)"
         if name == "loss" and self.problem_type == "title_generation":
@@ -145,7 +146,7 @@ class Record:
         return METRICS.get(name) or name.replace("_", " ")
 
     def results(self, numbers: dict[str, Any] | None = None) -> dict[str, float | None]:
-        """An evaluation's single numbers by title, the loss last; the last evaluation's when none is given."""
+        """An evaluation's single numbers by title, the loss last; by default those of the last evaluation."""
         numbers = without_repetition(self.last.numbers if numbers is None else numbers)
         names = sorted((name for name, value in numbers.items() if isinstance(value, float | None)), key="loss".__eq__)
         return {self.metric_title(name): numbers[name] for name in names}
@@ -158,7 +159,7 @@ class Record:
 
     @property
     def base(self) -> str:
-        """The base model's name for readers elsewhere: demo names become what they stand for, paths their last part."""
+        """The base model's name for readers elsewhere: demo names become the origin's, paths their last part."""
         name = str(self.settings["model_name_or_path"])
         return demo.about(name).origin or without_folders(name)
 
@@ -183,9 +184,9 @@ def last_evaluation(folder: Path, step: int | None = None) -> Evaluation:
 def run_config(folder: Path) -> dict[str, Any]:
     """config.json of a run. Raises UserError where `folder` holds none."""
     if not (folder / "config.json").is_file():
-        inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-        held = f": did you mean {folder / inside[0]}?" if inside else ""
-        raise UserError(f"{folder} is not a run folder: it has no config.json{held}")
+        runs = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        hint = f": did you mean {runs[0]}?" if runs else ""
+        raise UserError(f"{folder} is not a run folder: it has no config.json{hint}")
     for name in ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"):
         refuse_link_out(folder / name, folder)
     try:
@@ -193,8 +194,8 @@ def run_config(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{folder / 'config.json'} is not JSON ({error})") from None
     if "data" not in config:
-        near = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
-        raise UserError(f"{folder} is not a run folder, its config.json is a model's{near}")
+        hint = f": did you mean {folder.parent}?" if (folder.parent / "metrics.jsonl").is_file() else ""
+        raise UserError(f"{folder} is not a run folder, its config.json is a model's{hint}")
     return dict(config)
 
 
@@ -204,12 +205,8 @@ def is_local(name: str) -> bool:
 
 
 def without_folders(name: str) -> str:
-    """A path's last part: folders say nothing elsewhere, and may name a user."""
+    """A path's last part: folders mean nothing elsewhere, and may name a user."""
     return Path(name).resolve().name if is_local(name) else name
-
-
-def _without_home(text: str) -> str:
-    return re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", text) if Path.home().name else text
 
 
 def render(template: str | Path, context: Mapping[str, Any], **filters: Any) -> str:

@@ -38,15 +38,16 @@ def test_what_each_is_worth(labels: Labels) -> None:
     multi = labels is SEVERAL
     train, split = made(400, 1, multi), made(301, 2, multi)
     logits = np.random.default_rng(0).normal(size=(301, 3)).astype(np.float32)
-    found = baselines(train, split, logits, ClassAnswers(labels))
-    models, truth = found["models"], split.labels if multi else np.eye(3)[split.labels]
+    content = baselines(train, split, logits, ClassAnswers(labels))
+    models, truth = content["models"], split.labels if multi else np.eye(3)[split.labels]
     assert list(models) == [LARGEST, LINEAR, MODEL]
-    assert found["trained_on"] == 400
+    assert content["trained_on"] == 400
     assert models[LARGEST]["accuracy"]["value"] == pytest.approx(truth[:, 0].mean())
     assert models[LINEAR]["accuracy"]["value"] > 0.95
     right = (logits > 0) == truth if multi else (logits.argmax(1) == split.labels)[:, None]
     assert models[MODEL]["accuracy"]["value"] == pytest.approx(right.all(axis=1).mean())
-    assert all(own["low"] < own["value"] < own["high"] for own in (models[MODEL][name] for name in ("accuracy",)))
+    accuracy = models[MODEL]["accuracy"]
+    assert accuracy["low"] < accuracy["value"] < accuracy["high"]
 
 
 def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`toolkit compare`: the numbers of the tables are those of the libraries, and what cannot be compared is said."""
+"""`toolkit compare`: its numbers are those of the libraries, and runs that cannot be compared are left out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.report.test_html import Page
 from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
-from toolkit.features.compare.command import Compared, _charts, compare, shown, tables, write_page
+from toolkit.features.compare.command import charts, write_page
 from toolkit.features.compare.command import run as run_command
 from toolkit.report import bootstrap
+from toolkit.report.comparison import ComparedRun, as_text, compare, tables
 
 NAMES = ("neg", "pos", "没有")
 LABELS = Labels("single_label_classification", NAMES, ("label",))
@@ -30,12 +31,12 @@ def predictions(wrong: float, seed: int = 0, count: int = 400) -> list[dict[str,
     truth = np.random.default_rng(99).integers(0, 3, count)
     generator = np.random.default_rng(seed)
     guess = np.where(generator.random(count) < wrong, (truth + generator.integers(1, 3, count)) % 3, truth)
-    return [{"id": row, "label": NAMES[true], "prediction": NAMES[said]}
-            for row, (true, said) in enumerate(zip(truth, guess, strict=True))]  # fmt: skip
+    return [{"id": row, "label": NAMES[true], "prediction": NAMES[guess]}
+            for row, (true, guess) in enumerate(zip(truth, guess, strict=True))]  # fmt: skip
 
 
 def made(folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None = None, **settings: Any) -> Path:
-    truth, guess = ([line[own] for line in lines] for own in ("label", "prediction"))
+    truth, guess = ([line[key] for line in lines] for key in ("label", "prediction"))
     numbers = {"loss": 0.5, "accuracy": sk.accuracy_score(truth, guess),
                "f1_macro": sk.f1_score(truth, guess, labels=list(NAMES), average="macro")}  # fmt: skip
     make_run(folder, LABELS, lines, numbers, {**SETTINGS, "seed": 1, "output_dir": str(folder), **settings})
@@ -48,11 +49,11 @@ def made(folder: Path, lines: list[dict[str, Any]], world: dict[str, Any] | None
 
 def test_intervals_and_tests_are_those_of_the_libraries(tmp_path: Path) -> None:
     good, bad = predictions(0.1, 1), predictions(0.25, 2)
-    found, runs = compare([made(tmp_path / "bad", bad, learning_rate=1.0), made(tmp_path / "好", good)])
-    assert [run["name"] for run in found["runs"]] == ["好", "bad"]
-    for own, lines in zip(found["runs"], (good, bad), strict=True):
+    comparison, runs = compare([made(tmp_path / "bad", bad, learning_rate=1.0), made(tmp_path / "好", good)])
+    assert [run["name"] for run in comparison["runs"]] == ["好", "bad"]
+    for run, lines in zip(comparison["runs"], (good, bad), strict=True):
         truth, guess = ([line[name] for line in lines] for name in ("label", "prediction"))
-        accuracy, f1 = own["metrics"]["accuracy"], own["metrics"]["f1_macro"]
+        accuracy, f1 = run["metrics"]["accuracy"], run["metrics"]["f1_macro"]
         assert accuracy["value"] == pytest.approx(sk.accuracy_score(truth, guess))
         assert f1["value"] == pytest.approx(sk.f1_score(truth, guess, average="macro"))
         half = norm.ppf(0.975) * (accuracy["value"] * (1 - accuracy["value"]) / 400) ** 0.5
@@ -60,12 +61,12 @@ def test_intervals_and_tests_are_those_of_the_libraries(tmp_path: Path) -> None:
         assert f1["low"] < f1["value"] < f1["high"]
     first, second = (np.array([line["label"] == line["prediction"] for line in lines]) for lines in (good, bad))
     only = int((second & ~first).sum()), int((first & ~second).sum())
-    assert found["runs"][1]["against_best"]["accuracy"]["p"] == binomtest(only[0], sum(only)).pvalue
-    assert found["runs"][1]["against_best"]["f1_macro"]["p"] < 0.01
-    assert found["settings"] == {"learning_rate": {"好": 5e-5, "bad": 1.0}}  # not where they lie
-    lines = shown(found)
+    assert comparison["runs"][1]["against_best"]["accuracy"]["p"] == binomtest(only[0], sum(only)).pvalue
+    assert comparison["runs"][1]["against_best"]["f1_macro"]["p"] < 0.01
+    assert comparison["settings"] == {"learning_rate": {"好": 5e-5, "bad": 1.0}}  # not where they lie
+    lines = as_text(comparison).splitlines()
     assert any(line.startswith("bad against 好: clearly worse (accuracy -0.1") for line in lines)
-    write_page(tmp_path / "compare.html", found, runs)
+    write_page(tmp_path / "compare.html", comparison, runs)
     page = Page(tmp_path / "compare.html")
     assert page.open == page.loads() == []
     assert [row[0] for row in page.rows["table1"]] == ["run", "好", "bad"]
@@ -77,20 +78,20 @@ def test_equal_runs_have_no_clear_difference_and_their_loss_is_compared_by_step(
     folders = [made(tmp_path / "zero", lines, per_device_batch_size=4), made(tmp_path / "one", lines, alone)]
     steps = (tmp_path / "one" / "metrics.jsonl").read_text().replace('"loss": 0.5,', '"loss": 0.50001,')
     (tmp_path / "one" / "metrics.jsonl").write_text(steps)
-    found, _ = compare(folders)
-    assert {run["name"]: run["strategy"] for run in found["runs"]} == {"zero": "2 x ZeRO-2", "one": "one process"}
-    assert found["runs"][1]["against_best"]["accuracy"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
-    assert max(found["strategies"].values()) == pytest.approx(2e-5, rel=1e-2)
-    assert "largest loss difference" in "\n".join(shown(found))
-    assert found["runs"][0]["peak_memory_bytes"] == 2**30
+    comparison, _ = compare(folders)
+    assert {run["name"]: run["strategy"] for run in comparison["runs"]} == {"zero": "2 x ZeRO-2", "one": "one process"}
+    assert comparison["runs"][1]["against_best"]["accuracy"] == {"difference": 0, "low": 0, "high": 0, "p": 1}
+    assert max(comparison["strategies"].values()) == pytest.approx(2e-5, rel=1e-2)
+    assert "largest loss difference" in as_text(comparison)
+    assert comparison["runs"][0]["peak_memory_bytes"] == 2**30
 
 
 def test_seeds_of_one_job_have_a_mean_and_a_spread(tmp_path: Path) -> None:
     folders = [made(tmp_path / f"s{seed}", predictions(0.1, seed), seed=seed, data_seed=1) for seed in (1, 2, 3)]
     folders.append(made(tmp_path / "other", predictions(0.1, 4), seed=1, data_seed=1, learning_rate=1.0))
-    found, _ = compare(folders)
-    (group,) = found["seeds"]
-    values = [run["metrics"]["accuracy"]["value"] for run in found["runs"] if run["name"] != "other"]
+    comparison, _ = compare(folders)
+    (group,) = comparison["seeds"]
+    values = [run["metrics"]["accuracy"]["value"] for run in comparison["runs"] if run["name"] != "other"]
     assert sorted(group["runs"]) == ["s1", "s2", "s3"]
     assert group["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert group["metrics"]["accuracy"]["sd"] == pytest.approx(np.std(values, ddof=1))
@@ -100,26 +101,26 @@ def test_losses_of_other_quantities_are_not_put_together(tmp_path: Path) -> None
     lines = [predictions(0.1, seed) for seed in (1, 2, 3)]
     folders = [made(tmp_path / "plain", lines[0]), made(tmp_path / "explicit", lines[1], label_smoothing_factor=0.0),
                made(tmp_path / "weighted", lines[2], class_weights="balanced")]  # fmt: skip
-    found, runs = compare(folders)
-    assert found["other_loss"] == "class_weights"
-    assert "loss" not in next(table for _, table in tables(found))[0]
-    assert any("class_weights" in line for line in shown(found)[-3:])
-    titles = [chart.title for chart in _charts(runs, found)]
+    comparison, runs = compare(folders)
+    assert comparison["other_loss"] == "class_weights"
+    assert "loss" not in next(table for _, table in tables(comparison))[0]
+    assert any("class_weights" in line for line in as_text(comparison).splitlines()[-3:])
+    titles = [chart.title for chart in charts(comparison, runs)]
     for loss in ("Training loss", "Validation loss"):
-        named = sorted(title.split(": ")[1] for title in titles if title.startswith(loss))
-        assert [set(names.split(", ")) for names in named] in ([{"plain", "explicit"}, {"weighted"}],
+        groups = sorted(title.split(": ")[1] for title in titles if title.startswith(loss))
+        assert [set(names.split(", ")) for names in groups] in ([{"plain", "explicit"}, {"weighted"}],
                                                                [{"weighted"}, {"plain", "explicit"}])  # fmt: skip
     assert len(titles) == 6
     drop = made(tmp_path / "drop", lines[1], r_drop_alpha=1.0)
-    found, runs = compare([folders[0], drop])
-    assert (found["other_loss"], len(_charts(runs, found))) == ("", 5)  # its training loss alone is another
+    comparison, runs = compare([folders[0], drop])
+    assert (comparison["other_loss"], len(charts(comparison, runs))) == ("", 5)  # its training loss alone is another
     by_loss = [made(tmp_path / f"{name}-by-loss", lines[0], metric_for_best_model="loss", label_smoothing_factor=value)
                for name, value in (("a", 0.0), ("b", 0.0), ("c", 0.1))]  # fmt: skip
     assert "label_smoothing_factor" in compare(by_loss)[0]["left_out"]["c-by-loss"]
 
 
 def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
-    kept = [made(tmp_path / name, predictions(0.1, seed)) for seed, name in enumerate(("a", "b"))]
+    runs = [made(tmp_path / name, predictions(0.1, seed)) for seed, name in enumerate(("a", "b"))]
     others = made(tmp_path / "rows", [{**line, "id": line["id"] + 1} for line in predictions(0.1)], seed=2)
     killed = made(tmp_path / "killed", predictions(0.1))
     (killed / "predictions.jsonl").write_text("")
@@ -128,24 +129,24 @@ def test_what_cannot_be_compared_is_left_out_by_name(tmp_path: Path) -> None:
     labels = tmp_path / "labels"
     make_run(labels, Labels("regression", ("score",), ("score",)), [{"id": 0, "label": 1.0, "prediction": 2.0}],
              {"loss": 0.1, "mae": 1.0, "mse": 1.0})  # fmt: skip
-    found, _ = compare([*kept, others, killed, young, labels])
-    assert {run["name"] for run in found["runs"]} == {"a", "b"}
-    assert "pass the same --data_seed" in found["left_out"]["rows"]
-    assert "killed?" in found["left_out"]["killed"]
-    assert "not evaluated yet" in found["left_out"]["young"]
-    assert "other labels than a" in found["left_out"]["labels"]
-    assert any(line.startswith("left out: rows: ") for line in shown(found))
+    comparison, _ = compare([*runs, others, killed, young, labels])
+    assert {run["name"] for run in comparison["runs"]} == {"a", "b"}
+    assert "pass the same --data_seed" in comparison["left_out"]["rows"]
+    assert "killed?" in comparison["left_out"]["killed"]
+    assert "not evaluated yet" in comparison["left_out"]["young"]
+    assert "other labels than a" in comparison["left_out"]["labels"]
+    assert any(line.startswith("left out: rows: ") for line in as_text(comparison).splitlines())
     with pytest.raises(UserError, match="these runs cannot be compared: rows: it was evaluated on other rows than a"):
-        compare([kept[0], others])
+        compare([runs[0], others])
 
 
 def test_folders_without_a_run(tmp_path: Path) -> None:
     run = made(tmp_path / "runs" / "a", predictions(0.1)) if (tmp_path / "runs").mkdir() is None else Path()
     (run / "model").mkdir()
     (run / "model" / "config.json").write_text("{}")
-    for folder, said in ((run.parent, f"did you mean {run}"), (run / "model", f"did you mean {run}"),
+    for folder, message in ((run.parent, f"did you mean {run}"), (run / "model", f"did you mean {run}"),
                          (tmp_path / "no", "no is not a run folder")):  # fmt: skip
-        refusal(compare, [run, folder], match=said)
+        refusal(compare, [run, folder], match=message)
 
 
 def test_the_command_prints_json_and_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,16 +166,16 @@ def test_answers_that_were_held_back_count_as_in_the_evaluation(tmp_path: Path) 
         line["prediction"] = None  # --abstain_below 0.6
     (folder / "predictions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     (run,) = compare([folder])[0]["runs"]
-    expected = Compared(folder, "a").record.last.numbers["accuracy"]
+    expected = ComparedRun(folder, "a").record.last.numbers["accuracy"]
     assert run["metrics"]["accuracy"]["value"] == pytest.approx(expected)
 
 
 def test_every_kind_of_prediction_has_intervals() -> None:
     several = [{"label": ["neg"], "prediction": ["neg", "pos"]}, {"label": [], "prediction": []}] * 50
-    found = bootstrap.scores_of(several, "multi_label_classification", NAMES)
+    scores = bootstrap.scores_of(several, "multi_label_classification", NAMES)
     truth = np.array([[1, 0, 0], [0, 0, 0]] * 50)
     guess = np.array([[1, 1, 0], [0, 0, 0]] * 50)
-    for name, value in found.values.items():
+    for name, value in scores.values.items():
         expected = sk.accuracy_score(truth, guess) if name == "accuracy" else sk.f1_score(
             truth, guess, average=name.removeprefix("f1_"), zero_division=0)  # fmt: skip
         assert value == pytest.approx(expected), name
@@ -192,17 +193,17 @@ def test_every_kind_of_prediction_has_intervals() -> None:
 
 def test_a_hundred_thousand_rows_take_seconds() -> None:
     runs = [bootstrap.scores_of(predictions(0.1, seed, 50_000), LABELS.problem_type, NAMES) for seed in (0, 1)]
-    one, other = (own["f1_macro"] for own in bootstrap.resampled(runs))
+    one, other = (drawn["f1_macro"] for drawn in bootstrap.resampled(runs))
     assert len(one) == 1000
-    assert bootstrap.chance(one - other) > 0.001
+    assert bootstrap.paired_p(one - other) > 0.001
 
 
-def test_a_run_that_goes_on_is_said_to(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", predictions(0.1))
     (folder / "report.html").unlink()
     config = json.loads((folder / "config.json").read_text())
     config["data"]["total_steps"] = 80
     (folder / "config.json").write_text(json.dumps(config))
-    found, _ = compare([folder])
-    assert found["runs"][0]["unfinished"] == "step 40 of 80"
-    assert Compared(folder, "a").strategy == "2 x ZeRO-2"
+    comparison, _ = compare([folder])
+    assert comparison["runs"][0]["unfinished"] == "step 40 of 80"
+    assert ComparedRun(folder, "a").strategy == "2 x ZeRO-2"

@@ -29,7 +29,9 @@ from toolkit.features.explain import page as explain
 from toolkit.features.explain.attribution import attribute
 from toolkit.features.explain.page import Word
 from toolkit.models.classifier import choose_attention
-from toolkit.report.html import Sample, _judged, write_report, write_report_of_folder
+from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
+
+pytest.importorskip("captum", reason="the extra `explain` is not installed")
 
 TEXTS = ["The film was not good, the story dull.", f"{NASTY} very good 服务很好", "服务很好，房间不好。A fine hotel"]
 
@@ -45,14 +47,14 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
     for text in TEXTS:
         encoded = tokenizer(text, return_tensors="pt", return_special_tokens_mask=True)
         special = encoded.pop("special_tokens_mask")[0].bool()
-        found = attribute(model, dict(encoded), special, difference, seconds=60)
-        assert found.output == pytest.approx(float(difference(model(**encoded).logits)), rel=1e-5)
+        adds = attribute(model, dict(encoded), special, difference, seconds=60)
         # the same special tokens with padding between them
         ids = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
-        assert found.baseline == pytest.approx(float(difference(model(input_ids=ids).logits)), rel=1e-5)
-        assert abs(found.output - found.baseline) > 0.01
-        assert found.tokens.sum() == pytest.approx(found.output - found.baseline, rel=2e-2, abs=2e-3)
-        assert (found.tokens[special.numpy()] == 0).all()
+        output, baseline = (float(difference(model(**{**encoded, "input_ids": x}).logits))
+                            for x in (encoded["input_ids"], ids))  # fmt: skip
+        assert abs(output - baseline) > 0.01
+        assert adds.sum() == pytest.approx(output - baseline, rel=2e-2, abs=2e-3)
+        assert (adds[special.numpy()] == 0).all()
         assert not model.get_input_embeddings()._forward_hooks
     assert attribute(model, dict(encoded), special, difference, seconds=0) is None
 
@@ -67,22 +69,25 @@ def test_a_bigbird_up_to_its_length() -> None:
     ids = torch.randint(5, 99, (1, 1000))
     special = torch.zeros(1000, dtype=torch.bool)
     special[[0, -1]] = True
-    found = attribute(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, special, difference, 60)
-    assert found.tokens.sum() == pytest.approx(found.output - found.baseline, rel=5e-2, abs=5e-3)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    adds = attribute(model, inputs, special, difference, 60)
+    both = torch.cat([ids, torch.where(special, ids, 0)])
+    output, baseline = difference(model(both, attention_mask=torch.ones_like(both)).logits).tolist()
+    assert adds.sum() == pytest.approx(output - baseline, rel=5e-2, abs=5e-3)
 
 
 def test_pieces_of_words_are_one_and_chinese_characters_are_not(tokenizer: Any) -> None:
     text = "unpaid 房间 <b>"
     encoded = tokenizer(text, return_offsets_mapping=True)
-    of = [(*span, word, 1.0) for span, word in zip(encoded["offset_mapping"], encoded.word_ids(), strict=True)
-          if word is not None]  # fmt: skip
-    pieces = explain._words(text, of)
-    assert "".join(piece for piece, _ in pieces) == f"{text} "
-    assert [piece for piece, adds in pieces if adds is not None] == ["unpaid", "房", "间", "<", "b", ">"]
-    assert dict(pieces)["unpaid"] == 6.0  # the sum of its pieces
+    tokens = [(*span, word, 1.0) for span, word in zip(encoded["offset_mapping"], encoded.word_ids(), strict=True)
+              if word is not None]  # fmt: skip
+    words = explain.join_tokens(text, tokens)
+    assert "".join(word.text for word in words) == f"{text} "
+    assert [word.text for word in words if word.adds is not None] == ["unpaid", "房", "间", "<", "b", ">"]
+    assert words[0].adds == 6.0  # the sum of its pieces
     # a tokenizer that takes white space, and a sentence, for part of a word
-    pieces = explain._words("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
-    assert pieces[:4] == [("a", 1.0), (" ", None), ("很", 2.0), ("好", 3.0)]
+    words = explain.join_tokens("a 很好", [(0, 1, 0, 1.0), (1, 3, 1, 2.0), (3, 4, 1, 3.0)])
+    assert words[:4] == [Word("a", 1.0), Word(" ", None), Word("很", 2.0), Word("好", 3.0)]
 
 
 @pytest.mark.parametrize("name", ["BERT", "RoBERTa", "XLM-R", "ModernBERT", "DeBERTa-v3", "ALBERT", "Qwen3"])
@@ -98,27 +103,28 @@ def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) 
     AutoTokenizer.from_pretrained(tmp_path / "base").save_pretrained(folder / "model")
     data = {"problem_type": labels.problem_type, "labels": labels.names, "max_length": 100}
     sample = Sample(0, 1, "a", "b", True, missed=[("a", 0.1)], added=[("b", 0.9)])
-    found = explain.explain(folder, data, [sample], [text], 1)[0]
-    assert "".join(word.text for word in found.words).rstrip() == text
-    assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4, abs=1e-6)
-    read = [word.text for word in found.words if word.adds is not None]
+    explanation = explain.explain(folder, data, [sample], [text], 1)[0]
+    assert "".join(word.text for word in explanation.words).rstrip() == text
+    adds = [word.adds or 0 for word in explanation.words]
+    assert sum(adds) == pytest.approx(explanation.difference, rel=1e-4, abs=1e-6)
+    read = [word.text for word in explanation.words if word.adds is not None]
     if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # which take what they do not know for one token
         assert {"服", "务", "很", "好"} <= set(read)
     assert "unbelievably" in " ".join(read)
 
 
 def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -> None:
-    pieces: list[tuple[str, float | None]] = [("word", 0.1), (" ", None)] * 1000
-    shown = explain._shown([*pieces, ("last", -3.0)], "pos", "neg", 1.0)
-    assert shown.words[-1] == Word("…", None, 0)
-    assert 1400 < sum(len(word.text) for word in shown.words) < 1600
-    assert shown.strongest[0] == Word("last", -3.0, 1.0)
+    explanation = explain.summarize([Word("word", 0.1), Word(" ", None)] * 1000 + [Word("last", -3.0)], "pos", "neg")
+    assert explanation.words[-1] == Word("…", None)
+    assert 1400 < sum(len(word.text) for word in explanation.words) < 1600
+    assert explanation.strongest[0] == Word("last", -3.0, 1.0)
 
 
 def test_the_darkest_mark_is_a_word_and_punctuation_still_counts() -> None:
-    shown = explain._shown([("（", 5.0), ("房", -0.5), ("<", -1.0), ("good", 0.25)], "pos", "neg", 3.75)
-    assert [word.strength for word in shown.words] == [0, 1, 0, 0.5]
-    assert shown.punctuation + sum(word.adds or 0 for word in shown.strongest) == shown.difference
+    words = [Word("（", 5.0), Word("房", -0.5), Word("<", -1.0), Word("good", 0.25)]
+    explanation = explain.summarize(words, "pos", "neg")
+    assert [word.strength for word in explanation.words] == [0, 1, 0, 0.5]
+    assert explanation.punctuation + sum(word.adds or 0 for word in explanation.strongest) == 3.75
 
 
 @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification", "regression"])
@@ -152,7 +158,7 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
     assert "".join(cells[1].split()).startswith("".join(NASTY.split()))
     assert "服务很好" in "".join(cells[1].split())
     assert "<script" not in page.source
-    assert [tag for tag, own in page.tags if tag == "i" and own.get("title")]
+    assert [tag for tag, attributes in page.tags if tag == "i" and attributes.get("title")]
 
 
 def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: Path) -> None:
@@ -161,12 +167,12 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
     last = make_run(tmp_path / "run", labels, [line], {"loss": 0.5, "accuracy": 0.1, "f1_macro": 0.1})
     classifier(sharp_model, tmp_path / "run" / "model", labels)
     data = json.loads((tmp_path / "run" / "config.json").read_text())["data"] | {"max_length": 20}
-    found = explain.explain(tmp_path / "run", data, [_judged(0, line, labels)], ["good film " * 50], 5)[0]
-    assert sum(word.adds or 0 for word in found.words) == pytest.approx(found.difference, rel=1e-4)
-    assert not math.isclose(found.difference, 0)
-    read = [word.text for word in found.words if word.adds is not None]
+    explanation = explain.explain(tmp_path / "run", data, [read_sample(0, line, labels)], ["good film " * 50], 5)[0]
+    assert sum(word.adds or 0 for word in explanation.words) == pytest.approx(explanation.difference, rel=1e-4)
+    assert not math.isclose(explanation.difference, 0)
+    read = [word.text for word in explanation.words if word.adds is not None]
     assert len(read) == 18  # as in training the text is cut at 20 tokens
-    assert np.isfinite([word.strength for word in found.words]).all()
+    assert np.isfinite([word.strength for word in explanation.words]).all()
     refusal(
         write_report_of_folder, tmp_path / "run", Namespace(explain=5), match="needs the texts of the last evaluation"
     )

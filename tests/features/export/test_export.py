@@ -27,11 +27,11 @@ from transformers import (
 from tests.runs import ROOT, Finished, lines_of, start, train
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
+from toolkit.evaluation.saved_model import SavedModel
 
 pytest.importorskip("openvino", reason="the extra `openvino` is not installed")
 pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
 
-from toolkit.features.export import command as export_module
 from toolkit.features.export.command import compare, export
 from toolkit.models.exported import ExportedClassifier
 
@@ -50,13 +50,13 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: P
 
 @pytest.fixture(scope="module")
 def exported(model: Path) -> dict[tuple[str, bool], tuple[Path, Finished]]:
-    """(runtime, 8-bit) -> (the folder, what was said)."""
-    found = {}
+    """(runtime, 8-bit) -> (the folder, the finished command)."""
+    exports = {}
     for to, int8 in KINDS:
         out = model.parent / f"{to}-{int8}"
         words = ["--to", to, *["--int8"] * int8, "--max_drop", "5", "--max_changed", "5"]
-        found[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
-    return found
+        exports[to, int8] = out, start(["toolkit", "export", model, out, *words]).succeeded()
+    return exports
 
 
 def predicted(folder: Path, file: Path) -> list[dict[str, Any]]:
@@ -76,8 +76,8 @@ def bare(model: Path, reviews: Path) -> Path:
 @pytest.mark.parametrize(("to", "int8"), KINDS)
 def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported: Any, model: Path, bare: Path) -> None:
     folder, done = exported[to, int8]
-    said = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
-    assert said
+    result = re.search(r"accuracy [\d.]+ % \(torch [\d.]+ %\), ([\d.]+) % of the answers are the same", done.out)
+    assert result
     assert re.search(r"on 21 rows of validation\b", done.out)
     assert {path.name for path in folder.iterdir()} >= {FILES[to], "config.json", "tokenizer.json", "README.md"}
     assert not list(folder.glob("*.safetensors"))
@@ -86,7 +86,7 @@ def test_the_exported_folder_answers_as_the_model(to: str, int8: bool, exported:
         AutoTokenizer.from_pretrained(folder).model_max_length == AutoTokenizer.from_pretrained(model).model_max_length
     )
     card = (folder / "README.md").read_text(encoding="utf-8")
-    assert said[0] in card
+    assert result[0] in card
     assert "## Labels" in card  # of the model's own
     mine, theirs = predicted(folder, bare), predicted(model, bare)
     chances = [np.array([line["probabilities"] for line in lines]) for lines in (mine, theirs)]
@@ -119,10 +119,10 @@ def test_the_docs_script(exported: Any, tmp_path: Path, monkeypatch: pytest.Monk
             monkeypatch.chdir(tmp_path)
             (tmp_path / "OUT").unlink(missing_ok=True)
             (tmp_path / "OUT").symlink_to(exported[to, True][0])
-            found = runpy.run_path(str(tmp_path / "script.py"))
-            (tmp_path / "texts.txt").write_text("\n".join(found["texts"]) + "\n", encoding="utf-8")
+            script_names = runpy.run_path(str(tmp_path / "script.py"))
+            (tmp_path / "texts.txt").write_text("\n".join(script_names["texts"]) + "\n", encoding="utf-8")
             expected = predicted(exported[to, True][0], tmp_path / "texts.txt")
-            assert found["answers"] == [line["prediction"] for line in expected]
+            assert script_names["answers"] == [line["prediction"] for line in expected]
 
 
 def test_what_servers_look_for(exported: Any) -> None:
@@ -145,10 +145,10 @@ def test_what_servers_look_for(exported: Any) -> None:
 
 
 def options(model: Path, out: Path, **more: Any) -> argparse.Namespace:
-    given = {"to": "openvino", "int8": False, "max_drop": 0.5, "max_changed": 2, "validation_file": None,
+    defaults = {"to": "openvino", "int8": False, "max_drop": 0.5, "max_changed": 2, "validation_file": None,
              "calibration_file": None, "text_column": None, "text_pair": None, "label_column": None,
              "max_length": None}  # fmt: skip
-    return argparse.Namespace(model=str(model), out=str(out), **(given | more))
+    return argparse.Namespace(model=str(model), out=str(out), **(defaults | more))
 
 
 def test_a_model_that_answers_otherwise_is_not_written(model: Path, exported: Any, tmp_path: Path) -> None:
@@ -172,9 +172,9 @@ def test_each_limit_has_its_setting_and_the_value_that_passes_is_named(
     before = right.copy()
     before[0] = before[0, ::-1]
     value = "4.77"
-    for expected, found, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
-        logits = iter([expected, found] * 2)
-        monkeypatch.setattr(export_module, "_logits", lambda *_, logits=logits: next(logits))
+    for expected, exported_logits, setting in ((before, right, "max_changed"), (right, before, "max_drop")):
+        logits = iter([expected, exported_logits] * 2)
+        monkeypatch.setattr(SavedModel, "outputs", lambda *_, logits=logits: next(logits))
         limits: dict[str, float] = {"max_drop": 0, "max_changed": 100} | {setting: 0}
         with pytest.raises(UserError) as caught:
             export(options(model, tmp_path / "out", **limits))
@@ -229,8 +229,8 @@ def test_numbers_are_exported_too(
 def test_what_is_compared() -> None:
     single = Labels("single_label_classification", ("a", "b"), ())
     logits, other = np.array([[2.0, 1], [1, 2], [3, 0], [0, 1]]), np.array([[2.0, 1], [2, 1], [3, 0], [1, 0]])
-    said, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
-    assert said == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
+    result, losses = compare(logits, other, np.array([0, 0, 0, 1]), single)
+    assert result == "accuracy 75.00 % (torch 75.00 %), 50.00 % of the answers are the same"
     assert losses == {"max_drop": 0, "max_changed": 50}
     several = Labels("multi_label_classification", ("a", "b"), ())
     assert compare(logits - 1.5, other - 1.5, None, several) == (

@@ -1,4 +1,4 @@
-"""`toolkit sweep`: real runs, gone on with where it was stopped, ended where they are worse, and compared."""
+"""`toolkit sweep`: real runs, continued where it was stopped, pruned where they are worse, and compared."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.faults import refusal
 from tests.runs import ROOT, begin, lines_of, start, wait_for_steps
 from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.features.sweep import command as sweep
 
 # A recipe without a model: its metric is 1 / x, it takes its time, and it goes on from where it was stopped.
-OWN = """
+RECIPE = """
 import json, os, signal, sys, time
 from pathlib import Path
-given = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
-x, folder = float(given["x"]), Path(given["output_dir"])
-if given["x"] == given.get("fails"):
+options = dict(zip([w[2:] for w in sys.argv[1::2]], sys.argv[2::2]))
+x, folder = float(options["x"]), Path(options["output_dir"])
+if options["x"] == options.get("fails"):
     sys.exit("error: step 1: the loss is not finite")
-if "nowhere" in given:
-    sys.exit("error: there is no file " + given["nowhere"])
+if "nowhere" in options:
+    sys.exit("error: there is no file " + options["nowhere"])
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1").mkdir(parents=True, exist_ok=True)
 (folder / "checkpoints/step-1/manifest.json").touch()
@@ -45,7 +46,7 @@ write()
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.exists() else 0
 for step in range(done + 1, 5):
-    time.sleep(float(given.get("takes", 0.05)))
+    time.sleep(float(options.get("takes", 0.05)))
     line = {"step": step, "loss": x, "samples": 1, "samples_per_second": 1.0}
     with path.open("a") as file:
         file.write(json.dumps(line) + "\\n")
@@ -58,17 +59,17 @@ lines = [json.dumps({"id": place, "label": "a", "prediction": "ab"[place]}) + "\
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
-    (tmp_path / "own.py").write_text(OWN)
-    return tmp_path / "own.py"
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    return tmp_path / "recipe.py"
 
 
 @pytest.fixture
-def swept(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a sweep of `own` in this process: what it printed."""
+def swept(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a sweep of `recipe` in this process: what it printed."""
 
     def run(*words: Any) -> str:
-        arguments = ["sweep", str(own), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
+        arguments = ["sweep", str(recipe), "--output_dir", str(tmp_path / "sweep"), *map(str, words)]
         before = signal.getsignal(signal.SIGTERM)
         try:
             sweep.run(*cli.build_parser().parse_known_args(arguments))
@@ -79,7 +80,7 @@ def swept(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Call
     return run
 
 
-def test_a_range_is_searched_and_the_same_command_does_nothing_twice(swept: Callable[..., str], tmp_path: Path) -> None:
+def test_a_range_is_searched_and_the_same_command_repeats_nothing(swept: Callable[..., str], tmp_path: Path) -> None:
     words = ("--search", "x=0.5:8:log", "--trials", 3, "--takes", 0)
     first = swept(*words)
     values = {folder.name: 1 / lines_of(folder / "metrics.jsonl")[0]["loss"]
@@ -89,76 +90,66 @@ def test_a_range_is_searched_and_the_same_command_does_nothing_twice(swept: Call
     assert f"best settings: x={1 / max(values.values()):.4g}" in first
     assert "best by f1_macro first" in first
     again = swept(*words)
-    assert "of 3" not in again
+    assert "trial-000: x" not in again
     assert first.endswith(again.lstrip())
     more = swept(*words[:2], "--trials", 4, "--takes", 0)
-    assert "trial-003 of 4" in more
+    assert "trial-003: x" in more
+    assert len({lines_of(path)[0]["loss"] for path in (tmp_path / "sweep").glob("*/metrics.jsonl")}) == 4
     with FileLock(tmp_path / "sweep" / ".lock"), pytest.raises(UserError, match="another sweep writes to it"):
         swept(*words)
     with pytest.raises(UserError, match="holds a sweep with another search"):
         swept("--search", "x=0.5:9:log", "--takes", 0)
 
 
-def test_a_list_is_tried_whole_and_a_run_that_diverges_is_no_end(swept: Callable[..., str], tmp_path: Path) -> None:
+def test_a_list_is_tried_whole_and_a_failed_run_is_recorded(swept: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "sweep" / "trial-001").mkdir(parents=True)
     (tmp_path / "sweep" / "trial-001" / "metrics.jsonl").write_text('{"step": 1}\n')  # it had begun
-    said = swept("--search", "x=4,2,1", "--fails", 2)
-    assert "trial-001 of 3: x=2\n  failed: step 1: the loss is not finite" in said
-    assert "best settings: x=1\n" in said
+    printed = swept("--search", "x=4,2,1", "--fails", 2)
+    assert "trial-001: x=2\n  trial-001 failed: step 1: the loss is not finite" in printed
+    assert "best settings: x=1\n" in printed
 
 
-def test_trials_that_are_alike_have_no_best(swept: Callable[..., str]) -> None:
-    said = swept("--search", "x=2,2.0,2e0", "--takes", 0)
-    assert "best settings" not in said
-    assert "all 3 trials" in said
-    assert "x=2\n" in said  # what --seeds and --configs would take
-
-
-def test_a_trial_as_good_as_the_best_is_named(swept: Callable[..., str]) -> None:
-    said = swept("--search", "x=4,2,2.0", "--takes", 0)
-    assert "best settings: x=2\n" in said
-    assert "as good: trial-002" in said
-    assert "no run is clearly worse" in said  # the predictions of all three are the same
-
-
-def test_what_fails_before_its_first_step_ends_the_sweep(swept: Callable[..., str]) -> None:
-    with pytest.raises(
-        UserError, match=r"trial-000 failed before its first step: there is no file n.csv \(.*000.log\)"
-    ):
+def test_a_run_without_a_first_step_ends_the_sweep(swept: Callable[..., str]) -> None:
+    with pytest.raises(UserError, match=r"first step trial-000 failed: there is no file n.csv \(.*000.log\)"):
         swept("--search", "x=4,2", "--nowhere", "n.csv")
 
 
-def test_a_trial_below_the_median_is_stopped(
+@pytest.mark.parametrize(("values", "others"), [("2,2.0,2e0", "trial-001, trial-002"), ("4,2,2.0", "trial-002")])
+def test_trials_that_are_as_good_as_the_best_are_named(values: str, others: str, swept: Callable[..., str]) -> None:
+    printed = swept("--search", f"x={values}", "--takes", 0)
+    assert "best settings: x=2\n" in printed
+    assert f"as good: {others}\n" in printed
+
+
+def test_a_trial_below_the_median_is_pruned(
     swept: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "_LOOK_SECONDS", 0.1)
-    said = swept("--search", "x=1,2,3,4,50", "--takes", 0.4)
-    assert "trial-004 of 5: x=50\n  pruned after step" in said
+    monkeypatch.setattr(sweep, "_POLL_SECONDS", 0.1)
+    printed = swept("--search", "x=1,2,3,4,50", "--takes", 0.4)
+    assert "trial-004: x=50\n  pruned after step" in printed
     assert json.loads((tmp_path / "sweep/trial-004/config.json").read_text())["stopped"]  # as an ordinary stop
     assert len(lines_of(tmp_path / "sweep/trial-004/metrics.jsonl")) < 4
-    assert not any(line.startswith("trial-004 ") for line in said.split("best settings")[1].splitlines())
+    assert not any(line.startswith("trial-004 ") for line in printed.split("best settings")[1].splitlines())
 
 
 @pytest.mark.parametrize(("number", "code"), [
     (signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
     pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_stopped_sweep_goes_on_with_the_run_it_was_in(
-    number: int, code: int, own: Path, tmp_path: Path, swept: Callable[..., str]
+def test_a_stopped_sweep_continues_the_run_it_was_in(
+    number: int, code: int, recipe: Path, tmp_path: Path, swept: Callable[..., str]
 ) -> None:
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
-    command = [sys.executable, "-m", "toolkit", "sweep", own, "--output_dir", tmp_path / "sweep", *words]
+    command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
     with begin(command) as process:
         wait_for_steps(run)
         os.kill(process.pid, number)
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == code, said
-    if code > 0:
-        assert "the same command goes on in" in said
+        _, printed = process.communicate(timeout=30)
+    assert process.returncode == code, printed
     until = time.monotonic() + 20
     while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
-        time.sleep(0.05)  # the child of a killed sweep is told to stop, too
+        time.sleep(0.05)  # the child of a killed sweep gets a stop signal, too
     done = len(lines_of(run / "metrics.jsonl"))
     assert 0 < done < 4
     again = swept(*words)
@@ -167,30 +158,27 @@ def test_a_stopped_sweep_goes_on_with_the_run_it_was_in(
     assert "best settings: x=1\n" in again
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--search", "learnin_rate=1e-5:1e-4"], "cls.py has no setting learnin_rate (did you mean learning_rate?)"),
-    (["--search", "learning_rate=1e-4:1e-5"], "1e-4 is not below 1e-5"),
-    (["--search", "learning_rate=0:1e-5:log"], "a logarithmic range begins above 0"),
-    (["--search", "learning_rate=a:b"], "'a' to 'b' is no range of numbers"),
-    (["--search", "learning_rate=1:2:lin"], "behind the range stands `:log`"),
+@pytest.mark.parametrize(("words", "message"), [
+    (["--search", "learnin_rate=1e-5:1e-4"], "--learnin_rate (did you mean learning_rate?)"),
+    (["--search", "learning_rate=1e-4:1e-5"], "learning_rate=1e-4:1e-5: "),
+    (["--search", "learning_rate=0:1e-5:log"], "log"),
+    (["--search", "learning_rate=a:b"], "--learning_rate 'a'"),
+    (["--search", "learning_rate=1:2:lin"], "NAME=LOW:HIGH:log"),
     (["--search", "dropout=0:1.5"], "--search dropout=0:1.5: --dropout '1.5'"),
-    (["--search", "seed=1"], "one value is no search: pass --seed 1"),
-    (["--search", "seed"], "write NAME=LOW:HIGH"),
-    (["--search", "config_file=a,b"], "has no setting config_file"),
-    (["--search", "output_dir=a,b"], "each run has a folder of its own"),
+    (["--search", "seed=1"], "NAME=A,B,C"),
+    (["--search", "seed"], "NAME=LOW:HIGH"),
+    (["--search", "config_file=a,b"], "unknown setting --config_file"),
+    (["--search", "output_dir=a,b"], "output_dir=a,b: "),
     ([], "needs --search NAME=VALUES, --seeds N or --configs A,B"),
-    (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"],
-     "class_weights=balanced,effective: each value makes the loss another quantity"),
+    (["--search", "class_weights=balanced,effective", "--metric_for_best_model", "loss"], "--metric_for_best_model"),
     (["--seeds", "0"], "--seeds 0: give 1 or more"),
     (["--seeds", "2", "--sead", "1"], "unknown setting --sead (did you mean seed?)"),
 ])  # fmt: skip
-def test_faults_are_named_before_anything_runs(words: list[str], said: str, tmp_path: Path) -> None:
+def test_faults_are_named_before_anything_runs(words: list[str], message: str, tmp_path: Path) -> None:
     options, rest = cli.build_parser().parse_known_args(
         ["sweep", str(ROOT / "recipes" / "cls.py"), "--output_dir", str(tmp_path / "s"), *words]
     )
-    with pytest.raises(UserError) as caught:
-        sweep.run(options, rest)
-    assert said in str(caught.value)
+    refusal(sweep.run, options, rest, says=[message])
     assert not (tmp_path / "s").exists()
 
 
@@ -211,13 +199,13 @@ def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
                "accelerate_configs/ddp.yaml", "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
                "--output_dir", tmp_path / "sweep"]  # fmt: skip
     done = start(command).succeeded()
-    assert "no settings are best: all 2 trials" in done.out  # four steps tell the two values of the decay not apart
+    assert "as good: trial-001" in done.out  # four steps do not separate the two values of the decay
     table = done.out.split("What each took")[1]
     assert "2 x DDP" in table
     assert "Over seeds" in table
     settings = {name: json.loads((tmp_path / "sweep" / name / "config.json").read_text())["settings"]
                 for name in ("trial-000", "trial-001", "seed-43", "ddp")}  # fmt: skip
-    assert {own["data_seed"] for own in settings.values()} == {42}
+    assert {each["data_seed"] for each in settings.values()} == {42}
     assert [settings[name]["seed"] for name in ("trial-000", "seed-43")] == [42, 43]
     assert settings["ddp"]["weight_decay"] == settings["seed-43"]["weight_decay"]
     assert "left out" not in done.out

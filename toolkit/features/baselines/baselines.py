@@ -1,8 +1,8 @@
-"""What a run's model is worth: its accuracy and F1 with their 95 % ranges, beside what takes seconds without a GPU.
+"""A model's accuracy and F1 with their 95 % ranges, beside those of simple models that take seconds without a GPU.
 
 The baselines are the largest class and logistic regression on tf-idf of the model's own tokens and pairs of neighbours
-(of a Chinese BERT: characters and pairs of them), cut where the model's texts are cut. They learn from the training
-rows and answer the rows of the last evaluation.
+(of a Chinese BERT: characters and pairs of them), cut where the model's texts are cut. They are trained on the
+training rows and evaluated on the rows of the last evaluation.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import first_line
-from toolkit.evaluation.answers import ClassAnswers, readable
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.report.bootstrap import interval, resampled, scores_of
+from toolkit.report.bootstrap import class_scores, interval, resampled
 from toolkit.report.files import dumps, write_whole
 
 FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
 _MOST_NUMBERS = 10**7
-"""Training features times classes: a few seconds of one core. Above it a sample of the rows is learned from."""
+"""Training features times classes: a few seconds of one core. Above it a sample of the rows is trained on."""
 _MOST_ROWS, _MOST_CLASSES, _HASHED, _ITERATIONS = 50_000, 200, 1 << 20, 40
 _MOST_WEIGHTS = 10**6
-"""Of the linear model: the features that most training rows have are taken."""
+"""Of the linear model, for the features that most training rows have."""
 
 
 def write_baselines(
@@ -43,7 +43,7 @@ def write_baselines(
     split, train = outputs[0], data.train if data else None
     try:
         content = baselines(train, *outputs, answers)
-    except (MemoryError, ValueError) as error:  # the model is there all the same
+    except (MemoryError, ValueError) as error:  # no reason to lose the run
         return [f"not compared with simple models: {first_line(error)}"]
     if content:
         about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
@@ -52,70 +52,65 @@ def write_baselines(
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
-    """What `write_baselines` wrote beside this evaluation, the metrics in the order in which they are shown."""
+    """What `write_baselines` wrote for this evaluation."""
     try:
-        found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        same = (found["split"], found["num_samples"]) == (last.split, last.numbers.get("num_samples"))
-        return dict(found) if same and found["models"] else None
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        same = (content["split"], content["num_samples"]) == (last.split, last.numbers.get("num_samples"))
+        return dict(content) if same and content["models"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers) -> dict[str, Any]:
-    """`models`: name -> metric -> value, low, high; `trained_on`: rows of the training split that tf-idf learned from.
+    """`models`: name -> metric -> value, low, high; `trained_on`: training rows of the linear model.
 
-    `logits`: (N, C), the model's of `split`. Without a training split of the model alone; nothing for numbers.
+    `logits`: (N, C), the model's of `split`. Without a training split of the model alone; nothing for regression.
     """
-    labels = answers.labels
+    labels, trained_on = answers.labels, 0
     if labels.problem_type == "regression" or not len(split):
         return {}
     multi = labels.problem_type == MULTI
-    adjusted = answers.adjusted(logits)
-    guesses = {MODEL: (adjusted > 0) if multi else adjusted.argmax(axis=1)}
-    trained_on = 0
+    guesses: dict[str, np.ndarray] = {}  # (N,) classes, or (N, C) truth values
     if train is not None:
         counts = (train.labels > 0.5).sum(axis=0) if multi else np.bincount(train.labels, minlength=labels.size)
         largest = counts > len(train) / 2 if multi else counts.argmax()
-        guesses = {LARGEST: np.broadcast_to(largest, split.labels.shape)} | guesses
+        guesses[LARGEST] = np.broadcast_to(largest, split.labels.shape)
         rows = _sample(train, labels)
         if labels.size <= _MOST_CLASSES and len(np.unique(train.labels[rows], axis=0)) > 1:
             trained_on = len(rows)
             guesses[LINEAR] = _linear(train, rows, split, multi)
-    truth = [readable(label, labels) for label in split.labels]
-    scores = [
-        scores_of(
-            [{"label": label, "prediction": readable(own, labels)} for label, own in zip(truth, guess, strict=True)],
-            labels.problem_type,
-            labels.names,
-        )
-        for guess in guesses.values()
-    ]
+    adjusted = answers.adjusted(logits)
+    guesses[MODEL] = adjusted > 0 if multi else adjusted.argmax(axis=1)
+
+    def one_hot(classes: np.ndarray) -> Any:
+        places = np.nonzero(classes > 0.5) if multi else (np.arange(len(classes)), classes.astype(int))
+        return sparse.csr_array((np.ones(len(places[0])), places), shape=(len(split), labels.size))
+
+    truth = one_hot(split.labels)
+    scores = [class_scores(truth, one_hot(guess), labels.problem_type) for guess in guesses.values()]
     models = {
         name: {metric: {"value": value, **interval(draws[metric])} for metric, value in score.values.items()}
         for name, score, draws in zip(guesses, scores, resampled(scores), strict=True)
     }
-    order = [name for name in (LARGEST, LINEAR, MODEL) if name in models]
-    return {"models": {name: models[name] for name in order}, "trained_on": trained_on}
+    return {"models": models, "trained_on": trained_on}
 
 
-def describe(found: dict[str, Any], metric: str = "f1_macro") -> list[str]:
-    """For the screen: the metric of each, and whether the model is better than tf-idf."""
-    models = found.get("models", {})
-    if not models:
+def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:
+    """For the screen: the metric of each model, and whether the fine-tuned one is better than the linear one."""
+    values = {name: metrics[metric] for name, metrics in content.get("models", {}).items()}
+    if not values:
         return []
-
-    def text(name: str) -> str:
-        own = models[name][metric]
-        return f"{name} {own['value']:.4f} ({own['low']:.4f} to {own['high']:.4f})"
-
-    lines = [f"{metric}, 95 % range: " + ", ".join(map(text, models))]
-    if LINEAR in models and models[MODEL][metric]["low"] <= models[LINEAR][metric]["value"]:
+    texts = [
+        f"{name} {value['value']:.4f} ({value['low']:.4f} to {value['high']:.4f})" for name, value in values.items()
+    ]
+    lines = [f"{metric}, 95 % range: {', '.join(texts)}"]
+    if LINEAR in values and values[MODEL]["low"] <= values[LINEAR]["value"]:
         lines.append(f"  {LINEAR} on the same rows is within the range of the model, or better: look at the settings")
     return lines
 
 
 def _sample(train: Split, labels: Labels) -> np.ndarray:
-    """Rows to learn from: all, or as many as the limits allow, drawn once."""
+    """Rows to train on: all, or as many as the limits allow, drawn once."""
     each = 2 * max(1.0, len(train.input_ids) / len(train)) * labels.size
     most = int(min(_MOST_ROWS, max(_MOST_NUMBERS / each, 1000)))
     if len(train) <= most:
@@ -143,21 +138,20 @@ def _linear(train: Split, rows: np.ndarray, split: Split, multi: bool) -> np.nda
         features = np.sort(np.argsort(-frequency, kind="stable")[:most])
         model = OneVsRestClassifier(model) if multi else model
         model.fit(weighting.fit_transform(counts[:, features]), truth)
-        found = [
+        predicted = [
             model.predict(weighting.transform(_counts(split, part)[:, features]))
             for part in np.array_split(np.arange(len(split)), -(-len(split) // _MOST_ROWS))
         ]
-    return np.concatenate(found)
+    return np.concatenate(predicted)
 
 
 def _counts(split: Split, rows: np.ndarray) -> Any:
     """(rows, 2 x features) sparse: how often each token, and each pair of neighbours, is in each row."""
     tokens = [split.tokens(int(row)).astype(np.int64) for row in rows]
-    lengths = np.array([len(own) for own in tokens])
-    ids, row = np.concatenate(tokens), np.repeat(np.arange(len(rows)), lengths)
+    ids, row = np.concatenate(tokens), np.repeat(np.arange(len(rows)), [len(ids) for ids in tokens])
     inside = row[1:] == row[:-1]
     pairs = (ids[:-1] * 1_000_003 + ids[1:])[inside] % _HASHED + _HASHED
-    columns, owners = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
-    counts = sparse.csr_array((np.ones(len(columns), np.float32), (owners, columns)), shape=(len(rows), 2 * _HASHED))
+    columns, rows_of = np.concatenate([ids % _HASHED, pairs]), np.concatenate([row, row[1:][inside]])
+    counts = sparse.csr_array((np.ones(len(columns), np.float32), (rows_of, columns)), shape=(len(rows), 2 * _HASHED))
     counts.sum_duplicates()
     return counts

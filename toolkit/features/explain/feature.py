@@ -47,7 +47,7 @@ class ExplainFeature(Feature):
 
         explanations = explain(page.folder, page.record.data, page.worst, page.texts, rows) if page.worst else {}
         words = Path(__file__).with_name("words.html")
-        texts = {place: Markup(render(words, {"found": found})) for place, found in explanations.items()}
+        texts = {place: Markup(render(words, {"explanation": each})) for place, each in explanations.items()}
         return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)
 
 

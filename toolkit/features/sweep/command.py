@@ -1,6 +1,6 @@
 """`toolkit sweep RECIPE`: real runs of a recipe with settings that are searched for, several seeds, or several configs.
 
-Each run is the recipe started as a child, as it would be typed: whatever the launch options say holds for it.
+Each run is the recipe in a process of its own, started as a user would start it.
 """
 
 from __future__ import annotations
@@ -20,55 +20,56 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
-from toolkit.errors import UserError, did_you_mean, first_line, last_error
+from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import refuse_link_out
 
-_INSTALL = "pip install 'finetune-toolkit[sweep]'"
 _TRIALS = 20
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _STUDY = "study.journal"
-# before the median of the others says anything
-_FIRST_TRIALS = 4
+_NEVER_PRUNED = 4
+"""The first trials, which the later ones are compared with."""
+
+
+class RunError(Exception):
+    """A run failed."""
 
 
 def run(options: argparse.Namespace, words: list[str]) -> None:
-    """`words` are the recipe's. Raises UserError."""
+    """`words` are the recipe's arguments. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
     sweep = Sweep(options.recipe, words, folder)
-    searched = dict(sweep.searched(text) for text in options.search)
     for name, value in (("trials", options.trials), ("seeds", options.seeds)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: give 1 or more")
-    if not (searched or options.seeds or options.configs):
+    if not (options.search or options.seeds or options.configs):
         raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
-    if searched and importlib.util.find_spec("optuna") is None:
-        raise UserError(f"--search needs a package that is not installed: {_INSTALL}")
-    signal.signal(signal.SIGTERM, _stop)
+    if options.search and importlib.util.find_spec("optuna") is None:
+        raise UserError("--search needs a package that is not installed: pip install 'finetune-toolkit[sweep]'")
+    space = dict(sweep.distribution(text) for text in options.search)
+    signal.signal(signal.SIGTERM, _exit)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
-            _run_all(sweep, searched, options)
+            study = sweep.search(space, options.search, options.trials) if space else None
+            best = study.best_params if study else {}
+            first = 1 if study and "seed" not in space else 0  # the search has run the first seed
+            for seed in range(sweep.seed + first, sweep.seed + (options.seeds or 0)):
+                sweep.run_recipe(folder / f"seed-{seed}", {**best, "seed": seed})
+            for config in filter(None, (options.configs or "").split(",")):
+                sweep.run_recipe(folder / Path(config).stem, best, ["--config_file", config])
     except Timeout:
         raise UserError(f"{folder}: another sweep writes to it: name another --output_dir, or stop that one") from None
-
-
-def _run_all(sweep: Sweep, searched: Mapping[str, Any], options: argparse.Namespace) -> None:
-    try:
-        found = sweep.search(searched, options.trials) if searched else {}
-        if options.seeds:
-            sweep.run_seeds(found, options.seeds)
-        for config in filter(None, (options.configs or "").split(",")):
-            sweep.run_plain(Path(config).stem, found, ["--config_file", config])
+    except RunError as error:
+        raise UserError(str(error)) from error
     except (KeyboardInterrupt, SystemExit):
-        sweep.end()
-        print(f"stopped: the same command goes on in {sweep.folder}", file=sys.stderr, flush=True)
+        print(f"stopped: the same command continues in {folder}", file=sys.stderr, flush=True)
         raise
-    sweep.compare(found)
+    sweep.print_report(study)
 
 
-def _stop(number: int, frame: object) -> NoReturn:
+def _exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
@@ -76,289 +77,229 @@ class Sweep:
     """The runs of one folder."""
 
     def __init__(self, recipe: str, words: Sequence[str], folder: Path) -> None:
-        """Raises UserError for a recipe that is not there, and settings that it does not have."""
+        """Raises UserError for a recipe that does not exist, and settings that it does not have."""
         if not Path(recipe).is_file() or Path(recipe).suffix != ".py":
             raise UserError(f"there is no recipe {recipe}: name recipes/cls.py, say")
         self.recipe, self.words, self.folder = recipe, list(words), folder
-        self.child: Popen[bytes] | None = None
         self.runs: list[Path] = []
-        self.as_good: list[str] = []
-        """Trials with the very value of the best one."""
-        self.all_alike = False
-        settings = self._settings()
-        # with the same rows held back every run is judged on the same ones
-        same_rows = settings and settings["data_seed"] is None and not settings["validation_file"]
-        self.same_rows = ["--data_seed", str(settings["seed"])] if settings and same_rows else []
-        self.first_seed = int(settings["seed"]) if settings else 42
+        self.settings = self._parse([])
+        self.seed = int(self.settings.get("seed", 42))
+        # every run is evaluated on the same rows
+        seeded = self.settings and self.settings["data_seed"] is None and not self.settings["validation_file"]
+        self.data_seed = ["--data_seed", str(self.seed)] if seeded else []
 
-    def _settings(self, **more: Any) -> dict[str, Any] | None:
-        """All settings, where the recipe is one of ours; others check their own."""
+    def _parse(self, more: Sequence[str]) -> dict[str, Any]:
+        """All settings of a recipe of ours; others check their own. Raises UserError."""
         from toolkit import config
 
-        task, path = Path(self.recipe).stem, Path(self.recipe)
+        task = Path(self.recipe).stem
         if task not in config.tasks():
-            return None
-        _, given = split(self.words)
-        demo, added = path.with_name(f"{task}_demo.yaml"), [f"--{name}={value}" for name, value in more.items()]
-        parsed: Any = config.parse(config.tasks()[task], [*given, *added], demo if demo.is_file() else None)
+            return {}
+        demo = Path(self.recipe).with_name(f"{task}_demo.yaml")
+        arguments = [*split(self.words)[1], *more]
+        parsed: Any = config.parse(config.tasks()[task], arguments, demo if demo.is_file() else None)
         return config.flat(parsed)
 
-    def searched(self, text: str) -> tuple[str, Any]:
-        """`learning_rate=1e-5:1e-4:log` -> (name, what optuna draws from). Raises UserError."""
-        name, equals, values = text.partition("=")
-        from toolkit.features.compare.command import OF_LOSS
+    def distribution(self, text: str) -> tuple[str, Any]:
+        """`learning_rate=1e-5:1e-4:log` -> (name, optuna's distribution). Raises UserError."""
+        from optuna import distributions
 
-        settings = self._settings()
-        if not equals or not values:
-            raise UserError(f"--search {text}: write NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C")
-        if settings is not None and name not in settings:
-            raise UserError(
-                f"--search {text}: {Path(self.recipe).name} has no setting {name}{did_you_mean(name, settings)}"
-            )
-        if settings is not None and name in OF_LOSS and settings["metric_for_best_model"] in ("loss", "eval_loss"):
-            raise UserError(
-                f"--search {text}: each value makes the loss another quantity, so the loss cannot choose among them: "
-                "pass --metric_for_best_model f1_macro, say"
-            )
-        if name == "output_dir" or name in vars(split([])[0]):
-            raise UserError(f"--search {text}: each run has a folder of its own, and configs are named by --configs")
-        if ":" not in values:
-            choices = values.split(",")
-            if len(choices) < 2:
-                raise UserError(f"--search {text}: one value is no search: pass --{name} {values}, or name several")
-            self._check(text, name, choices)
-            return name, choices
-        bounds = _range(text, values)
-        self._check(text, name, [str(bound) for bound in bounds[:2]])
-        return name, bounds
+        from toolkit.report.comparison import LOSS_SETTINGS
 
-    def _check(self, text: str, name: str, values: Sequence[str]) -> None:
-        for value in values:
-            try:
-                self._settings(**{name: value})
-            except UserError as error:
-                raise UserError(f"--search {text}: {first_line(error)}") from error
+        name, _, values = text.partition("=")
+        choices, (low, *high) = values.split(","), values.split(":")
+        try:
+            if name == "output_dir":
+                raise ValueError("each run has a folder of its own")
+            if name in LOSS_SETTINGS and self.settings.get("metric_for_best_model") in ("loss", "eval_loss"):
+                raise ValueError("each value makes the loss another quantity, so the loss cannot choose among them: "
+                                 "pass --metric_for_best_model f1_macro, say")  # fmt: skip
+            if (len(choices) == 1 and not high) or high[1:] not in ([], ["log"]):
+                raise ValueError("write NAME=LOW:HIGH, NAME=LOW:HIGH:log or NAME=A,B,C")
+            for value in [low, high[0]] if high else choices:
+                self._parse([f"--{name}={value}"])
+            if not high:
+                return name, distributions.CategoricalDistribution(choices)
+            if "." in values or "e" in values.lower():
+                return name, distributions.FloatDistribution(float(low), float(high[0]), log=len(high) > 1)
+            return name, distributions.IntDistribution(int(low), int(high[0]), log=len(high) > 1)
+        except (UserError, ValueError) as error:
+            raise UserError(f"--search {text}: {first_line(error)}") from error
 
-    # Runs
-
-    def run_plain(self, name: str, settings: Mapping[str, Any], more: Sequence[str] = ()) -> None:
-        """One run of its own, where it is not done yet. Raises UserError where it fails."""
-        folder = self.folder / name
+    def run_recipe(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        more: Sequence[str] = (),
+        is_pruned: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Runs the recipe with these settings, where `folder` does not hold the finished run yet: whether it came to
+        its end. A run that is pruned, or whose sweep is stopped, saves a checkpoint. Raises RunError."""
         self.runs.append(folder)
-        if not finished(folder):
-            print(f"{name}: {_said(settings)}", flush=True)
-            if self._run(folder, settings, more, lambda: False):
-                raise UserError(f"{name} failed: {self._why(folder)}")
-
-    def run_seeds(self, settings: Mapping[str, Any], count: int) -> None:
-        """The search has run the best settings with the first one."""
-        searched = bool(settings) and "seed" not in settings
-        for seed in range(self.first_seed + searched, self.first_seed + count):
-            self.run_plain(f"seed-{seed}", {**settings, "seed": seed})
-
-    def _run(self, folder: Path, settings: Mapping[str, Any], more: Sequence[str], ends: Callable[[], bool]) -> int:
-        """The exit code of the recipe with these settings; `ends` is asked now and then whether to stop it."""
-        command = [sys.executable, *self._command(folder, settings, more)]
-        with folder.with_name(f"{folder.name}.log").open("ab") as log:
-            self.child = Popen(
-                command, stdin=DEVNULL, stdout=log, stderr=STDOUT, start_new_session=True, preexec_fn=stop_with_parent
-            )
-        while True:
-            try:
-                return self.child.wait(_LOOK_SECONDS)
-            except TimeoutExpired:
-                if ends():
-                    self.end()
-
-    def _command(self, folder: Path, settings: Mapping[str, Any], more: Sequence[str]) -> list[str]:
-        words = [
-            *self.words,
-            *more,
-            *self.same_rows,
-            *itertools.chain(*((f"--{n}", str(v)) for n, v in settings.items())),
-        ]
-        # of a run that was killed before it had a checkpoint nothing can go on
+        if finished(folder):
+            return True
+        print(f"{folder.name}: {_text(settings)}", flush=True)
+        # a run that was killed before its first checkpoint begins anew
         begun = (folder / "metrics.jsonl").exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
-        return [self.recipe, *words, "--output_dir", str(folder), *(["--overwrite_output_dir"] if begun else [])]
-
-    def end(self) -> None:
-        """Stops the child as SIGTERM does, with a checkpoint, and waits for it."""
-        if self.child is not None and self.child.poll() is None:
-            self.child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C ends the waiting, not the child's checkpoint
-                self.child.wait()
-
-    def _why(self, folder: Path) -> str:
+        command = [sys.executable, *self._command(settings, [*more, *self.data_seed]), "--output_dir", str(folder)]
         log = folder.with_name(f"{folder.name}.log")
-        return f"{last_error(log.read_text(encoding='utf-8', errors='replace'))} ({log})"
+        with log.open("ab") as output:
+            child = Popen(
+                command + ["--overwrite_output_dir"] * begun,
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=STDOUT,
+                start_new_session=True,
+                preexec_fn=stop_with_parent,
+            )
+            try:
+                while child.poll() is None and not is_pruned():
+                    with contextlib.suppress(TimeoutExpired):
+                        child.wait(_POLL_SECONDS)
+                pruned = child.poll() is None
+            finally:
+                child.terminate()  # which does nothing where it has ended
+                child.wait()
+        if child.returncode and not pruned:
+            error = last_error(log.read_text(encoding="utf-8", errors="replace"))
+            raise RunError(f"{folder.name} failed: {error} ({log})")
+        return not pruned
 
-    # The search
+    def _command(self, settings: Mapping[str, Any], more: Sequence[str] = ()) -> list[str]:
+        options = itertools.chain(*((f"--{name}", str(value)) for name, value in settings.items()))
+        return [self.recipe, *self.words, *more, *options]
 
-    def search(self, searched: Mapping[str, Any], most: int | None) -> dict[str, Any]:
-        """The best settings after so many trials."""
+    def search(self, space: Mapping[str, Any], texts: Sequence[str], most: int | None) -> Any:
+        """The optuna study after so many trials; one that was stopped continues."""
+        study = self._open_study(texts)
+        if all(hasattr(values, "choices") for values in space.values()):
+            grid = list(itertools.product(*(values.choices for values in space.values())))
+            most = min(most or len(grid), len(grid))
+            for choices in grid:
+                study.enqueue_trial(dict(zip(space, choices, strict=True)), skip_if_exists=True)
+        most = most or _TRIALS
+        # not study.optimize(), which records a trial that Ctrl-C stops as failed
+        for _ in range(most - sum(trial.state.is_finished() for trial in study.trials)):
+            trial = study.ask(dict(space))
+            state, value = self._run_trial(study, trial)
+            study.tell(trial, value, state)
+        complete = _complete(study)
+        if not complete:
+            raise UserError(f"no trial came to its end: see {self.folder}/trial-*.log")
+        self.runs = [self.folder / _name(trial) for trial in complete]
+        return study
+
+    def _open_study(self, texts: Sequence[str]) -> Any:
+        """Raises UserError for a broken file, and for that of another search."""
         import optuna
+        from optuna.trial import TrialState
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         path = self.folder / _STUDY
         refuse_link_out(path, self.folder)
         try:
-            backend = optuna.storages.journal.JournalFileBackend(str(path))
-            study = optuna.create_study(
-                study_name="sweep",
-                storage=optuna.storages.JournalStorage(backend),
-                direction="maximize",
-                load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(n_startup_trials=_FIRST_TRIALS),
-            )
-        except Exception as error:  # optuna fails where a line surprises it
+            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+            pruner = optuna.pruners.MedianPruner(n_startup_trials=_NEVER_PRUNED)
+            study = optuna.create_study(storage=storage, pruner=pruner, study_name="sweep", direction="maximize",
+                                        load_if_exists=True)  # fmt: skip
+            # with another seed than before it was stopped, or it would draw the same values again
+            study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
+            for trial in study.get_trials(states=(TrialState.RUNNING,)):  # which the stopped sweep was in: it is next
+                storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+        except Exception as error:  # optuna raises many kinds where a line is broken
             raise UserError(
                 f"{path} is no journal of a sweep ({first_line(error)[:200]}): name another --output_dir, or remove it"
             ) from error
-        self._refuse_other_search(study, searched)
-        lists = [values for values in searched.values() if isinstance(values, list)]
-        if len(lists) == len(searched):
-            grid = list(itertools.product(*lists))
-            most = min(most or len(grid), len(grid))
-            for values in grid:
-                study.enqueue_trial(dict(zip(searched, values, strict=True)), skip_if_exists=True)
-        self._trials(study, searched, most or _TRIALS)
-        done = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
-        if not done:
-            raise UserError(f"no trial came to its end: see {self.folder}/trial-*.log")
-        best = max(done, key=lambda trial: trial.value)
-        self.as_good = [_name(trial.number) for trial in done if trial.value == best.value and trial is not best]
-        self.all_alike = 0 < len(self.as_good) == len(done) - 1
-        return dict(best.params)
+        command = {"search": list(texts), "recipe": self.recipe, "settings": self.words}
+        earlier = study.user_attrs.get("command", command)
+        for name, value in command.items():
+            if earlier.get(name) != value:
+                raise UserError(
+                    f"{self.folder} holds a sweep with another {name}: {json.dumps(earlier.get(name))}; repeat that to "
+                    "continue, or name another --output_dir"
+                )
+        study.set_user_attr("command", command)
+        return study
 
-    def _refuse_other_search(self, study: Any, searched: Mapping[str, Any]) -> None:
-        asked = {"search": {name: list(values) for name, values in searched.items()}, "recipe": self.recipe,
-                 "settings": self.words}  # fmt: skip
-        before = study.user_attrs.get("asked", asked)
-        if odd := [name for name in asked if before.get(name) != asked[name]]:
-            raise UserError(
-                f"{self.folder} holds a sweep with another {odd[0]}: {json.dumps(before[odd[0]], ensure_ascii=False)}; "
-                "type that again to go on, or name another --output_dir"
-            )
-        study.set_user_attr("asked", asked)
-
-    def _trials(self, study: Any, searched: Mapping[str, Any], most: int) -> None:
-        import optuna
-
-        states = optuna.trial.TrialState
-        while True:
-            left = [trial for trial in study.trials if trial.state == states.RUNNING]  # of a sweep that was stopped
-            ended = [trial for trial in study.trials if trial.state.is_finished()]
-            if not left and len(ended) >= most:
-                break
-            if left:
-                trial = optuna.trial.Trial(study, left[0]._trial_id)
-            else:  # the same whether the sweep was stopped in between or not
-                study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
-                trial = study.ask()
-            settings = {name: _drawn(trial, name, values) for name, values in searched.items()}
-            self._trial(study, trial, settings, most)
-        self.runs += [self.folder / _name(trial.number) for trial in study.trials if trial.state == states.COMPLETE]
-
-    def _trial(self, study: Any, trial: Any, settings: dict[str, Any], most: int) -> None:
+    def _run_trial(self, study: Any, trial: Any) -> tuple[Any, float | None]:
+        """(optuna's state of the trial, the best value of its run). Raises UserError for a run without a single step:
+        the next ones would fail, too."""
         from optuna.trial import TrialState
 
-        folder, pruned = self.folder / _name(trial.number), False
-        print(f"{folder.name} of {most}: {_said(settings)}", flush=True)
+        folder = self.folder / _name(trial)
 
-        def ends() -> bool:
-            nonlocal pruned
-            reported = len(trial.storage.get_trial(trial._trial_id).intermediate_values)
-            for step, value in evaluations(folder)[1][reported:]:
-                trial.report(value, step)
-            pruned = pruned or trial.should_prune()
-            return pruned
+        def is_pruned() -> bool:
+            reported = study.trials[trial.number].intermediate_values
+            for step, value in evaluations(folder)[1].items():
+                if step not in reported:
+                    trial.report(value, step)
+            return bool(trial.should_prune())
 
-        code = 0 if finished(folder) else self._run(folder, settings, (), ends)
-        by, found = evaluations(folder)
-        values = [value for _, value in found]
-        if pruned:
-            study.tell(trial, state=TrialState.PRUNED)
-            print(f"  pruned after step {found[-1][0]}: worse than the median of the others", flush=True)
-        elif code or not values:
-            study.tell(trial, state=TrialState.FAIL)
+        try:
+            ended = self.run_recipe(folder, trial.params, is_pruned=is_pruned)
+            metric, values = evaluations(folder)
+            if not values:
+                raise RunError(f"{folder.name} failed: it was never evaluated")
+        except RunError as error:
             if not (folder / "metrics.jsonl").exists():
-                raise UserError(f"{folder.name} failed before its first step: {self._why(folder)}")
-            print(f"  failed: {self._why(folder)}", flush=True)
-        else:
-            study.tell(trial, max(values))
-            best = "  (best so far)" if study.best_trial.number == trial.number else ""
-            print(f"  {by.metric} {abs(max(values)):.4f}{best}", flush=True)
+                study.tell(trial, state=TrialState.FAIL)
+                raise UserError(f"before its first step {error}") from error
+            print(f"  {error}", flush=True)
+            return TrialState.FAIL, None
+        if not ended:
+            print(f"  pruned after step {max(values)}: worse than the median of the others", flush=True)
+            return TrialState.PRUNED, None
+        value = max(values.values())
+        best = "  (best so far)" if all(other.value < value for other in _complete(study)) else ""
+        print(f"  {metric} {abs(value):.4f}{best}", flush=True)
+        return TrialState.COMPLETE, value
 
-    def compare(self, found: Mapping[str, Any]) -> None:
-        from toolkit.features.compare.command import clearly_worse, compare, shown
+    def print_report(self, study: Any) -> None:
+        """The best settings, and the comparison of all runs."""
+        from toolkit.report.comparison import as_text, compare
 
+        comparison = compare(self.runs)[0]
         print()
-        if found:
-            typed = shlex.join(["python", self.recipe, *self.words, *itertools.chain(
-                *((f"--{name}", str(value)) for name, value in found.items()))])  # fmt: skip
-            if self.all_alike:
-                print(f"no settings are best: all {len(self.as_good) + 1} trials reached the same; the first of them:")
-            print(f"{'' if self.all_alike else 'best settings: '}{_said(found)}\n  {typed}")
-            if self.as_good and not self.all_alike:
-                print(f"  as good: {', '.join(self.as_good)}")
-        compared = compare(self.runs)[0]
-        _, *others = compared["runs"]
-        if found and not self.all_alike and others and not any(clearly_worse(compared, run) for run in others):
-            print("  on these rows no run is clearly worse than the best")
-        print("\n".join(["", *shown(compared)]))
+        if study:
+            best = study.best_trial
+            as_good = [_name(trial) for trial in _complete(study) if trial.value == best.value and trial != best]
+            print(f"best settings: {_text(best.params)}\n  {shlex.join(['python', *self._command(best.params)])}")
+            if as_good:
+                print(f"  as good: {', '.join(as_good)}")
+            print()
+        print(as_text(comparison))
         print(f"\nonce more, with the curves: toolkit compare {shlex.quote(str(self.folder))}/*/ --output compare.html")
 
 
-def _name(number: int) -> str:
-    return f"trial-{number:03d}"
+def _name(trial: Any) -> str:
+    return f"trial-{trial.number:03d}"
 
 
-def _said(settings: Mapping[str, Any]) -> str:
+def _text(settings: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
                     for name, value in settings.items()) or "as given"  # fmt: skip
 
 
-def _range(text: str, values: str) -> tuple[float, float, bool]:
-    """(low, high, whether it is logarithmic), of whole numbers ints. Raises UserError."""
-    low, high, *kind = values.split(":")
-    try:
-        bounds = (int(low), int(high)) if "." not in values and "e" not in values.lower() else (float(low), float(high))
-    except ValueError:
-        raise UserError(f"--search {text}: {low!r} to {high!r} is no range of numbers; a list is A,B,C") from None
-    if kind not in ([], ["log"]):
-        raise UserError(f"--search {text}: behind the range stands `:log` or nothing, not :{':'.join(kind)}")
-    if not bounds[0] < bounds[1]:
-        raise UserError(f"--search {text}: {low} is not below {high}")
-    if kind and bounds[0] <= 0:
-        raise UserError(f"--search {text}: a logarithmic range begins above 0")
-    return (*bounds, bool(kind))
+def _complete(study: Any) -> list[Any]:
+    from optuna.trial import TrialState
 
-
-def _drawn(trial: Any, name: str, values: Any) -> Any:
-    if isinstance(values, list):
-        return trial.suggest_categorical(name, values)
-    low, high, log = values
-    suggest = trial.suggest_int if isinstance(low, int) else trial.suggest_float
-    return suggest(name, low, high, log=log)
+    return list(study.get_trials(states=(TrialState.COMPLETE,)))
 
 
 def finished(folder: Path) -> bool:
     """Whether the run in a folder came to its end."""
     with contextlib.suppress(OSError, ValueError):
-        return (folder / "report.html").exists() and "stopped" not in json.loads(
-            (folder / "config.json").read_text("utf-8")
-        )
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return (folder / "report.html").exists() and "stopped" not in config
     return False
 
 
-def evaluations(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
-    """(by what a run chooses its best model, the step and value of each evaluation of its validation rows so far); a
-    greater value is better."""
-    from toolkit.report.files import by_step
+def evaluations(folder: Path) -> tuple[str, dict[int, float]]:
+    """(the metric that a run is judged by, its value by step on the validation rows so far); a greater one is better"""
     from toolkit.report.record import Record
 
     if not (folder / "eval.jsonl").exists():
-        return None, []
+        return "", {}
     record = Record.load(folder)
-    best, lines = record.best, by_step(record.during)
-    return best, [(line["step"], best.sign * line[best.metric]) for line in lines if line[best.metric] is not None]
+    metric, sign = record.best.metric, record.best.sign
+    return metric, {line["step"]: sign * line[metric] for line in record.during if line[metric] is not None}

@@ -1,0 +1,326 @@
+"""Which of several runs is better, how sure that is, and what each took: from the files of the runs."""
+
+from __future__ import annotations
+
+import collections
+import unicodedata
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from toolkit.errors import UserError, listing
+from toolkit.report.bootstrap import Scores, interval, mcnemar, paired_p, resampled, scores_of
+from toolkit.report.files import dumps
+from toolkit.report.record import Record, number, plain, run_config
+
+LOSS_SETTINGS = {"loss", "focal_gamma", "class_weights", "pos_weight", "label_smoothing_factor"}
+"""Settings that make the loss another quantity: values of two such losses cannot be compared."""
+TRAINING_LOSS_SETTINGS = LOSS_SETTINGS | {
+    "sampling", "r_drop_alpha", "fgm_epsilon", "teacher", "distillation_temperature", "distillation_alpha"
+}  # fmt: skip
+_OUTPUT_SETTINGS = {
+    "output_dir", "overwrite_output_dir", "resume", "run_name", "project", "report_to", "logging_steps",
+    "keep_checkpoints", "checkpoint_every", "checkpoint_in_background",
+}  # fmt: skip
+"""Settings of where a run lies and which files it writes: they do not change what is learned."""
+_FILE_SETTINGS = {"train_file", "validation_file", "test_file", "dataset_name", "label_names_file"}
+_MICRO_BATCH_SETTINGS = {
+    "per_device_batch_size", "per_device_eval_batch_size", "max_tokens_per_batch", "gradient_checkpointing"
+}  # fmt: skip
+_SIGNIFICANT = 0.05
+_MANY_TESTS = 5
+
+
+class ComparedRun:
+    """One run of a comparison."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises UserError where the folder holds no run."""
+        run_config(folder)
+        self.folder, self.name = folder, name
+        self.record = Record.load(folder)
+        self.identity = self.record.config.get("identity", {})
+
+    @cached_property
+    def predictions(self) -> list[dict[str, Any]]:
+        """The lines of predictions.jsonl, where that is of the last evaluation."""
+        lines = list(self.record.predictions(self.folder))
+        return lines if len(lines) == self.record.last.numbers.get("num_samples") else []
+
+    @cached_property
+    def scores(self) -> Scores:
+        return scores_of(self.predictions, self.record.problem_type, self.record.data["labels"])
+
+    @cached_property
+    def rows(self) -> str:
+        """The evaluated rows and their labels: equal for runs that were evaluated on the same ones."""
+        rows = [(line["id"], line.get("label", line.get("reference"))) for line in self.predictions]
+        return dumps([self.record.last.split, self.record.data.get("labels"), rows])
+
+    @property
+    def strategy(self) -> str:
+        """`one process`, `2 x ZeRO-3`."""
+        world = self.record.config["world"]
+        kind = world["distributed_type"]
+        if kind == "NO":
+            return "one process"
+        stage = ((world["deepspeed"] or {}).get("zero_optimization") or {}).get("stage")
+        name = {"FSDP": "FSDP2"}.get(kind, "DDP" if kind.startswith("MULTI") else kind)
+        return f"{world['num_processes']} x {name if stage is None else f'ZeRO-{stage}'}"
+
+    def loss_settings(self, names: Collection[str] = LOSS_SETTINGS) -> dict[str, Any]:
+        """What the loss is computed with, without defaults."""
+        settings = {name: self.record.settings.get(name) for name in sorted(names)}
+        return {name: value for name, value in settings.items() if value not in (None, 0, "cross_entropy")}
+
+    def settings(self, ignored: Collection[str] = ()) -> dict[str, Any]:
+        """What decides what is learned. Of the model its content counts, not its path."""
+        settings = self.record.settings
+        settings = settings | {"model_name_or_path": self.identity.get("model", settings.get("model_name_or_path"))}
+        return {name: value for name, value in settings.items() if name not in _OUTPUT_SETTINGS | {*ignored}}
+
+    def summary(self) -> dict[str, Any]:
+        record, world = self.record, self.record.config["world"]
+        step, total = record.cost["steps"], record.data["total_steps"]
+        unfinished = record.config.get("stopped") or (step < total and not (self.folder / "report.html").exists())
+        return {
+            "folder": str(self.folder),
+            "strategy": self.strategy,
+            "mixed_precision": world["mixed_precision"],
+            "device": world["device"],
+            "unfinished": f"step {step} of {total}" if unfinished else None,
+            **record.cost,
+        }
+
+
+def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[ComparedRun]]:
+    """(what `toolkit compare --json` prints, the runs that were compared, the best first).
+
+    Raises UserError for folders without a run, and where no two runs can be compared.
+    """
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder).rstrip("/") for folder in folders]
+    runs = [ComparedRun(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
+    rows = collections.Counter(run.rows for run in runs if run.predictions).most_common(1)
+    reference = next((run for run in runs if run.predictions and run.rows == rows[0][0]), None)
+    left_out = {run.name: why for run in runs if (why := _why_left_out(run, reference))}
+    if reference is None or len(left_out) == len(runs) - 1 > 0:
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        raise UserError(f"these runs cannot be compared: {reasons}")
+    best = reference.record.best
+    runs = [run for run in runs if run.name not in left_out]
+    runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
+    return {
+        "metric": best.metric,
+        "greater_is_better": best.sign > 0,
+        "split": reference.record.last.split,
+        "num_samples": reference.record.last.numbers["num_samples"],
+        "settings": _differing_settings(runs),
+        "runs": _measure(runs, best.metric),
+        "seeds": _seeds(runs),
+        "strategies": _strategies(runs),
+        "other_loss": _differing_loss(*runs),
+        "left_out": left_out,
+    }, runs
+
+
+def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
+    """Why a run cannot be compared with the reference, or nothing."""
+    record = run.record
+    if not record.last.numbers:
+        return "it was not evaluated yet"
+    if reference is None or not run.predictions:
+        return "its predictions.jsonl is not of its last evaluation (was it killed?): let it end"
+    other = reference.record
+    if record.problem_type != other.problem_type or record.data.get("labels") != other.data.get("labels"):
+        return f"it learns other labels than {reference.name}"
+    if (metric := other.best.metric) not in record.last.numbers:
+        return f"it has no {metric}, by which {reference.name} is judged"
+    if metric == "loss" and (names := _differing_loss(run, reference)):
+        return f"its loss is another than {reference.name}'s ({names}), and the loss is what they are judged by"
+    if run.rows == reference.rows:
+        return ""
+    seeds = {
+        settings["seed"] if settings.get("data_seed") is None else settings["data_seed"]
+        for settings in (record.settings, other.settings)
+    }
+    by_seed = not record.settings.get("validation_file") and len(seeds) > 1 and record.last.split == "validation"
+    hint = " (the seed chose them: pass the same --data_seed to all runs)" if by_seed else ""
+    return f"it was evaluated on other rows than {reference.name}{hint}"
+
+
+def _differing_loss(*runs: ComparedRun) -> str:
+    """The names of the settings that make the losses of these runs other quantities."""
+    settings = [run.loss_settings() for run in runs]
+    names = dict.fromkeys(name for each in settings for name in each)
+    return ", ".join(name for name in names if len({dumps(each.get(name)) for each in settings}) > 1)
+
+
+def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
+    """Each run's metrics with their intervals, and how it differs from the first one, the best."""
+    resamples = resampled([run.scores for run in runs])
+    best, best_values = runs[0].scores, runs[0].scores.values
+    measured = []
+    for run, drawn in zip(runs, resamples, strict=True):
+        values, numbers = run.scores.values, run.record.last.numbers
+        metrics: dict[str, Any] = {name: {"value": value, **interval(drawn[name])} for name, value in values.items()}
+        metrics |= {name: {"value": numbers[name]} for name in (metric, "loss") if name in numbers.keys() - metrics}
+        against_best: dict[str, Any] = {}
+        for name, value in values.items():
+            differences = drawn[name] - resamples[0][name]
+            exact = name == "accuracy" and run.scores.right is not None and best.right is not None
+            p = mcnemar(run.scores.right, best.right) if exact else paired_p(differences)  # type: ignore[arg-type]
+            against_best[name] = {"difference": value - best_values[name], **interval(differences), "p": p}
+        measured.append({"name": run.name, "metrics": metrics,
+                         "against_best": None if run is runs[0] else against_best, **run.summary()})  # fmt: skip
+    return measured
+
+
+def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]]:
+    """Setting -> its value in each run, where they are not the same. Of files their content counts, not their path."""
+    same_data = len({run.identity.get("data") for run in runs}) == 1
+    settings = {run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs}
+    names = dict.fromkeys(name for each in settings.values() for name in each)
+    values = {name: {run: each.get(name) for run, each in settings.items()} for name in names}
+    return {name: by_run for name, by_run in values.items() if len(set(map(dumps, by_run.values()))) > 1}
+
+
+def _groups(runs: Sequence[ComparedRun], key: Callable[[ComparedRun], Any]) -> list[list[ComparedRun]]:
+    """Groups of two runs or more with the same key."""
+    groups: dict[str, list[ComparedRun]] = collections.defaultdict(list)
+    for run in runs:
+        groups[dumps(key(run))].append(run)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _seeds(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
+    """Mean and spread of runs that differ in the seed alone."""
+    spreads = []
+    for group in _groups(runs, lambda run: [run.settings({*_FILE_SETTINGS, "seed"}), run.record.data["digest"],
+                                            run.strategy]):  # fmt: skip
+        by_seed = {run.record.settings.get("seed"): run for run in group}.values()
+        if len(by_seed) > 1:
+            numbers = pd.DataFrame([run.record.last.numbers for run in by_seed])[["loss", *group[0].scores.values]]
+            spread = numbers.astype(float).agg(["mean", "std", "min", "max"])
+            spread.index = pd.Index(["mean", "sd", "low", "high"])
+            spreads.append({"runs": [run.name for run in by_seed], "metrics": spread.to_dict()})
+    return spreads
+
+
+def _strategies(runs: Sequence[ComparedRun]) -> dict[str, float]:
+    """Run -> the largest relative difference of its loss, step by step, from the first run of the same job under
+    another strategy."""
+    differences = {}
+    for group in _groups(runs, lambda run: [run.settings(_FILE_SETTINGS | _MICRO_BATCH_SETTINGS),
+                                            run.record.data["digest"]]):  # fmt: skip
+        if len({run.strategy for run in group}) > 1:
+            first = {step["step"]: step["loss"] for step in group[0].record.steps}
+            for run in group:
+                steps = [step for step in run.record.steps if step["loss"] is not None and first.get(step["step"])]
+                relative = (abs(step["loss"] / first[step["step"]] - 1) for step in steps)
+                differences[run.name] = max(relative, default=0.0)
+    return differences
+
+
+# Tables and sentences, for the terminal and the page
+
+
+def as_text(comparison: dict[str, Any]) -> str:
+    """What is printed in a terminal."""
+    lines = [f"{comparison['num_samples']:,} rows of {comparison['split']}; best by {comparison['metric']} first; in "
+             "brackets 95 % of 1,000 bootstrap resamples"]  # fmt: skip
+    for title, table in tables(comparison):
+        lines += ["", *([f"{title}:"] if title else []), *_aligned(table)]
+    return "\n".join([*lines, "", *verdicts(comparison)])
+
+
+def tables(comparison: dict[str, Any]) -> list[tuple[str, list[list[str]]]]:
+    """(title, rows of cells; the first row holds the names of the columns)."""
+    runs, strategies = comparison["runs"], comparison["strategies"]
+    metrics = [name for name in runs[0]["metrics"] if name != "loss"] + ["loss"] * (not comparison["other_loss"])
+    results = [
+        {"run": run["name"]}
+        | {setting: plain(values[run["name"]]) for setting, values in comparison["settings"].items()}
+        | {name: _with_interval(run["metrics"][name]) for name in metrics}
+        for run in runs
+    ]
+    costs = [
+        {
+            "run": run["name"],
+            "processes": run["strategy"],
+            "precision": run["mixed_precision"] or "no",
+            "steps": number(run["steps"]),
+            "training": _or_dash(run["seconds"], "{:,.1f} s"),
+            "samples/s": _or_dash(run["samples_per_second"], "{:,.0f}"),
+            "peak memory": _or_dash((run["peak_memory_bytes"] or 0) / 2**30, "{:.2f} GiB"),
+        }
+        | ({"largest loss difference": _or_dash(strategies.get(run["name"]), "{:.1e}")} if strategies else {})
+        for run in runs
+    ]
+    seeds = [
+        {"runs": ", ".join(group["runs"]), "seeds": str(len(group["runs"]))}
+        | {name: "{mean:.4f} ± {sd:.4f} ({low:.4f} to {high:.4f})".format(**group["metrics"][name])
+           for name in metrics if name in group["metrics"]}
+        for group in comparison["seeds"]
+    ]  # fmt: skip
+    titles = ("", "What each took", "Over seeds: mean ± standard deviation (lowest to highest)")
+    return [
+        (title, [list(rows[0]), *(list(row.values()) for row in rows)])
+        for title, rows in zip(titles, (results, costs, seeds), strict=True)
+        if rows
+    ]
+
+
+def verdicts(comparison: dict[str, Any]) -> list[str]:
+    """Sentences: whether the best run is clearly better than the others, and what was left out."""
+    best, *others = comparison["runs"]
+    lines = []
+    if others:
+        unclear = [run["name"] for run in others if not clearly_worse(comparison, run)]
+        all_others = "the other" if len(others) == 1 else f"all {len(others)} others"
+        verdict = f"but not clearly better than {listing(unclear)}" if unclear else f"clearly better than {all_others}"
+        lines.append(f"Best by {comparison['metric']}: {best['name']}, {verdict}")
+    for run in others:
+        clear = "clearly worse" if clearly_worse(comparison, run) else "no clear difference"
+        tests = ", ".join(
+            f"{name} {test['difference']:+.4f} [{test['low']:+.4f}, {test['high']:+.4f}] p {test['p']:.2g}"
+            for name, test in run["against_best"].items()
+        )
+        lines.append(f"{run['name']} against {best['name']}: {clear} ({tests})")
+    if others:
+        lines.append("p: McNemar's exact test of accuracy, a paired bootstrap of the rest, on the same rows")
+    if len(others) >= _MANY_TESTS:
+        lines.append(f"of {len(others)} such tests some fall below {_SIGNIFICANT} by chance, and the best of many is "
+                     "lucky: confirm it on rows that chose nothing (--test_file)")  # fmt: skip
+    if comparison["other_loss"]:
+        lines.append(f"losses are not compared: they are other quantities ({comparison['other_loss']} differ)")
+    lines += [f"{run['name']} is not finished ({run['unfinished']})" for run in comparison["runs"] if run["unfinished"]]
+    return lines + [f"left out: {name}: {why}" for name, why in comparison["left_out"].items()]
+
+
+def clearly_worse(comparison: dict[str, Any], run: dict[str, Any]) -> bool:
+    """Whether the test of this run against the best one, by the metric that runs are judged by, is significant."""
+    tests = run["against_best"]
+    return bool((tests.get(comparison["metric"]) or next(iter(tests.values())))["p"] < _SIGNIFICANT)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return form.format(value) if value else "–"
+
+
+def _with_interval(metric: dict[str, float]) -> str:
+    value = "–" if metric["value"] is None else f"{metric['value']:.4f}"
+    return f"{value} [{metric['low']:.4f}, {metric['high']:.4f}]" if "low" in metric else value
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    def width(text: str) -> int:  # a Chinese character takes two columns
+        return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
+
+    widths = [max(map(width, column)) for column in zip(*table, strict=True)]
+    padded = ([cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)] for row in table)
+    return ["  ".join(row).rstrip() for row in padded]
