@@ -64,7 +64,7 @@ def names_in(folder: Path) -> list[str]:
 def test_a_mistake_is_one_line(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["toolkit", *words, *(["--overwrite"] if words[-1] == "." else [])])
-    refusal(cli._run, says=[message])
+    refusal(cli._run, cli.commands(), says=[message])
     assert names_in(tmp_path) == ["run"]
 
 
