@@ -148,7 +148,7 @@ def test_the_command(
     words = [str(tiny_model)] if first == "MODEL" else [first, "--model_name_or_path", str(tiny_model)]
     more = ["--num_processes", "4", "--max_length", "100", "--per_device_batch_size", "4", "--mixed_precision", "no"]
     monkeypatch.setattr(sys, "argv", ["toolkit", "estimate", *words, *more])
-    cli._run()
+    cli._run(cli.commands())
     screen = capsys.readouterr().out
     assert "the peak of each of 4 processes, with micro-batches of 4 texts of 100 tokens" in screen
     rows = {line.split()[0]: line for line in screen.splitlines() if line}
