@@ -77,8 +77,8 @@ class Titles(Targets):
             save_strings(folder / "titles.jsonl", self._titles(rows.table, rows.numbers))
         if counts.cut:
             share = 100 * counts.cut / len(rows)
-            said = f"{share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
-            notes.append(f"{folder.name}: {said}")
+            cut = f"{share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"
+            notes.append(f"{folder.name}: {cut}")
 
     def facts(self) -> dict[str, Any]:
         learned = {"title_column": self.column, "max_target_length": self.max_length}
