@@ -129,8 +129,8 @@ _REGISTERED: list[Feature] = []
 
 
 def register(feature: Feature) -> None:
-    """Adds a feature that lies outside `toolkit/features/`, for this process; of each class once."""
-    if type(feature) not in map(type, _REGISTERED):
+    """Adds a feature that lies outside `toolkit/features/`, for this process."""
+    if feature not in _REGISTERED:
         _REGISTERED.append(feature)
 
 
