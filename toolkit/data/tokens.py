@@ -371,7 +371,7 @@ def fingerprint(tokenizer: Any) -> str:
         described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
         described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
-    described += getattr(tokenizer, "fingerprint_extra", "")  # what cuts the text before it
+    described += getattr(backend, "segmenter", "")
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 
 
