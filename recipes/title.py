@@ -25,6 +25,7 @@ from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
+from toolkit.features.titles.feature import TitleSettings
 from toolkit.features.titles.model import load_title_model
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
@@ -41,7 +42,7 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 
 
 def main() -> None:
-    settings = config.parse(config.TitleSettings, demo=DEMO, description=__doc__)
+    settings = config.parse(TitleSettings, demo=DEMO, description=__doc__)
     training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
     accelerator = launch.make_accelerator(precision_of(training), layer_of(settings.model))
 

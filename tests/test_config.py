@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from toolkit.config import TASKS, LongTaskSettings, TaskSettings, TitleSettings, build, flat, parse, sections_of
+from toolkit.config import LongTaskSettings, TaskSettings, build, flat, parse, sections_of, tasks
 from toolkit.config.parse import _ELSEWHERE, fields_of
 from toolkit.errors import UserError
+from toolkit.features.titles.feature import TitleSettings
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
 SECTIONS = sections_of(TaskSettings)
-EVERY_SECTION = dict.fromkeys(section for task in TASKS.values() for section in sections_of(task).values())
+EVERY_SECTION = dict.fromkeys(section for task in tasks().values() for section in sections_of(task).values())
 ALL_NAMES = [field.name for section in SECTIONS.values() for field in dataclasses.fields(section)]
 RECIPE_FILES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 
@@ -265,13 +266,13 @@ def test_flat_is_what_build_takes() -> None:
     assert sorted(flat(settings)) == sorted(ALL_NAMES)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tasks())
 def test_names_are_unique_over_the_sections(task: str) -> None:
     """They share one flat name space: of two alike one would be lost."""
-    sections = sections_of(TASKS[task])
+    sections = sections_of(tasks()[task])
     names = [field.name for section in sections.values() for field in dataclasses.fields(section)]
     assert sorted(set(names)) == sorted(names)
-    assert set(flat(build(TASKS[task], {}))) == set(names)
+    assert set(flat(build(tasks()[task], {}))) == set(names)
     assert len({section.__doc__ for section in sections.values()}) == len(sections)  # --help groups them by it
 
 
@@ -314,7 +315,7 @@ def test_the_run_contract_names_exist() -> None:
 
 @pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda path: path.name)
 def test_every_shipped_settings_file_parses(path: Path) -> None:
-    settings = parse(TASKS[path.name.split("_")[0]], [str(path)])
+    settings = parse(tasks()[path.name.split("_")[0]], [str(path)])
     assert settings.model.model_name_or_path
     assert settings.data.train_file or settings.data.dataset_name
 

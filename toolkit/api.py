@@ -17,7 +17,7 @@ import numpy as np
 from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
-from toolkit.config import TASKS, build
+from toolkit.config import build, tasks
 from toolkit.data.read import Table
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation import classification_metrics
@@ -29,9 +29,10 @@ from toolkit.launch import failure_detector
 
 def settings(task: str = "cls", **given: Any) -> Any:
     """The settings of a recipe (cls, bigbird or title) by their names. Raises UserError with every fault."""
-    if task not in TASKS:
-        raise UserError(f"settings({task!r}){did_you_mean(task, TASKS)}: there are {', '.join(TASKS)}")
-    return build(TASKS[task], given)
+    classes = tasks()
+    if task not in classes:
+        raise UserError(f"settings({task!r}){did_you_mean(task, classes)}: there are {', '.join(classes)}")
+    return build(classes[task], given)
 
 
 def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:

@@ -190,9 +190,10 @@ def _run() -> None:
 def _task_settings(task: str, arguments: list[str], command: str, about: str) -> Any:
     from toolkit import config
 
-    if task not in config.TASKS:
-        raise UserError(f"toolkit {command} {task}{did_you_mean(task, config.TASKS)}: {', '.join(config.TASKS)}")
-    return config.parse(config.TASKS[task], arguments, None, about, f"toolkit {command} [cls|bigbird|title]")
+    tasks = config.tasks()
+    if task not in tasks:
+        raise UserError(f"toolkit {command} {task}{did_you_mean(task, tasks)}: {', '.join(tasks)}")
+    return config.parse(tasks[task], arguments, None, about, f"toolkit {command} [{'|'.join(tasks)}]")
 
 
 def _begins_with_name(arguments: list[str]) -> bool:

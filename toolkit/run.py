@@ -29,13 +29,15 @@ from toolkit.checkpoint.checksum import crc32, crc32_of_range
 from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import ModelSettings, TaskSettings, TitleSettings, flat
+from toolkit.config import ModelSettings, TaskSettings, flat, section_in
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation import ComputeMetrics, Evaluation, decided_evaluation
 from toolkit.evaluation.best import make_best
+from toolkit.features.baselines.feature import BaselineSettings
 from toolkit.features.decisions import decisions
+from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.features.folds import split as folds
 from toolkit.launch import restarts
 from toolkit.launch.signals import StopRequested
@@ -62,7 +64,7 @@ class Run:
     def __init__(
         self,
         accelerator: Accelerator,
-        settings: TaskSettings | TitleSettings,
+        settings: Any,
         data: Prepared,
         tokenizer: Any,
         steps: Steps,
@@ -85,8 +87,8 @@ class Run:
         self.best = make_best(accelerator, settings.training, problem_type, compute_metrics, data.validation, size)
         self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
-        asked = getattr(settings, "decisions", None)
-        self._asked = asked if asked and decisions.check_asked(asked, data.labels) else None
+        asked = section_in(settings, DecisionSettings)
+        self._asked = asked if asked.any and decisions.check_asked(asked, data.labels) else None
         self._decisions: decisions.Decisions | None = None
         self._compute_metrics = compute_metrics
         self.stopped = False
@@ -254,7 +256,7 @@ class Run:
         if self.accelerator.is_main_process:
             from toolkit.features.baselines.baselines import write_baselines
 
-            outputs = evaluation.outputs if self.settings.training.baselines else None
+            outputs = evaluation.outputs if section_in(self.settings, BaselineSettings).baselines else None
             compared = write_baselines(self.folder.path, self.data, outputs, self._decisions)
             self._write_pages()
             for line in self._summary(evaluation, compared):
@@ -268,7 +270,12 @@ class Run:
 
         all_folds, left = self.folder.path.parent, 0
         if self.accelerator.is_main_process and evaluation.predictions:
-            write_part(self.folder.path, self.data.fold or 0, self.data.validation, list(evaluation.predictions()))
+            write_part(
+                self.folder.path,
+                self.data.fold or 0,
+                self.data.validation,
+                list(evaluation.predictions()),
+            )
             left = len(folds.unfinished(all_folds))
             for line in [f"{left} folds are left"] if left else write_folds(all_folds):
                 print(line, file=sys.stderr, flush=True)
@@ -400,9 +407,7 @@ def _optimizer_name(optimizer: Any) -> str:
     return type(optimizer).__name__
 
 
-def _identity(
-    accelerator: Accelerator, settings: TaskSettings | TitleSettings, data: Prepared, recipe: str
-) -> dict[str, Any]:
+def _identity(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
     """What a checkpoint and the run that goes on from it must have in common; JSON."""
     model, training = settings.model, settings.training
 

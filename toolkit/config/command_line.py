@@ -8,16 +8,18 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from toolkit.utils.features import features
+
 SWITCHES = (bool, bool | None)
 # what most people need; `--help_all` has the rest
 _FIRST = {
     "model_name_or_path", "train_file", "validation_file", "test_file", "dataset_name", "text_column", "label_column",
-    "title_column", "max_length", "output_dir", "num_train_epochs", "global_batch_size", "per_device_batch_size",
+    "max_length", "output_dir", "num_train_epochs", "global_batch_size", "per_device_batch_size",
     "learning_rate", "mixed_precision", "checkpoint_every",
 }  # fmt: skip
 _LAUNCH = """To choose how it runs: --config_file accelerate_configs/NAME.yaml (with --num_processes, --machines,
 --machine_rank, --main_process_ip, --main_process_port, --max_restarts), or --deepspeed_config
-under `deepspeed`; how long is waited, in seconds: --rendezvous_timeout, --ddp_timeout, --peer_timeout,
+under `deepspeed`; timeouts in seconds: --rendezvous_timeout, --ddp_timeout, --peer_timeout,
 --stop_timeout."""
 
 
@@ -37,15 +39,16 @@ def command_line(
         add_help=False,
         exit_on_error=False,
     )
-    for section, own in fields.items():
+    first = {*_FIRST, *(name for feature in features() for name in feature.first_settings)}
+    for section, section_fields in fields.items():
         group = parser.add_argument_group((section.__doc__ or "").strip().rstrip("."))
-        for name, field in own.items():
-            shown = whole or name in _FIRST or not section.__module__.startswith("toolkit.")
+        for name, field in section_fields.items():
+            shown = whole or name in first or not section.__module__.startswith("toolkit.")
             switch: dict[str, Any] = {"nargs": "?", "const": "true"} if field.annotation in SWITCHES else {}
             group.add_argument(
                 f"--{name}",
                 metavar=_values(field.annotation),
-                help=_described(field) if shown else argparse.SUPPRESS,
+                help=_help(field) if shown else argparse.SUPPRESS,
                 **switch,
             )
     return parser
@@ -53,13 +56,13 @@ def command_line(
 
 def joined(arguments: Sequence[str]) -> list[str]:
     """`--x -1e-5` -> `--x=-1e-5`: argparse takes a negative number with an exponent for a name."""
-    found: list[str] = []
+    words: list[str] = []
     for word in arguments:
-        if re.match(r"-\.?\d", word) and found and re.fullmatch(r"--\w+", found[-1]):
-            found[-1] += f"={word}"
+        if re.match(r"-\.?\d", word) and words and re.fullmatch(r"--\w+", words[-1]):
+            words[-1] += f"={word}"
         else:
-            found.append(word)
-    return found
+            words.append(word)
+    return words
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:
@@ -67,7 +70,7 @@ def _wide(prog: str) -> argparse.HelpFormatter:
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=width)
 
 
-def _described(field: Any) -> str:
+def _help(field: Any) -> str:
     default = "" if field.default is None else f" [{str(field.default).lower()}]"
     return f"{field.description or ''}{default}".replace("%", "%%")
 

@@ -6,17 +6,14 @@ A recipe's settings are a dataclass whose fields are sections.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Annotated, Literal, TypeVar, dataclass_transform
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from toolkit.errors import UserError
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-Task = ProblemType | Literal["title_generation"]
-"""What a run learns, as config.json names it under `problem_type`."""
 SchedulerName = Literal[
     "linear",
     "cosine",
@@ -176,36 +173,8 @@ class DataSettings(TextSettings):
     """Found by its name when not given. Several, `a,b,c`: of 0/1 mean multi-label, of other numbers regression."""
     label_names_file: str | None = None
     """JSON or JSONL: the names of classes that are numbers in the data, `["joy", "anger"]` or `{"0": "joy", ...}`."""
-    folds: int | None = Field(default=None, ge=2, le=100)
-    """Train so many models, each without a part of the training rows, and judge each part: finds wrong labels."""
-    label_corrections: str | None = None
-    """JSONL, as the page of `folds` saves it: the right labels of training rows, and rows to leave out."""
     text_pair: str | None = None
     """The column of a second text, which is read with the first as a pair: `[CLS] text [SEP] pair [SEP]`."""
-
-
-@section
-class TitleDataSettings(TextSettings):
-    """Where the texts and titles are."""
-
-    title_column: str | None = None
-    """Found by its name (title, summary, ...) when not given."""
-    max_target_length: int = Field(default=32, ge=2)
-    """Tokens of a title, its end token included; longer ones are cut in training, and none longer are written."""
-
-
-@section
-class GenerationSettings:
-    """How titles are written and judged."""
-
-    num_beams: int = Field(default=4, ge=1)
-    """Beams of the search; 1 takes the likeliest token each time."""
-    length_penalty: float = 1.0
-    """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
-    no_repeat_ngram_size: int = Field(default=0, ge=0)
-    """No sequence of so many tokens occurs twice in a title; 0 allows it."""
-    rouge_segmenter: Literal["auto", "word", "jieba", "char"] = "auto"
-    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
 
 
 @section
@@ -297,8 +266,6 @@ class TrainingSettings:
     """Stop after so many evaluations without a better metric."""
     report_to: str = "tensorboard"
     """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
-    baselines: bool = True
-    """At the end, set accuracy and F1 beside those of the largest class and of tf-idf with logistic regression."""
     run_name: str | None = None
     """The run's name in trackers; that of its folder when not given."""
     project: str | None = None
@@ -323,29 +290,6 @@ class LongTrainingSettings(TrainingSettings):
     """The most tokens of one micro-batch, padding counted, in evaluation too: fewer samples where texts are long."""
 
 
-def _criterion(given: str | None) -> str | None:
-    if given is None or re.fullmatch(r"f1|precision_at_recall=(0?\.\d+|1)|cost=\d*\.?\d+:\d*\.?\d+", given):
-        return given
-    raise ValueError(
-        "give f1, precision_at_recall=0.9 (the best precision that still finds 90 %), or cost=1:5 (what a false alarm "
-        "and a miss cost)"
-    )
-
-
-@section
-class DecisionSettings:
-    """How probabilities become answers, tuned on the validation rows at the end and kept with the model."""
-
-    tune_thresholds: Annotated[str | None, AfterValidator(_criterion)] = None
-    """f1, and for two classes or several labels precision_at_recall=0.9, or cost=1:5 (of a false alarm : of a miss)."""
-    positive_class: str | None = None
-    """Of two classes the one that the threshold is for; the second in their order when not given."""
-    calibrate: bool = False
-    """Divide the logits by a temperature, so that of answers with probability 0.8 about 80 % are right."""
-    abstain_below: float | None = Field(default=None, gt=0, lt=1)
-    """Give no answer (null, an empty cell) where the probability of the answer is lower; for one class per text."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings:
     """The settings of a recipe on labelled texts."""
@@ -355,7 +299,6 @@ class TaskSettings:
     data: DataSettings
     objective: ObjectiveSettings
     training: TrainingSettings
-    decisions: DecisionSettings = dataclasses.field(default_factory=DecisionSettings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -364,17 +307,3 @@ class LongTaskSettings(TaskSettings):
 
     training: LongTrainingSettings
     long: LongTextSettings
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TitleSettings:
-    """The settings of a recipe on texts and their titles."""
-
-    model: PretrainedSettings
-    data: TitleDataSettings
-    generation: GenerationSettings
-    training: LongTrainingSettings
-
-
-TASKS: dict[str, type] = {"cls": TaskSettings, "bigbird": LongTaskSettings, "title": TitleSettings}
-"""Of each recipe that we bring."""

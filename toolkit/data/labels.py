@@ -47,6 +47,19 @@ class Labels(Targets):
     values: tuple[str, ...] = ()
     """What the cells hold for each class, where --label_names_file gives it another name."""
 
+    column_setting, usual_columns = "label_column", USUAL
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        names = _class_names(settings)
+        facts = {"label_column": settings.data.label_column, "problem_type": _problem_type(settings)}
+        return facts | ({"class_names": names} if names else {})
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Labels:
+        names = _class_names(settings)
+        return find_labels(table, settings.data.label_column, _problem_type(settings), text_column, rows, names)
+
     @property
     def size(self) -> int:
         """The number of outputs the model needs."""
@@ -142,6 +155,15 @@ class Labels(Targets):
         what = "output" if self.problem_type == "regression" else "classes"
         what += "s" * (what == "output" and self.size > 1)
         return f"{kind}, {len(self.names)} {what}: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
+
+
+def _problem_type(settings: Any) -> ProblemType | None:
+    return getattr(settings.model, "problem_type", None)
+
+
+def _class_names(settings: Any) -> Mapping[str, str] | None:
+    file = getattr(settings.data, "label_names_file", None)
+    return read_class_names(file) if file else None
 
 
 def find_labels(

@@ -6,8 +6,8 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,18 +15,16 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import ObjectiveSettings, ProblemType, TaskSettings, TitleDataSettings, TitleSettings, flat
-from toolkit.data import balance, labels, tokens
+from toolkit.config import ObjectiveSettings, flat
+from toolkit.data import balance, tokens
 from toolkit.data import rows as selection
-from toolkit.data.labels import Labels, find_labels, read_class_names
+from toolkit.data.labels import Labels
 from toolkit.data.read import Table, columns_of, find_columns, read_tables
 from toolkit.data.rows import Rows, Targets, text_column
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError
-from toolkit.features.folds import split as folds
-from toolkit.features.titles import data as titles
-from toolkit.features.titles.data import Titles, find_titles
 from toolkit.utils.cache import digest_of_text, made_once
+from toolkit.utils.features import features, first
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,8 +50,13 @@ class Prepared:
     train: Split
     validation: Split
     test: Split | None
-    fold: int | None = None
-    """Of `--folds` the one that is trained now, from 1."""
+    feature_facts: Mapping[str, Any] = field(default_factory=dict)
+    """What features added to what the data depend on (`Feature.data_facts`)."""
+
+    @property
+    def fold(self) -> int | None:
+        return self.feature_facts.get("fold")
+
     pos_weight: torch.Tensor | None = None
     """(classes,) float32, on the device: what a label that is present weighs in the loss (--pos_weight)."""
     advice: str = ""
@@ -75,18 +78,15 @@ class Prepared:
         return self.targets.facts() | ({"text_pair": self.text_pair} if self.text_pair else {})
 
 
-def prepare_data(
-    settings: TaskSettings | TitleSettings, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None
-) -> Prepared:
-    """Tokens of texts and of their labels or titles, made by one process per machine, loaded by all; splits with
-    titles are `TitleSplit`s.
+def prepare_data(settings: Any, tokenizer: Any, model_config: Any, accelerator: Accelerator | None = None) -> Prepared:
+    """Tokens of texts and of what is learned from them, made by one process per machine, loaded by all.
 
     Raises UserError for every fault of the input, and when machines hold other data.
     """
     if accelerator is not None:  # paths may differ between machines: what the files hold is compared below
         local = Path(str(settings.data.dataset_name)).is_dir()
         paths = ["train_file", "validation_file", "test_file", "label_names_file", "model_name_or_path"]
-        paths += ["label_corrections"]
+        paths += [name for feature in features() for name in feature.paths]
         paths += ["dataset_name"] * local
         values = {name: value for name, value in flat(settings).items() if name not in paths}
         launch.same_everywhere(accelerator, "the settings", values)
@@ -101,10 +101,11 @@ def prepare_data(
         content = {f"the content of the {split} data": digest[:12] for split, digest in digests.items()}
         launch.same_everywhere(accelerator, "the data", {**content, **asked, "the tokenizer": kind[:12]})
     asked |= {"tables": digests, "tokenizer": kind}
-    if number := getattr(settings.data, "folds", None):
-        every = digest_of_text(json.dumps(asked, sort_keys=True))
-        job.fold = asked["fold"] = folds.next_fold(accelerator, str(settings.training.output_dir), number, every)
-    digest = digest_of_text(json.dumps(asked, sort_keys=True))
+    for feature in features():
+        job.feature_facts |= feature.data_facts(settings, asked, accelerator)
+    if accelerator is not None and job.feature_facts:
+        launch.same_everywhere(accelerator, "the data", job.feature_facts)
+    digest = digest_of_text(json.dumps(asked | job.feature_facts, sort_keys=True))
     source = ", ".join(table.name for table in tables.values())
     loaded = job.load(made_once("tokens", digest, lambda draft: job.make(draft, tables), accelerator, source))
     objective = getattr(settings, "objective", None)  # of labels; a recipe may have settings of its own without them
@@ -171,43 +172,29 @@ def _no_collections() -> Iterator[None]:
 class _Job:
     """What one job's tokens are made of."""
 
-    def __init__(self, settings: TaskSettings | TitleSettings, tokenizer: Any, model_config: Any) -> None:
-        self.data: Any = settings.data
-        self.titled = isinstance(settings.data, TitleDataSettings)
-        if self.titled and (tokenizer.cls_token_id is None or tokenizer.sep_token_id is None):
-            name = settings.model.model_name_or_path
-            raise UserError(f"{name}: its tokenizer has no tokens that begin and end a title")
-        self.problem_type: ProblemType | None = getattr(settings.model, "problem_type", None)
+    def __init__(self, settings: Any, tokenizer: Any, model_config: Any) -> None:
+        self.settings, self.data = settings, settings.data
+        self.targets: type[Targets] = first(feature.targets(settings) for feature in features()) or Labels
+        self.targets.check(settings, tokenizer)
         self.pair: str | None = getattr(settings.data, "text_pair", None)
         self.tokenizer, self.model_config = tokenizer, model_config
         self.max_length = tokens.choose_max_length(self.data.max_length, tokenizer, model_config, self.pair is not None)
         self.separator = tokens.separator_of(tokenizer)
-        file = getattr(self.data, "label_names_file", None)
-        self.class_names = read_class_names(file) if file else None
         self.seed = settings.training.seed if self.data.data_seed is None else self.data.data_seed
-        self.corrections: str | None = getattr(settings.data, "label_corrections", None)
-        self.fold: int | None = None
+        self.feature_facts: dict[str, Any] = {}
         self.notes: list[str] = []
 
     def asked(self, has_validation: bool) -> dict[str, Any]:
         """What the tokens depend on beside the content of the files and the tokenizer; a seed only where it draws
         rows."""
         always = ["text_column", "drop_empty_text", "validation_split"]
-        always += ["title_column", "max_target_length"] if self.titled else ["label_column"]
         given = ("text_pair", "min_length", "max_train_samples", "max_eval_samples")
         asked = {name: getattr(self.data, name) for name in always}
         asked |= {name: value for name in given if (value := getattr(self.data, name, None)) is not None}
-        if not self.titled:
-            asked["problem_type"] = self.problem_type
-        if self.class_names:
-            asked["class_names"] = self.class_names
-        if self.corrections:
-            asked["label_corrections"] = folds.digest_of_corrections(self.corrections)
-        if getattr(self.data, "folds", None):
-            asked["folds"] = self.data.folds
+        asked |= self.targets.data_facts(self.settings)
         if "," in (self.data.text_column or ""):
             asked["separator"] = self.separator
-        if not has_validation or "folds" in asked or self.data.max_train_samples or self.data.max_eval_samples:
+        if not has_validation or self.data.max_train_samples or self.data.max_eval_samples:
             asked["seed"] = self.seed
         return {"layout": _LAYOUT, "max_length": self.max_length, **asked}
 
@@ -224,19 +211,19 @@ class _Job:
             text_pair=self.pair,
             max_length=self.max_length,
             notes=tuple(notes),
-            targets=(Titles if self.titled else Labels).from_json(meta["labels"]),
+            targets=self.targets.from_json(meta["labels"]),
             train=splits["train"],
             validation=splits["validation"],
             test=splits.get("test"),
-            fold=self.fold,
+            feature_facts=self.feature_facts,
         )
 
     @_no_collections()
     def make(self, draft: Path, tables: dict[str, Table]) -> None:
         """Checks every split before any is tokenized, and writes them to `draft`."""
         train = tables["train"]
-        setting, usual = ("title_column", titles.USUAL) if self.titled else ("label_column", labels.USUAL)
-        taken = find_columns(train, getattr(self.data, setting), usual, setting)
+        setting = self.targets.column_setting
+        taken = find_columns(train, getattr(self.data, setting), self.targets.usual_columns, setting)
         column = text_column(train, self.data.text_column, [*taken, self.pair])
         self.notes += [table.said for table in tables.values() if table.said]
         if len(columns := columns_of(train, column)) > 1:
@@ -256,7 +243,7 @@ class _Job:
             targets.save(folder, rows, self.tokenizer, self.notes)
             if split != "train":  # for reports
                 learned = [*columns, *columns_of(rows.table, self.pair or column), *getattr(targets, "columns", ())]
-                tokens.save_strings(folder / "sources.jsonl", [folds.sources(rows, learned)])
+                tokens.save_strings(folder / "sources.jsonl", [selection.sources(rows, learned)])
                 tokens.save_strings(folder / "texts.jsonl", (texts for texts, _ in rows.texts()))
                 if self.pair:
                     tokens.save_strings(folder / "pairs.jsonl", (pairs or [] for _, pairs in rows.texts()))
@@ -265,28 +252,26 @@ class _Job:
 
     def _choose(self, tables: dict[str, Table], column: str) -> tuple[Targets, dict[str, Rows]]:
         """(what is learned, the rows of each split that take part)."""
-        data, notes, table = self.data, self.notes, tables["train"]
-        titled = find_titles(table, data.title_column, column, data.max_target_length) if self.titled else None
-        title = titled.column if titled else None
-        chosen = {"train": self._usable(table, column, title)}
-        kept = chosen["train"].numbers
-        targets: Targets = titled or find_labels(
-            table, data.label_column, self.problem_type, column, kept, self.class_names
-        )
-        if self.fold and len(tables) > 1:
-            notes.append("--folds: the data set's other splits take no part")
-            tables = {"train": table}
-        for split, table in tables.items():
+        data, notes, train = self.data, self.notes, tables["train"]
+        texts = {"text_column": column, "text_pair": selection.pair_column(train, self.pair, column)}
+        texts |= self.targets.text_columns(self.settings, train, column)
+        rows = self._usable(train, texts)
+        targets = self.targets.find(self.settings, train, column, rows.numbers)
+        chosen = {"train": replace(rows, targets=targets.encode(train, rows.numbers))}
+        for feature in features():
+            changed, more = feature.select_rows(self.settings, self.feature_facts, chosen["train"], targets)
+            chosen |= changed
+            notes += more
+        others = {split: table for split, table in tables.items() if split not in chosen}
+        if "validation" in chosen and others:
+            notes.append(f"the other splits of the data take no part: {', '.join(others)}")
+            others = {}
+        for split, table in others.items():
             if split == "test" and targets.all_missing(table):
                 notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
                 continue
-            rows = chosen.get(split) or self._usable(table, column, title)
+            rows = self._usable(table, texts)
             chosen[split] = replace(rows, targets=targets.encode(table, rows.numbers))
-        if self.corrections:
-            chosen["train"] = folds.corrected(chosen["train"], cast(Labels, targets), self.corrections, notes)
-        if self.fold:
-            rows = selection.sampled(chosen["train"], "train", data.max_train_samples, self.seed, notes)
-            return targets, folds.without_part(rows, targets, data.folds, self.fold, self.seed, notes)
         if "validation" not in chosen:
             held = selection.hold_back(chosen.pop("train"), targets, data.validation_split, self.seed, notes)
             chosen = {**held, **chosen}
@@ -294,10 +279,8 @@ class _Job:
         sampled = selection.sampled
         return targets, {split: sampled(rows, split, most[split], self.seed, notes) for split, rows in chosen.items()}
 
-    def _usable(self, table: Table, column: str, title: str | None) -> Rows:
-        """The rows that are neither empty nor too short."""
-        pair = selection.pair_column(table, self.pair, column)
-        columns = {"text_column": column, "text_pair": pair, "title_column": title}
+    def _usable(self, table: Table, columns: dict[str, str | None]) -> Rows:
+        """The rows whose texts are neither empty nor too short."""
         rows = selection.usable_rows(table, columns, self.separator, self.data.drop_empty_text, self.notes)
         if self.data.min_length is None:
             return rows

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,12 +16,37 @@ from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
+_MOST_VALUES = 20
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What is learned from a text: `toolkit.data.labels.Labels` or `toolkit.features.titles.data.Titles`."""
+    """What is learned from a text: `toolkit.data.labels.Labels`, or what a feature brings."""
+
+    column_setting: ClassVar[str]
+    """The setting that names their column."""
+    usual_columns: ClassVar[tuple[str, ...]]
+    """Names by which their column is known."""
+
+    @classmethod
+    def check(cls, settings: Any, tokenizer: Any) -> None:
+        """Raises UserError for a tokenizer that cannot write them."""
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        """The settings that prepared data depend on. JSON."""
+        raise NotImplementedError
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        """Setting -> column of further texts that must not be empty in a row that takes part."""
+        return {}
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
+        """Looks at these rows of the training table. Raises UserError where it cannot tell what is meant."""
+        raise NotImplementedError
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Targets:
@@ -263,3 +289,17 @@ def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
                 f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
                 f"high (rows {rows})"
             )
+
+
+def sources(rows: Rows, learned: Sequence[str]) -> list[str]:
+    """Of each row the cells of the columns that group rows (2 to 20 different values), as JSON; for reports."""
+    table, groups = rows.table.rows.with_format(None), {}
+    most = min(_MOST_VALUES, len(rows) // 2)
+    for name in table.column_names:
+        # a first look: a column of texts must not be read whole for this
+        if name not in learned and len({str(cell) for cell in table[:1000][name]}) <= most:
+            cells = [str(cell) for _, (some,) in rows.table.cells((name,), "source", rows.numbers) for cell in some]
+            if 1 < len(set(cells)) <= most:
+                groups[name] = cells
+    lines = ({name: cells[place] for name, cells in groups.items()} for place in range(len(rows)))
+    return [json.dumps(line, ensure_ascii=False) for line in lines]

@@ -10,13 +10,13 @@ import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from toolkit.config import Task, TrainingSettings
+from toolkit.config import TrainingSettings
 from toolkit.data.tokens import Split, TitleSplit
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.files import as_json
 
-USUAL: dict[Task, str] = {
+USUAL: dict[str, str] = {
     "single_label_classification": "f1_macro",
     "multi_label_classification": "f1_micro",
     "regression": "loss",
@@ -30,7 +30,7 @@ class Best:
     """The best evaluation so far, and how long ago it was."""
 
     def __init__(
-        self, metric: str | None, problem_type: Task, patience: int | None = None, greater_is_better: bool | None = None
+        self, metric: str | None, problem_type: str, patience: int | None = None, greater_is_better: bool | None = None
     ) -> None:
         """`patience`: evaluations without a better one after which training stops."""
         self.patience = patience or math.inf
@@ -76,7 +76,7 @@ class Best:
 def make_best(
     accelerator: Accelerator,
     settings: TrainingSettings,
-    problem_type: Task,
+    problem_type: str,
     compute_metrics: ComputeMetrics,
     split: Split,
     size: int,

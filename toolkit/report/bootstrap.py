@@ -9,8 +9,6 @@ import numpy as np
 from scipy import sparse
 from scipy.stats import binomtest
 
-from toolkit.config import Task
-
 _RESAMPLES, _FEWEST, _MOST_DRAWS = 1000, 100, 10**8
 _AT_ONCE = 50
 
@@ -32,7 +30,7 @@ class Scores(NamedTuple):
         return {name: float(value[0]) for name, value in found.items()}
 
 
-def scores_of(lines: Sequence[dict[str, Any]], problem_type: Task, classes: Sequence[str]) -> Scores:
+def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
     """Of the lines of predictions.jsonl."""
     if problem_type == "title_generation":
         names = sorted(lines[0]["scores"])

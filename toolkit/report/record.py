@@ -16,7 +16,6 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from toolkit import demo
-from toolkit.config import Task
 from toolkit.errors import UserError
 from toolkit.evaluation import Best, Evaluation
 from toolkit.evaluation.outputs import without_repetition
@@ -79,7 +78,7 @@ class Record:
         return self.config["data"]
 
     @property
-    def problem_type(self) -> Task:
+    def problem_type(self) -> str:
         return self.data["problem_type"]
 
     @property

@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import constants
 
 from tests.faults import refusal
-from toolkit.config import DecisionSettings
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
 from toolkit.evaluation.outputs import Evaluation
@@ -27,6 +26,7 @@ from toolkit.features.decisions.decisions import (
     truthfulness,
     tuned,
 )
+from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.features.predict.command import printed_answers
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))

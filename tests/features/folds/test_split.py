@@ -32,7 +32,7 @@ def test_every_row_is_held_back_once(prepared: Prepare, tmp_path: Path) -> None:
     held = []
     for fold in (1, 2, 3):
         data = prepared(ROWS, folds=3, output_dir=str(tmp_path), data_seed=5)
-        assert data.fold == fold
+        assert data.feature_facts["fold"] == fold
         rows = data.validation.rows.tolist()
         assert sorted([*rows, *data.train.rows.tolist()]) == list(range(31))
         held += rows

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.faults import refusal
-from toolkit.config import TextSettings, TitleSettings
+from toolkit.config import TextSettings
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.errors import UserError
 from toolkit.features.titles.data import Titles, find_titles
+from toolkit.features.titles.feature import TitleSettings
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]

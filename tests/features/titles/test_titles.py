@@ -29,11 +29,12 @@ from transformers import (
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, start
 from tests.test_long import STEPS, STOPPED, assert_went_on, converted
-from toolkit.config import GenerationSettings, PretrainedSettings
+from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.tokens import load_tokenizer
 from toolkit.features.titles import rouge
+from toolkit.features.titles.feature import GenerationSettings
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.models.to_bigbird import long_model

@@ -19,11 +19,12 @@ from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from toolkit.checkpoint.convert.model_files import DECISIONS
-from toolkit.config import DecisionSettings, ProblemType
+from toolkit.config import ProblemType
 from toolkit.data.labels import MULTI, Labels
 from toolkit.demo import model_path
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
+from toolkit.features.decisions.feature import DecisionSettings
 from toolkit.utils.files import Kinds, as_json, is_number, read_table
 
 _SINGLE, _BINS = "single_label_classification", 15

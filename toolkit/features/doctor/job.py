@@ -133,7 +133,7 @@ def _words(rest: Sequence[str]) -> tuple[Path | None, Path | None, dict[str, str
 
 def _refuse_unknown(given: Mapping[str, str], script: Path | None) -> None:
     """A name that is mistyped would check nothing, and all would be well. A recipe may have settings of its own."""
-    sections = [section for task in config.TASKS.values() for section in config.sections_of(task).values()]
+    sections = [section for task in config.tasks().values() for section in config.sections_of(task).values()]
     settings = {field.name for section in sections for field in dataclasses.fields(section)}
     recipe = set(re.findall(r"\w+", script.read_text(encoding="utf-8", errors="replace"))) if script else set()
     if unknown := [name for name in given if name not in settings | recipe]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import TASKS, PretrainedSettings, build, flat
+from toolkit.config import PretrainedSettings, TaskSettings, build, flat
 from toolkit.data.labels import MULTI, USUAL, Labels, find_labels, read_class_names
 from toolkit.data.parse import format_of
 from toolkit.data.read import Table, find_columns, read_file
@@ -67,7 +67,7 @@ def evaluate_file(options: Any) -> None:
     evaluation = _evaluation_of(split, logits, replace(decisions, labels=labels))
     with replace_folder(out, options.overwrite) as draft:
         files = RunFiles(accelerator, draft)
-        settings: Any = build(TASKS["cls"], {"model_name_or_path": options.model})
+        settings: Any = build(TaskSettings, {"model_name_or_path": options.model})
         judged = {"settings": flat(settings) | {"test_file": options.file}}  # no file of settings has it alone
         data = {**labels.facts(), "samples": {split.name: len(split)}, "text_column": column, "max_length": max_length,
                 "digest": table.digest, "notes": [], "total_steps": 0}  # fmt: skip

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
-from toolkit.config import TASKS, ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of
+from toolkit.config import ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data, split_of_texts
 from toolkit.data.read import find_columns, read_file
@@ -135,7 +135,7 @@ def _data_of_run(name: str, tokenizer: Any, model: Any) -> Any:
         kept, recipe = run["settings"] | {"max_length": run["data"]["max_length"]}, run["identity"]["recipe"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    task = TASKS.get(recipe, TaskSettings)
+    task = tasks().get(recipe, TaskSettings)
     fields = {key: field for part in sections_of(task).values() for key, field in fields_of(part).items()}
     given = {key: kept[key] for key, field in fields.items() if key in kept and kept[key] != field.default}
     return prepare_data(build(task, given), tokenizer, model.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.labels import MULTI, Labels
-from toolkit.data.rows import Rows, Targets
+from toolkit.data.rows import Rows, Targets, sampled
 from toolkit.errors import UserError, did_you_mean, listing
+from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import read_table, replace_file, writing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 FOLDS, PART = "folds.json", "out_of_fold.jsonl"
-MOST_VALUES = 20
 _COUNT = (lambda value: type(value) is int and 1 < value <= 100, "a number from 2 to 100")
 
 
@@ -39,25 +39,56 @@ def numbers(output_dir: str | Path) -> range:
     return range(1, 1 + read_table(Path(output_dir) / FOLDS, {"folds": _COUNT})["folds"])
 
 
+def data_facts(
+    settings: Any, folds: int | None, corrections: str | None, facts: Mapping[str, Any], accelerator: Accelerator | None
+) -> dict[str, Any]:
+    """What `--folds` and `--label_corrections` add to what the data depend on, `fold`, the next to train, among it."""
+    added: dict[str, Any] = {}
+    if corrections:
+        added["label_corrections"] = text_digest(json.dumps(_corrections(Path(corrections))))
+    if folds:
+        added |= {"folds": folds, "seed": _seed(settings)}
+        digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
+        added["fold"] = next_fold(accelerator, str(settings.training.output_dir), folds, digest)
+    return added
+
+
+def select_rows(
+    settings: Any, corrections: str | None, facts: Mapping[str, Any], rows: Rows, targets: Any
+) -> tuple[dict[str, Rows], list[str]]:
+    """The training rows with corrected labels; of a fold its training rows and the part that it is judged on."""
+    notes: list[str] = []
+    if corrections:
+        rows = corrected(rows, targets, corrections, notes)
+    if "fold" not in facts:
+        return {"train": rows}, notes
+    rows = sampled(rows, "train", settings.data.max_train_samples, _seed(settings), notes)
+    return without_part(rows, targets, facts["folds"], facts["fold"], _seed(settings), notes), notes
+
+
+def _seed(settings: Any) -> int:
+    return int(settings.training.seed if settings.data.data_seed is None else settings.data.data_seed)
+
+
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
     """The fold to train now, from 1; all processes call this. `digest`: of the rows and how they are read, which the
     folds in one folder have in common.
 
     Raises UserError where the folder is of other data or another number, and where all folds are done.
     """
-    found: tuple[int, str] = (1, "")
+    fold, fault = 1, ""
     if accelerator is None or accelerator.is_main_process:
         try:
-            found = _next(Path(output_dir), folds, digest), ""
+            fold = _next(Path(output_dir), folds, digest)
         except UserError as error:
-            found = 1, str(error)
+            fault = str(error)
     if accelerator is not None:
         from accelerate.utils import broadcast_object_list
 
-        found = broadcast_object_list([found])[0]
-    if found[1]:
-        raise UserError(found[1])
-    return found[0]
+        fold, fault = broadcast_object_list([fold, fault])
+    if fault:
+        raise UserError(fault)
+    return fold
 
 
 def settings_of(accelerator: Accelerator, settings: Any, fold: int) -> Any:
@@ -110,19 +141,6 @@ def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int,
     train, held = parts[fold - 1]
     notes.append(f"fold {fold} of {folds}: {len(held)} of {count} rows are held back (seed {seed})")
     return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(held))}
-
-
-def sources(rows: Rows, taken: Sequence[str]) -> list[str]:
-    """Of each row the cells of the columns that group rows (2 to 20 different values), as JSON; for reports."""
-    table, found = rows.table.rows.with_format(None), {}
-    most = min(MOST_VALUES, len(rows) // 2)
-    for name in table.column_names:
-        # a glance first: a column of texts is not to be read whole for this
-        if name not in taken and len({str(cell) for cell in table[:1000][name]}) <= most:
-            cells = [str(cell) for _, (some,) in rows.table.cells((name,), "source", rows.numbers) for cell in some]
-            if 1 < len(set(cells)) <= most:
-                found[name] = cells
-    return [json.dumps({name: found[name][place] for name in found}, ensure_ascii=False) for place in range(len(rows))]
 
 
 def text_digest(text: str) -> str:
@@ -181,11 +199,6 @@ def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:
                 found[place] = f"{texts[own]}\n{pairs[own]}" if pairs else texts[own]
             place += 1
     return found
-
-
-def digest_of_corrections(file: str) -> str:
-    """Raises UserError where it cannot be read."""
-    return text_digest(json.dumps(_corrections(Path(file))))
 
 
 def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:

@@ -119,11 +119,11 @@ class Sweep:
         from toolkit import config
 
         task, path = Path(self.recipe).stem, Path(self.recipe)
-        if task not in config.TASKS:
+        if task not in config.tasks():
             return None
         _, given = split(self.words)
         demo, added = path.with_name(f"{task}_demo.yaml"), [f"--{name}={value}" for name, value in more.items()]
-        parsed: Any = config.parse(config.TASKS[task], [*given, *added], demo if demo.is_file() else None)
+        parsed: Any = config.parse(config.tasks()[task], [*given, *added], demo if demo.is_file() else None)
         return config.flat(parsed)
 
     def searched(self, text: str) -> tuple[str, Any]:

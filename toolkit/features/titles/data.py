@@ -25,6 +25,26 @@ class Titles(Targets):
     max_length: int
     """Tokens that are predicted, the end counted."""
 
+    column_setting, usual_columns = "title_column", USUAL
+
+    @classmethod
+    def check(cls, settings: Any, tokenizer: Any) -> None:
+        if tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
+            name = settings.model.model_name_or_path
+            raise UserError(f"{name}: its tokenizer has no tokens that begin and end a title")
+
+    @classmethod
+    def data_facts(cls, settings: Any) -> dict[str, Any]:
+        return {name: getattr(settings.data, name) for name in ("title_column", "max_target_length")}
+
+    @classmethod
+    def text_columns(cls, settings: Any, table: Table, text_column: str) -> dict[str, str]:
+        return {"title_column": cls.find(settings, table, text_column).column}
+
+    @classmethod
+    def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Titles:
+        return find_titles(table, settings.data.title_column, text_column, settings.data.max_target_length)
+
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """(samples,) int64 that mean nothing: titles are read when they are kept."""
         return np.zeros(len(rows), np.int64)
@@ -59,7 +79,7 @@ class Titles(Targets):
 
 
 def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
-    """The column of titles. Raises UserError when it cannot be told."""
+    """The column of titles. Raises UserError where it is unclear which one that is."""
     texts, columns = columns_of(table, text_column), find_columns(table, title_column, USUAL, "title_column")
     if len(columns) != 1:
         raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])

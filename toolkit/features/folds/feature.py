@@ -1,0 +1,64 @@
+"""`--folds` and `--label_corrections`: the settings, and what the core asks of this feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from toolkit.config.parse import has_section, section_in
+from toolkit.config.sections import DataSettings, section
+from toolkit.utils.features import Feature
+
+
+@section
+class FoldSettings:
+    """Wrong labels, and models that did not see them."""
+
+    folds: int | None = Field(default=None, ge=2, le=100)
+    """Train so many models, each without a part of the training rows, and judge each part: finds wrong labels."""
+    label_corrections: str | None = None
+    """JSONL, as the page of `folds` saves it: the right labels of training rows, and rows to leave out."""
+
+
+class FoldsFeature(Feature):
+    """Training rows with corrected labels; a model for each part of them that it did not see."""
+
+    paths = ("label_corrections",)
+    exclusive = (
+        *((name, "folds", "each fold is judged on its own part of the training rows")
+          for name in ("validation_file", "test_file", "validation_split", "max_eval_samples")),
+        *((name, "folds", "decisions are of one model, and folds are several")
+          for name in ("tune_thresholds", "calibrate", "abstain_below")),
+    )  # fmt: skip
+
+    def sections(self, settings_class: type) -> Mapping[str, type]:
+        return {"folds": FoldSettings} if has_section(settings_class, DataSettings) else {}
+
+    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
+        if values.get("folds") is None:
+            return
+        if values.get("output_dir") is None:
+            yield "--folds needs --output_dir: the same command goes on there with the fold that is not finished"
+        if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
+            yield "--folds goes on by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
+
+    def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
+        own = section_in(settings, FoldSettings)
+        if own == FoldSettings():
+            return {}
+        from toolkit.features.folds.split import data_facts
+
+        return data_facts(settings, own.folds, own.label_corrections, facts, accelerator)
+
+    def select_rows(self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any) -> tuple[Any, list[str]]:
+        own = section_in(settings, FoldSettings)
+        if own == FoldSettings():
+            return {"train": rows}, []
+        from toolkit.features.folds.split import select_rows
+
+        return select_rows(settings, own.label_corrections, facts, rows, targets)
+
+
+FEATURE = FoldsFeature()

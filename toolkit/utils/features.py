@@ -1,0 +1,157 @@
+"""What a feature may do: the hooks that the core calls, and the table of all features.
+
+A feature is a folder under `toolkit/features/` whose `feature.py` holds `FEATURE`, an instance of a class derived from
+`Feature`. That module is imported whenever settings are parsed or `toolkit --help` is printed: it imports no torch. A
+feature that lives elsewhere is added by `register`, before `config.parse`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Command:
+    """A row of the table of `toolkit` commands."""
+
+    name: str
+    help: str
+    run: str | Callable[[Any], None]
+    """A function, or `MODULE:FUNCTION`, which is imported when the command runs. It gets the parsed arguments."""
+    add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+    """Without it `run` gets the words of the command line as they are, and parses them itself."""
+    description: str = ""
+    epilog: str = ""
+    usage: str | None = None
+    relaunches: bool = True
+    """Whether launch options (`--config_file`) start this command again under a launcher; otherwise they are its own
+    arguments."""
+    passes_rest: bool = False
+    """Whether `run` gets (the parsed arguments, the words that this command does not know), which are a recipe's."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A kind of targets that `problem_type` in config.json names."""
+
+    metric: str
+    """The usual `--metric_for_best_model`."""
+    hub_task: str = "text-classification"
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """What a feature adds to report.html."""
+
+    template: Path
+    """A Jinja template of blocks, each of them optional: `summary` (below the numbers), `facts` (rows of the list of
+    facts), `section` (a section below the classes), `mistakes` (a sentence above the worst mistakes)."""
+    context: Mapping[str, Any]
+    """The template's variables, beside those of report.html."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Links at the top of the page: id of a section -> its name."""
+    texts: Mapping[int, Any] = field(default_factory=dict)
+    """Place of a sample -> markup of its text in the table of the worst mistakes."""
+
+
+class Feature:
+    """Hooks, each of which does nothing by default. Settings, data and runs are those that a recipe works with."""
+
+    tasks: ClassVar[Mapping[str, type]] = {}
+    """Recipes of its own: name -> class of settings."""
+    first_settings: ClassVar[Sequence[str]] = ()
+    """Settings that `--help` lists; `--help_all` lists all."""
+    paths: ClassVar[Sequence[str]] = ()
+    """Settings that are paths, which may differ between machines."""
+    exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()
+    """Pairs of settings that cannot both be given, and why."""
+    problems: ClassVar[Mapping[str, Problem]] = {}
+    """By `problem_type`."""
+    commands: ClassVar[Sequence[Command]] = ()
+
+    def sections(self, settings_class: type) -> Mapping[str, type]:
+        """Sections (`toolkit.config.section`) that this class of settings gets: field name -> section."""
+        return {}
+
+    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
+        """What contradicts itself in the settings that were given (flat, unparsed), a sentence each."""
+        return ()
+
+    def targets(self, settings: Any) -> Any:
+        """The class of targets (derived from `toolkit.data.rows.Targets`) that these settings learn, or None."""
+        return None
+
+    def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
+        """What prepared data depend on beside `facts` (JSON: files, tokenizer, settings); all processes call it."""
+        return {}
+
+    def select_rows(self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any) -> tuple[Any, list[str]]:
+        """({split: rows} made of the training rows, notes). With a `validation` among them no other split is read, and
+        none is held back. `facts`: what `data_facts` of all features returned."""
+        return {"train": rows}, []
+
+    def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
+        """The settings of a run that begins now, changed or as they are. Raises UserError where the data cannot have
+        them."""
+        return settings
+
+    def best_model(self, run: Any, evaluate: Callable[[Any], Any]) -> None:
+        """Called in all processes when training has ended and `run` has loaded the best model, before the last
+        evaluation. It may set `run.answers`."""
+
+    def finish(self, run: Any, evaluation: Any) -> Sequence[str]:
+        """Called in all processes after the last evaluation, before the pages are written. Returns lines for the
+        screen."""
+        return ()
+
+    def answers(self, model: str, config: Any) -> Any:
+        """How a saved model's outputs become answers (`toolkit.evaluation.answers.Answers`), where this feature knows
+        it; `config` is transformers'. The first feature that returns one is taken."""
+        return None
+
+    def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
+        """Adds options to a command of the core (`report`)."""
+
+    def page(self, page: Any) -> PagePart | None:
+        """What is added to a run's report.html (`toolkit.report.html.Page`)."""
+        return None
+
+    def folder_page(self, folder: Path) -> Path | None:
+        """Writes the page of a folder that this feature made and that is no run's; None for other folders."""
+        return None
+
+
+_REGISTERED: list[Feature] = []
+
+
+def register(feature: Feature) -> None:
+    """Adds a feature that lies outside `toolkit/features/`, for this process; of each class once."""
+    if type(feature) not in map(type, _REGISTERED):
+        _REGISTERED.append(feature)
+
+
+def features() -> list[Feature]:
+    """All features: those of `toolkit/features/` in the order of their names, then the registered ones."""
+    return [*_installed(), *_REGISTERED]
+
+
+@functools.cache
+def _installed() -> tuple[Feature, ...]:
+    spec = importlib.util.find_spec("toolkit.features")
+    folders = (spec.submodule_search_locations if spec else None) or []
+    names = sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
+    modules = [f"toolkit.features.{name}.feature" for name in names]
+    return tuple(importlib.import_module(name).FEATURE for name in modules if importlib.util.find_spec(name))
+
+
+def first(results: Iterable[Any]) -> Any:
+    """The first that is not None."""
+    return next((result for result in results if result is not None), None)
