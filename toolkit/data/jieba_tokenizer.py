@@ -99,7 +99,7 @@ def words_first(tokenizer: Any) -> Any:
 
 
 def load_words_first(name: str) -> Any:
-    """`words_first` of the tokenizer in a folder or of a hub name, as these checkpoints are published: BERT's vocab.txt.
+    """`words_first` of the tokenizer of a folder or hub name, as these checkpoints are published: BERT's vocab.txt.
 
     `AutoTokenizer` alone goes by `tokenizer_class`, which may be one that nobody has, and then by `model_type`:
     for a BigBird it makes an empty sentencepiece tokenizer of a folder that has a vocab.txt.

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit.config import TrainingSettings
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import Split
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
 from toolkit.utils.files import as_json
@@ -102,7 +102,7 @@ def make_best(
 
 def _tried(split: Split, size: int) -> tuple[Any, Any]:
     """Outputs as `compute_metrics` gets them, and what is true."""
-    if isinstance(split, TitleSplit):
+    if hasattr(split, "titles"):
         titles = split.titles()[:_TRIED_TITLES]
         return titles, titles
     labels = np.asarray(split.labels)

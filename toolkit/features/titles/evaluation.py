@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.checkpoint.live import unwrapped
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import Split
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 from toolkit.features.titles import rouge
+from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.readable import readable
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
