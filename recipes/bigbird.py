@@ -102,18 +102,8 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.log(step, grad_norm)
-        run.evaluate_if_due(step, evaluate)  # and saves the best model
-        run.checkpoint_if_due(step)
-    if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
-        return
-
-    # The best model, on the test rows where there are any: on their beginnings, and on the whole texts
-    run.load_best_model()
-    final = data.test or data.validation
-    if most := settings.long.compare_max_length:
-        run.log_comparison(evaluate(final.cut(tokenizer, most, name=f"{final.name}_first_{most}")), most)
-    run.finish(run.evaluation_of(final) or evaluate(final))
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: each where due
+    run.finish(evaluate)  # the best model, on the test rows where there are any
 
 
 if __name__ == "__main__":

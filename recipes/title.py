@@ -25,8 +25,8 @@ from toolkit.data.prepare import prepare_data
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
-from toolkit.features.titles.feature import TitleSettings
 from toolkit.features.titles.model import load_title_model
+from toolkit.features.titles.settings import TitleSettings
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.pretrained import layer_of, load_config
@@ -91,16 +91,8 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.log(step, grad_norm)
-        run.evaluate_if_due(step, evaluate)  # and saves the best model
-        run.checkpoint_if_due(step)
-    if run.stopped:  # by SIGTERM, say: the same command goes on from its checkpoint
-        return
-
-    # The last evaluation is of the best model, on the test rows where there are any
-    run.load_best_model()
-    final = data.test or data.validation
-    run.finish(run.evaluation_of(final) or evaluate(final))
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: each where due
+    run.finish(evaluate)  # the best model, on the test rows where there are any
 
 
 if __name__ == "__main__":

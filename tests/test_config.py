@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 from toolkit.config import LongTaskSettings, TaskSettings, build, flat, parse, sections_of, tasks
 from toolkit.config.parse import _ELSEWHERE, fields_of
 from toolkit.errors import UserError
-from toolkit.features.titles.feature import TitleSettings
+from toolkit.features.titles.settings import TitleSettings
 
 NAMED = ["--train_file", "t.csv", "--model_name_or_path", "m"]
 SECTIONS = sections_of(TaskSettings)

@@ -11,7 +11,7 @@ import pytest
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.config import LongTaskSettings, TaskSettings, sections_of
-from toolkit.features.titles.feature import TitleSettings
+from toolkit.features.titles.settings import TitleSettings
 
 TASKS = (TaskSettings, LongTaskSettings, TitleSettings)
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -74,24 +74,13 @@ def test_every_part_has_a_floor() -> None:
     assert parts <= set(FLOORS), f"give {sorted(parts - set(FLOORS))} a floor in FLOORS, as DESIGN.md has it"
 
 
-# Modules of the core that still name a feature: each row goes when a hook takes its place.
-PENDING = {
-    "toolkit.api", "toolkit.data.prepare", "toolkit.evaluation.classification", "toolkit.evaluation.saved_model",
-    "toolkit.report.html", "toolkit.run",
-}  # fmt: skip
-# The same for pairs of features.
-PENDING_PAIRS = {
-    ("baselines", "decisions"), ("estimate", "titles"), ("evaluate", "baselines"), ("evaluate", "decisions"),
-    ("evaluate", "predict"), ("export", "decisions"), ("export", "titles"), ("predict", "decisions"),
-    ("sweep", "compare"),
-}  # fmt: skip
+# Pairs of features of which one still imports the other.
+PENDING_PAIRS = {("estimate", "titles"), ("sweep", "compare")}
 
 
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
 def test_no_import_goes_up(path: Path) -> None:
     here = part_of(name_of(path))
-    if name_of(path) in PENDING:
-        return
     floor = FLOORS.get(here, -1)  # the package itself stands under everything
     upward = [
         f"{path.relative_to(REPOSITORY)}:{line} imports {module}"
@@ -112,6 +101,16 @@ def test_no_feature_imports_another(path: Path) -> None:
     here = feature_of(name_of(path))
     others = {feature_of(module) for _, module in imports_of(path)} - {here, ""}
     assert {name for name in others if (here, name) not in PENDING_PAIRS} == set()
+
+
+def test_the_core_names_no_feature_and_features_are_light_to_find() -> None:
+    """Not in strings either; only a recipe may import one."""
+    core = [path for path in MODULES if not feature_of(name_of(path))]
+    named = [path.name for path in core if re.search(r"toolkit\.features\.\w", path.read_text(encoding="utf-8"))]
+    assert named == []
+    hooks = [path for path in MODULES if path.name == "feature.py"]
+    assert {path.parent.name for path in hooks} == {path.name for path in (PACKAGE / "features").iterdir()
+                                                    if (path / "__init__.py").is_file()}  # fmt: skip
 
 
 def test_at_most_eight_files_lie_loose() -> None:

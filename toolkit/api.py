@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import datasets
-import numpy as np
 
 from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import build, tasks
-from toolkit.data.read import Table
 from toolkit.errors import UserError, did_you_mean
-from toolkit.evaluation import classification_metrics
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
-from toolkit.features.decisions.decisions import Decisions
-from toolkit.features.titles.evaluation import title_metrics
 from toolkit.launch import failure_detector
 
 
 def settings(task: str = "cls", **given: Any) -> Any:
-    """The settings of a recipe (cls, bigbird or title) by their names. Raises UserError with every fault."""
+    """The settings of a recipe (`cls`, `bigbird`, or a feature's) by their names. Raises UserError with every fault."""
     classes = tasks()
     if task not in classes:
         raise UserError(f"settings({task!r}){did_you_mean(task, classes)}: there are {', '.join(classes)}")
@@ -36,7 +28,7 @@ def settings(task: str = "cls", **given: Any) -> Any:
 
 
 def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:
-    """What a saved model says of each text, in their order: `prediction`, and `probabilities` in the order of its
+    """A saved model's answer to each text, in their order: `prediction`, and `probabilities` in the order of its
     classes; a title model's `prediction` is a title. Thresholds, a temperature and where it gives no answer (None) are
     those of the model's decisions.json, where it has one.
 
@@ -45,10 +37,8 @@ def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]
     `toolkit predict`. In several processes all call it, and all but the main one get an empty list. Raises UserError
     for a model that cannot be loaded, and for texts that are none.
     """
-    decisions, found = _outputs(model, _columns(texts), **sizes)
-    if decisions is None or found is None:
-        return [{"prediction": title} for title in found or ()]
-    return list(decisions.answers(found))
+    saved, outputs = _outputs(model, _columns(texts), **sizes)
+    return [] if outputs is None else list(saved.answers.answers(outputs))
 
 
 def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) -> dict[str, Any]:
@@ -58,43 +48,39 @@ def evaluate(model: str | Path, texts: Any, truth: Sequence[Any], **sizes: int) 
     columns = _columns(texts)
     if not 0 < len(columns[0]) == len(truth):
         raise UserError(f"{len(columns[0])} texts and {len(truth)} labels: pass one label for each text, at least one")
-    decisions, found = _outputs(model, columns, **sizes)
-    if decisions is None or found is None:
-        return title_metrics(found, truth) if found else {}
-    table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
-    encoded = replace(decisions.labels, columns=("label",)).encode(table, np.arange(len(columns[0])))
-    return classification_metrics(decisions.adjusted(found), encoded, decisions.labels)
+    saved, outputs = _outputs(model, columns, **sizes)
+    return {} if outputs is None else saved.answers.metrics(outputs, truth)
 
 
 def _outputs(
     model: str | Path, columns: Sequence[list[str]], per_device_batch_size: int = 64, max_tokens: int | None = 16384
-) -> tuple[Decisions | None, Any]:
-    """(how it decides, its logits (N, C)), or (None, its titles); nothing found but on the main process."""
+) -> tuple[SavedModel, Any]:
+    """The model and its outputs: None for no texts, and on all processes but the main one."""
     saved, pairs = SavedModel(str(model)), len(columns) > 1
     if not columns[0]:
-        return None, None
-    if not pairs and (named := run_of(str(model))["data"].get("text_pair")):
-        raise UserError(f"{model} reads pairs (--text_pair {named}): pass a list of (str, str) pairs")
+        return saved, None
+    if not pairs and (column := run_of(str(model))["data"].get("text_pair")):
+        raise UserError(f"{model} reads pairs (--text_pair {column}): pass a list of (str, str) pairs")
     accelerator = launch.make_accelerator()
     empty = [row for row, read in enumerate(zip(*columns, strict=True)) if not all(map(str.strip, read))]
     if empty and accelerator.is_main_process:
         warnings.warn(empty_texts(empty, len(columns[0])), stacklevel=3)
     saved.load(accelerator, saved.length(None, pairs), per_device_batch_size, max_tokens)
-    return saved.decisions, saved.outputs(saved.split(columns[0], columns[1] if pairs else None))
+    return saved, saved.outputs(saved.split(columns[0], columns[1] if pairs else None))
 
 
 def _columns(texts: Any) -> tuple[list[str], ...]:
     """The texts; of pairs the first ones and the second ones. Raises UserError for anything else."""
-    wanted = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
+    mend = 'pass a list of str, a list of (str, str) pairs, or a column of a data frame (frame["text"])'
     sequence = all(hasattr(texts, name) for name in ("__len__", "__getitem__")) and getattr(texts, "ndim", 1) == 1
     if not sequence or isinstance(texts, str | bytes | Mapping):  # the items of a DataFrame are its columns' names
-        raise UserError(f"the texts are of type {type(texts).__name__}: {wanted}")
+        raise UserError(f"the texts are of type {type(texts).__name__}: {mend}")
     rows = [item if isinstance(item, tuple | list) and len(item) == 2 else (item,) for item in texts]
     width = len(rows[0]) if rows else 1
     for number, row in enumerate(rows, 1):
         if len(row) != width or not all(isinstance(text, str) for text in row):
             shown = repr(row if len(row) > 1 else row[0])[:60]
-            raise UserError(f"texts, row {number}: {shown} is no {'text' if width == 1 else 'pair of texts'}: {wanted}")
+            raise UserError(f"texts, row {number}: {shown} is no {'text' if width == 1 else 'pair of texts'}: {mend}")
     return tuple([str(row[place]) for row in rows] for place in range(width))
 
 

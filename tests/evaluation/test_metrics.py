@@ -118,6 +118,11 @@ def test_best_metric(wanted: str | None, problem: ProblemType, expected: tuple[s
     assert (Best(wanted, problem).metric, Best(wanted, problem).sign) == (expected[0], 1 if expected[1] else -1)
 
 
+def data_of(problem: ProblemType, truth: Any, size: int = 2) -> Any:
+    labels = Labels(problem, tuple("abcde"[:size]), ("label",))
+    return SimpleNamespace(validation=split_of(problem, truth), targets=labels, facts=labels.facts())
+
+
 @pytest.mark.parametrize(
     ("wanted", "problem", "truth", "meant"),
     [("acuracy", SINGLE, [0, 1], "accuracy"), ("eval_f1_makro", MULTI, [[0, 1], [1, 0]], "f1_macro"),
@@ -127,17 +132,17 @@ def test_a_misspelt_metric_names_the_nearest_and_all(wanted: str, problem: Probl
     names = "y" if problem == "regression" else "ab"
     labels, settings = Labels(problem, tuple(names), ("label",)), TrainingSettings(metric_for_best_model=wanted)
     says = (f"--metric_for_best_model {wanted}", f"did you mean {meant}?", problem, ", ".join(NUMBERS[problem]))
-    refusal(make_best, ALONE, settings, problem, lambda *found: classification_metrics(*found, labels),
-            split_of(problem, truth), len(names), says=says)  # fmt: skip
+    refusal(make_best, ALONE, settings, data_of(problem, truth, len(names)),
+            lambda *found: classification_metrics(*found, labels), says=says)  # fmt: skip
 
 
 def test_a_metric_of_ones_own_decides_as_it_is_told() -> None:
     own = {"regret": 1.0, "f1_macro": 0.5, "note": "a text is no metric"}
     for greater, sign in ((None, 1), (False, -1)):
         settings = TrainingSettings(metric_for_best_model="regret", greater_is_better=greater)
-        assert make_best(ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0, 1]), 2).sign == sign
+        assert make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: own).sign == sign
     settings = TrainingSettings(metric_for_best_model="note")
-    refusal(make_best, ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0]), 2, match="note")
+    refusal(make_best, ALONE, settings, data_of(SINGLE, [0]), lambda *_: own, match="note")
 
 
 @pytest.mark.parametrize("score", [np.float32(0.25), np.float64(0.25), np.array(0.25), torch.tensor(0.25)])
@@ -147,7 +152,7 @@ def test_a_metric_of_numpys_or_torchs_is_a_number(score: Any, tmp_path: Path) ->
            "by": {np.int64(7): [torch.ones(2)]}}  # fmt: skip
     for name in ("score", "right"):
         settings = TrainingSettings(metric_for_best_model=name)
-        best = make_best(ALONE, settings, SINGLE, lambda *_: own, split_of(SINGLE, [0, 1]), 2)
+        best = make_best(ALONE, settings, data_of(SINGLE, [0, 1]), lambda *_: own)
         evaluation = Outputs(ALONE, split_of(SINGLE, [0, 1])).evaluation(np.ones(2, np.float32), own)
         assert best.improved(evaluation, 1)
         assert best.value == float(own[name])
@@ -163,7 +168,7 @@ def test_metrics_are_tried_on_some_rows_of_a_large_split_and_on_each_class() -> 
     truth, seen = [0] * 30_000, []
     truth[12_345] = 1
     own = {"f1_macro": 0.5}
-    make_best(ALONE, TrainingSettings(), SINGLE, lambda *given: seen.append(given) or own, split_of(SINGLE, truth), 2)
+    make_best(ALONE, TrainingSettings(), data_of(SINGLE, truth), lambda *given: seen.append(given) or own)
     ((logits, tried),) = seen
     assert 10_000 <= len(tried) <= 10_002
     assert (logits.shape, set(tried)) == ((len(tried), 2), {0, 1})

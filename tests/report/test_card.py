@@ -18,7 +18,7 @@ from tests.report.made import TITLES, add_comparison, make_run
 from tests.runs import edit_json
 from toolkit.config import TaskSettings, build, flat
 from toolkit.data.labels import Labels
-from toolkit.features.titles.feature import TitleSettings
+from toolkit.features.titles.settings import TitleSettings
 from toolkit.report.card import cell, write_card
 from toolkit.report.record import last_evaluation
 

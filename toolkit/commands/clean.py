@@ -11,18 +11,12 @@ from typing import Any
 
 from toolkit.checkpoint.folder import newest_first, remove
 from toolkit.errors import UserError, listing
+from toolkit.utils.features import Command
 from toolkit.utils.files import read_table
 from toolkit.utils.units import size_text
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "clean",
-        help="remove the checkpoints of finished runs",
-        description="Removes the checkpoints of finished runs and nothing else: model/, metrics, predictions and the "
-        "report stay. Without its checkpoints a run cannot be resumed.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
 
 
@@ -90,3 +84,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+COMMAND = Command(
+    "clean",
+    "remove the checkpoints of finished runs",
+    run,
+    add_arguments,
+    description="Removes the checkpoints of finished runs and nothing else: model/, metrics, predictions and the "
+    "report stay. Without its checkpoints a run cannot be resumed.",
+)

@@ -19,6 +19,7 @@ from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.reader import ITEM_BYTES, CheckpointReader
 from toolkit.demo import model_path
 from toolkit.errors import UserError
+from toolkit.utils.features import Command
 from toolkit.utils.units import size_text
 
 _EPILOG = (
@@ -28,15 +29,7 @@ _EPILOG = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """`toolkit convert`'s arguments; imports nothing heavy."""
-    parser = commands.add_parser(
-        "convert",
-        help="turn any checkpoint into a folder that from_pretrained loads",
-        description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="see below")
     parser.add_argument("out", nargs="?", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights [fp32]")
@@ -160,3 +153,13 @@ def _lines(reader: CheckpointReader) -> list[str]:
         + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
         *(f"  missing     {what}" for what in facts["missing"]),
     ]
+
+
+COMMAND = Command(
+    "convert",
+    "turn any checkpoint into a folder that from_pretrained loads",
+    run,
+    add_arguments,
+    description="Writes the weights of CHECKPOINT to OUT as safetensors, with config and tokenizer.",
+    epilog=_EPILOG,
+)

@@ -7,22 +7,16 @@ import filecmp
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 from toolkit.errors import UserError
+from toolkit.utils.features import Command
 from toolkit.utils.files import templates
 
 # folder -> the files of it that are copied
 _PATTERNS = {"recipes": ("*.py", "*.yaml"), "accelerate_configs": ("*.yaml",), "ds_configs": ("*.json",)}
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "init",
-        help="copy the recipes and config files to a folder, ready to edit",
-        description="Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="made if it is missing [.]")
 
 
@@ -63,3 +57,12 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error.strerror}: name another folder") from error
     return new, kept
+
+
+COMMAND = Command(
+    "init",
+    "copy the recipes and config files to a folder, ready to edit",
+    run,
+    add_arguments,
+    description="Copies recipes/, accelerate_configs/ and ds_configs/ to FOLDER. Never replaces a file.",
+)

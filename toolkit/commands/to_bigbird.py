@@ -9,17 +9,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from toolkit.errors import UserError
+from toolkit.utils.features import Command
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """`toolkit to-bigbird`'s arguments."""
-    parser = commands.add_parser(
-        "to-bigbird",
-        help="make a BERT read long texts",
-        description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
-        epilog="OUT appears whole or not at all. Its vocabulary and language are BERT's.",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("bert", metavar="BERT", help="a folder, a hub name (bert-base-chinese) or demo:minilm")
     parser.add_argument("out", metavar="OUT", help="the folder to make")
     parser.add_argument("--max_length", type=int, default=4096, metavar="TOKENS", help="it is to read [4096]")
@@ -45,3 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _end(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+COMMAND = Command(
+    "to-bigbird",
+    "make a BERT read long texts",
+    run,
+    add_arguments,
+    description="Writes a BigBird with the weights and the tokenizer of BERT to OUT, for texts of --max_length.",
+    epilog="OUT appears whole or not at all. Its vocabulary and language are BERT's.",
+)

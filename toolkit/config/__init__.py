@@ -11,6 +11,7 @@ from toolkit.config.parse import tasks as tasks
 from toolkit.config.sections import DataSettings as DataSettings
 from toolkit.config.sections import DistillationSettings as DistillationSettings
 from toolkit.config.sections import LongTaskSettings as LongTaskSettings
+from toolkit.config.sections import LongTextSettings as LongTextSettings
 from toolkit.config.sections import ModelSettings as ModelSettings
 from toolkit.config.sections import ObjectiveSettings as ObjectiveSettings
 from toolkit.config.sections import PretrainedSettings as PretrainedSettings

@@ -60,10 +60,6 @@ class Prepared:
     """A line where the classes are uneven and no setting compensates for it."""
 
     @property
-    def fold(self) -> int | None:
-        return self.feature_facts.get("fold")
-
-    @property
     def labels(self) -> Labels:
         """The targets of labelled texts."""
         return cast(Labels, self.targets)

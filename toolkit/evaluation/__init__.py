@@ -1,9 +1,8 @@
 """Evaluation of every sample exactly once, with the recipe's own loss and metrics."""
 
+from toolkit.evaluation.answers import classification_evaluation as classification_evaluation
 from toolkit.evaluation.best import Best as Best
-from toolkit.evaluation.classification import classification_evaluation as classification_evaluation
 from toolkit.evaluation.classification import classification_metrics as classification_metrics
-from toolkit.evaluation.classification import decided_evaluation as decided_evaluation
 from toolkit.evaluation.outputs import ComputeMetrics as ComputeMetrics
 from toolkit.evaluation.outputs import Evaluation as Evaluation
 from toolkit.evaluation.outputs import Outputs as Outputs

@@ -11,19 +11,24 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from toolkit.config import TrainingSettings
-from toolkit.data.tokens import Split
+from toolkit.data.prepare import Prepared
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation
+from toolkit.utils.features import features
 from toolkit.utils.files import as_json
 
-USUAL: dict[str, str] = {
+_USUAL = {
     "single_label_classification": "f1_macro",
     "multi_label_classification": "f1_micro",
     "regression": "loss",
-    "title_generation": "rougeL",
 }
 _LOWER_IS_BETTER = ("loss", "mse", "mae", "rmse", "error")
-_TRIED_TITLES, _TRIED_ROWS = 20, 10_000
+_TRIAL_ROWS = 10_000
+
+
+def _usual_metric(problem_type: str) -> str:
+    problems = {name: problem for feature in features() for name, problem in feature.problems.items()}
+    return _USUAL.get(problem_type) or problems[problem_type].metric
 
 
 class Best:
@@ -34,7 +39,7 @@ class Best:
     ) -> None:
         """`patience`: evaluations without a better one after which training stops."""
         self.patience = patience or math.inf
-        self.metric = (metric or USUAL[problem_type]).removeprefix("eval_")
+        self.metric = (metric or _usual_metric(problem_type)).removeprefix("eval_")
         if greater_is_better is None:
             greater_is_better = not self.metric.endswith(_LOWER_IS_BETTER)
         self.sign = 1.0 if greater_is_better else -1.0
@@ -68,45 +73,42 @@ class Best:
         return {"metric": self.metric, "value": value, "step": self.step, "waited": self.waited}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint's state; anew where that was of another metric."""
+        """Continues from a checkpoint's state; anew where that was of another metric."""
         if state["metric"] == self.metric and state["value"] is not None:
             self.value, self.step, self.waited = state["value"], state["step"], state["waited"]
 
 
 def make_best(
-    accelerator: Accelerator,
-    settings: TrainingSettings,
-    problem_type: str,
-    compute_metrics: ComputeMetrics,
-    split: Split,
-    size: int,
+    accelerator: Accelerator, settings: TrainingSettings, data: Prepared, compute_metrics: ComputeMetrics
 ) -> Best:
-    """`Best` for a recipe's metrics, which are computed once, on random outputs of `size` numbers per sample: what
-    fails in them, or is not among them, is an error now and not after an epoch. All processes call this.
+    """`Best` for a recipe's metrics, which are computed once, on outputs made up for the validation rows: what fails in
+    them, or is not among them, is an error now and not after an epoch. All processes call this.
 
     Raises UserError for a `--metric_for_best_model` that they do not hold.
     """
+    problem_type = data.facts["problem_type"]
     best = Best(
         settings.metric_for_best_model, problem_type, settings.early_stopping_patience, settings.greater_is_better
     )
-    numbers = as_json(compute_metrics(*_tried(split, size))) if accelerator.is_main_process else {}
+    numbers: Any = {}
+    if accelerator.is_main_process:
+        outputs, truth = data.targets.trial(data.validation) or _random_outputs(data)
+        numbers = as_json(compute_metrics(outputs, truth))
     known = ["loss", *(name for name, number in numbers.items() if type(number) in (int, float))]
     known = broadcast_object_list([known])[0]
     if best.metric not in known:
-        wanted = settings.metric_for_best_model or best.metric
+        metric = settings.metric_for_best_model or best.metric
         raise UserError(
-            f"--metric_for_best_model {wanted}{did_you_mean(best.metric, known)}: {problem_type} has {', '.join(known)}"
+            f"--metric_for_best_model {metric}{did_you_mean(best.metric, known)}: {problem_type} has {', '.join(known)}"
         )
     return best
 
 
-def _tried(split: Split, size: int) -> tuple[Any, Any]:
-    """Outputs as `compute_metrics` gets them, and what is true."""
-    if hasattr(split, "titles"):
-        titles = split.titles()[:_TRIED_TITLES]
-        return titles, titles
-    labels = np.asarray(split.labels)
-    if len(labels) > _TRIED_ROWS:  # from end to end, and one of each class, however rare
-        firsts = labels.argmax(axis=0) if labels.ndim > 1 else np.unique(labels, return_index=True)[1][:_TRIED_ROWS]
-        labels = labels[np.union1d(np.linspace(0, len(labels) - 1, _TRIED_ROWS, dtype=np.int64), firsts)]
-    return np.random.default_rng(0).standard_normal((len(labels), size)).astype(np.float32), labels
+def _random_outputs(data: Prepared) -> tuple[np.ndarray, np.ndarray]:
+    """(random logits (N, C), labels) of at most so many validation rows."""
+    labels = np.asarray(data.validation.labels)
+    if len(labels) > _TRIAL_ROWS:  # from end to end, and one of each class, however rare
+        firsts = labels.argmax(axis=0) if labels.ndim > 1 else np.unique(labels, return_index=True)[1][:_TRIAL_ROWS]
+        labels = labels[np.union1d(np.linspace(0, len(labels) - 1, _TRIAL_ROWS, dtype=np.int64), firsts)]
+    size = (len(labels), len(data.facts["labels"]))
+    return np.random.default_rng(0).standard_normal(size).astype(np.float32), labels

@@ -1,30 +1,15 @@
-"""Classes and numbers: the metrics of an evaluation, and its predictions as a reader wants them."""
+"""The metrics of classes and numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from toolkit.data.labels import Labels
-from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
-from toolkit.features.decisions.decisions import Decisions, brought, readable
 
 # eval.jsonl would hold classes x classes numbers a line; predictions.jsonl has them all anyway
 MOST_CONFUSABLE = 100
-
-
-def classification_evaluation(outputs: Outputs, labels: Labels, compute_metrics: ComputeMetrics) -> Evaluation:
-    """The evaluation of gathered logits (N, C) and losses (N,); every process gets the numbers."""
-    split = outputs.split
-    if not (arrays := outputs.in_order()):
-        return outputs.evaluation()
-    logits, losses = arrays
-    lines = partial(prediction_lines, split.rows, logits, split.labels, Decisions(labels))
-    return outputs.evaluation(losses, compute_metrics(logits, split.labels), lines, logits)
 
 
 def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
@@ -57,10 +42,10 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
 
 
 def _of_outputs(guess: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
-    """(N, C) numbers -> what they have on average, and each output's own where there are several."""
-    own = {name: _of_numbers(guess[:, place], truth[:, place]) for place, name in enumerate(labels.names)}
-    means = {name: float(np.mean([numbers[name] for numbers in own.values()])) for name in ("mse", "mae", "pearson")}
-    return means | ({"per_output": own} if len(own) > 1 else {})
+    """(N, C) numbers -> the means over the outputs, and each output's numbers where there are several."""
+    each = {name: _of_numbers(guess[:, place], truth[:, place]) for place, name in enumerate(labels.names)}
+    means = {name: float(np.mean([numbers[name] for numbers in each.values()])) for name in ("mse", "mae", "pearson")}
+    return means | ({"per_output": each} if len(each) > 1 else {})
 
 
 def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
@@ -74,21 +59,3 @@ def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
         # without variation there is no correlation to speak of
         "pearson": float(pearsonr(truth, guess).statistic) if varied else 0.0,
     }
-
-
-def prediction_lines(
-    rows: np.ndarray, logits: np.ndarray, truth: np.ndarray, decisions: Decisions
-) -> Iterator[dict[str, Any]]:
-    """id (row in the source, from 0), label, prediction, probabilities (in the order of the classes)."""
-    for row, label, answer in zip(rows, truth, decisions.answers(logits), strict=True):
-        yield {"id": int(row), "label": readable(label, decisions.labels), **answer}
-
-
-def decided_evaluation(evaluation: Evaluation, decisions: Decisions, compute_metrics: ComputeMetrics) -> Evaluation:
-    """The same evaluation with numbers and predictions by these decisions; on the main process."""
-    if evaluation.outputs is None:
-        return evaluation
-    split, logits = evaluation.outputs
-    more = brought(evaluation.single_numbers, logits, split.labels, decisions, compute_metrics)
-    lines = partial(prediction_lines, split.rows, logits, split.labels, decisions)
-    return replace(evaluation, numbers=evaluation.numbers | more, predictions=lines)

@@ -1,4 +1,4 @@
-"""A saved model that predicts: a classifier with the decisions beside it, or one that writes titles."""
+"""A saved model that predicts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,13 @@ from typing import Any, Literal
 from accelerate import Accelerator
 
 from toolkit.config import ModelSettings
-from toolkit.data.labels import Labels, problem_of
 from toolkit.data.parse import format_of
 from toolkit.data.prepare import split_of_texts
 from toolkit.data.progress import PartOfProgress
 from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
-from toolkit.errors import UserError, listing
-from toolkit.evaluation.outputs import predict
-from toolkit.features.decisions.decisions import saved_decisions
-from toolkit.features.titles import model as title_model
-from toolkit.features.titles.evaluation import generate_titles
-from toolkit.models.classifier import load_saved_classifier
+from toolkit.errors import listing
+from toolkit.evaluation.answers import Answers, saved_answers
 from toolkit.pretrained import load_config
-
-
-def labels_of(config: Any) -> Labels:
-    """A saved model's labels, in the order of its outputs. Raises UserError where it has no name for one."""
-    if sorted(config.id2label) != list(range(config.num_labels)):
-        raise UserError(
-            f"{config.name_or_path}: its config.json has id2label for {listing(config.id2label)}: from 0 on"
-        )
-    names = tuple(str(config.id2label[index]) for index in range(config.num_labels))
-    return Labels(problem_of(config.problem_type), names, ())
 
 
 def run_of(name: str) -> dict[str, Any]:
@@ -58,23 +43,22 @@ def empty_texts(rows: Sequence[int], count: int) -> str:
 
 
 class SavedModel:
-    """Its config, tokenizer and decisions (None: it writes titles); with `load` its weights, too."""
+    """Its config, its tokenizer, and how its outputs become answers; with `load` its weights, too."""
 
     def __init__(self, name: str) -> None:
         """Raises UserError for a model that cannot be loaded."""
-        self.named = ModelSettings(model_name_or_path=name)
-        self.config, self.tokenizer = load_config(self.named), load_tokenizer(self.named)
-        writes = self.config.model_type == title_model.KIND
-        self.decisions = None if writes else saved_decisions(name, labels_of(self.config))
+        self.settings = ModelSettings(model_name_or_path=name)
+        self.config, self.tokenizer = load_config(self.settings), load_tokenizer(self.settings)
+        self.answers: Answers = saved_answers(name, self.config)
 
-    def length(self, asked: int | None, pairs: bool = False) -> int:
+    def length(self, max_length: int | None, pairs: bool = False) -> int:
         """The most tokens of a text. Raises UserError for more than it reads."""
-        return choose_max_length(asked, self.tokenizer, self.config, pairs)
+        return choose_max_length(max_length, self.tokenizer, self.config, pairs)
 
     def load(
         self, accelerator: Accelerator, max_length: int, per_device_batch_size: int, max_tokens: int | None
     ) -> None:
-        model: Any = (load_saved_classifier if self.decisions else title_model.load_saved_title_model)(self.named)
+        model = self.answers.load(self.settings)
         self.accelerator, self.config, self.max_length = accelerator, model.config, max_length
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
@@ -83,6 +67,5 @@ class SavedModel:
         return split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
 
     def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
-        """Logits (N, C), or titles, on the main process, None on the others; all must call it."""
-        predicts: Any = predict if self.decisions else generate_titles
-        return predicts(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+        """Of a whole split, on the main process, None on the others; all must call it."""
+        return self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)

@@ -19,8 +19,8 @@ from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, load_tokenizer, tells_pairs_apart
 from toolkit.errors import UserError, first_line, listing
+from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import labels_of
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.objective.losses import distillation_losses
 from toolkit.pretrained import content_of

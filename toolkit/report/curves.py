@@ -206,7 +206,7 @@ def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
 
 
 def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
-    """Of probabilities (`toolkit.features.decisions.decisions.truthfulness`), how many were right in each bin."""
+    """Of probabilities, how many were right in each bin: [rows, mean probability, share that is right]."""
     changed = before["bins"] != after["bins"]
     shown = [(before, _TWO), (after, _ONE)] if changed else [(after, _ONE)]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import heapq
 import json
 import math
-import random
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,13 @@ import numpy as np
 
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
-from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
-from toolkit.features.baselines.baselines import read_baselines
-from toolkit.features.folds.label_errors import worst_slices
-from toolkit.features.folds.page import write_folds
-from toolkit.features.folds.split import FOLDS
 from toolkit.report import curves
 from toolkit.report.files import write_whole
-from toolkit.report.record import Record, last_evaluation, plain, render, run_config
+from toolkit.report.record import Record, last_evaluation, plain, render, render_blocks, run_config
+from toolkit.report.slices import worst_slices
 from toolkit.utils.cache import cache_folder
+from toolkit.utils.features import features, first
 from toolkit.utils.files import refuse_link_out
 
 MOST_MATRIX_CLASSES = 40
@@ -35,8 +32,6 @@ MOST_MATRIX_CLASSES = 40
 MOST_PAIRS = 30
 MOST_MISTAKES = 20
 MOST_CHARACTERS = 300
-HANDFUL = 8
-"""Titles that are shown of each kind."""
 
 
 @dataclass(slots=True)
@@ -58,34 +53,37 @@ class Sample:
     """Predictions that are not labels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Title:
-    """A line of predictions.jsonl of a run that writes titles."""
+@dataclass(frozen=True)
+class Page:
+    """What a feature may look at to add to the page (`Feature.page`)."""
 
-    place: int
-    row: int
-    written: str
-    reference: str
-    rouge: float
-    """ROUGE-L."""
+    folder: Path
+    record: Record
+    last: Evaluation
+    """What predictions.jsonl is of."""
+    texts: Sequence[str]
+    """Of its samples, where this machine has them."""
+    worst: Sequence[Sample]
+    """The worst mistakes, as they are listed."""
+    options: argparse.Namespace | None
+    """Of `toolkit report`."""
 
 
 def write_report(
     folder: Path,
     last: Evaluation,
     texts: Sequence[str],
-    explained_rows: int = 0,
+    options: argparse.Namespace | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Writes `folder`/report.html, whole or not at all.
 
     `last` is the evaluation that predictions.jsonl is of, `texts` are its samples' (or empty), and `groups` say of
-    each sample what it has in common with others (its length, its source). Of so many of the worst mistakes the saved
-    model says which words led to them.
+    each sample what it has in common with others (its length, its source). `options` are for features.
     Raises ValueError where the number of texts is another, OSError where a file is missing.
     """
     record = Record.load(folder, last)
-    samples = _titles_shown if record.problem_type == "title_generation" else _samples_shown
+    samples = _samples_shown(record, folder, texts, groups or {}) if record.data.get("labels") else {"worst": []}
     context: dict[str, Any] = {
         "record": record,
         "config": record.config,
@@ -95,34 +93,29 @@ def write_report(
         "charts": curves.charts(record),
         "smoothed": curves.window_of(len(record.steps)) > 1,
         "has_texts": bool(texts),
-        "sureness": _sureness(last),
-        "baselines": read_baselines(folder, last),
         "confusion": None,
         "num_samples": 0,
         "num_held_back": 0,
         "slices": [],
-        "examples": {},
-        "explanations": {},
-        **samples(record, folder, texts, groups or {}),
+        **samples,
     }
-    if explained_rows and texts and context.get("worst"):
-        from toolkit.features.explain.page import explain
-
-        worst = [sample for sample, _ in context["worst"]]
-        context["explanations"] = explain(folder, record.data, worst, texts, explained_rows)
+    page = Page(folder, record, last, texts, [sample for sample, _ in samples["worst"]], options)
+    parts = [part for feature in features() if (part := feature.page(page))]
+    context["blocks"] = [render_blocks(part.template, {**context, **part.context}, **_FILTERS) for part in parts]
+    context["links"] = {place: name for part in parts for place, name in part.links.items()}
+    context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
     write_whole(folder / "report.html", [render("report.html", context, **_FILTERS)])
 
 
-def write_report_of_folder(folder: str | Path, explained_rows: int = 0) -> Path:
-    """Writes the report again from the run's own files, and returns its path; `explained_rows` as in `write_report`.
+def write_report_of_folder(folder: str | Path, options: argparse.Namespace | None = None) -> Path:
+    """Writes the report again from the run's own files, and returns its path; `options`: of `toolkit report`.
 
     The texts are those the run prepared, where this machine still has them. Raises UserError where
     `folder` holds no run.
     """
     folder = Path(folder)
-    if (folder / FOLDS).is_file():
-        write_folds(folder)
-        return folder / "report.html"
+    if path := first(feature.folder_page(folder) for feature in features()):
+        return Path(path)
     data = run_config(folder)["data"]
     last = last_evaluation(folder)
     cache = cache_folder() / "tokens"
@@ -131,33 +124,8 @@ def write_report_of_folder(folder: str | Path, explained_rows: int = 0) -> Path:
     refuse_link_out(prepared / str(last.split), prepared)
     there = last.numbers and (prepared / last.split).is_dir()
     split = load_split(prepared, last.split) if there else None
-    texts = split.texts() if split else []
-    if explained_rows:
-        _refuse_explanations(folder, data["problem_type"], texts)
-    write_report(folder, last, texts, explained_rows, split.groups() if split else None)
+    write_report(folder, last, split.texts() if split else [], options, split.groups() if split else None)
     return folder / "report.html"
-
-
-def _refuse_explanations(folder: Path, problem_type: str, texts: Sequence[str]) -> None:
-    """Raises UserError where nothing can be explained."""
-    if problem_type == "title_generation":
-        raise UserError("--explain is for classes and numbers, and this run writes titles")
-    if not (folder / "model" / "config.json").is_file():
-        raise UserError(f"--explain needs the saved model, and there is no {folder / 'model' / 'config.json'}")
-    if not texts:
-        raise UserError(
-            "--explain needs the texts of the last evaluation, and the cache of this machine does not have them: "
-            "`toolkit prepare` with the run's settings makes them again"
-        )
-
-
-def _sureness(last: Evaluation) -> list[curves.Chart]:
-    """The drawings of tuned decisions."""
-    found = last.numbers.get("decisions")
-    if found is None:
-        return []
-    drawn = [curves.reliability(found["before"], found["after"])]
-    return drawn + ([curves.coverage(found["coverage"], found["abstain_below"])] if "coverage" in found else [])
 
 
 def _is_stacked(name: str) -> bool:
@@ -184,12 +152,12 @@ _FILTERS: dict[str, Any] = {
 }
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS].rstrip()}…"
 
 
-def _check_number(folder: Path, count: int, texts: Sequence[str]) -> None:
+def check_number(folder: Path, count: int, texts: Sequence[str]) -> None:
     if texts and len(texts) != count:
         raise ValueError(f"{folder}/predictions.jsonl has {count} lines, and there are {len(texts)} texts")
 
@@ -204,7 +172,7 @@ def _samples_shown(
     labels = Labels(record.data["problem_type"], tuple(record.data["labels"]), ())
     regression = labels.problem_type == "regression"
     samples = [_judged(place, line, labels) for place, line in enumerate(record.predictions(folder))]
-    _check_number(folder, len(samples), texts)
+    check_number(folder, len(samples), texts)
     wrong, held_back = ([own for own in samples if getattr(own, name)] for name in ("wrong", "held_back"))
     answered = [sample for sample in samples if not sample.held_back]
     # a NaN has no order, and is as wrong as can be
@@ -212,7 +180,7 @@ def _samples_shown(
     return {
         "scatter": _scatter(samples) if regression else None,
         "confusion": _confusion(samples, labels) if labels.problem_type == "single_label_classification" else None,
-        "worst": [(sample, _shortened(texts[sample.place]) if texts else "") for sample in worst],
+        "worst": [(sample, shortened(texts[sample.place]) if texts else "") for sample in worst],
         "num_samples": len(samples),
         "num_wrong": len(wrong),
         "num_held_back": len(held_back),
@@ -267,49 +235,3 @@ def _confusion(samples: Sequence[Sample], labels: Labels) -> dict[str, Any]:
         "pairs": pairs[:shown],
         "num_pairs": len(pairs),
     }
-
-
-# Titles
-
-
-def _titles_shown(record: Record, folder: Path, texts: Sequence[str], _: Any) -> dict[str, Any]:
-    """What the page says of each sample of a run that writes titles; letter case and spaces do not count."""
-    titles = [
-        Title(place, line["id"] + 1, line["title"].strip(), line["reference"], line["scores"]["rougeL"])
-        for place, line in enumerate(record.predictions(folder))
-    ]
-    _check_number(folder, len(titles), texts)
-
-    def example(title: Title) -> tuple[Title, str, str, str]:
-        """(it, its text, what was written, the reference), the three as they are shown."""
-        text = texts[title.place] if texts else ""
-        return title, _shortened(text), _shortened(title.written), _shortened(title.reference)
-
-    plain = [_plain(title.written) for title in titles]
-    commonest = collections.Counter(title.written for title in titles if title.written).most_common(1)
-    return {
-        "examples": {name: [*map(example, some)] for name, some in _handfuls(titles).items()},
-        "num_titles": len(titles),
-        "num_empty": plain.count(""),
-        "num_copies": sum(own == _plain(title.reference) for own, title in zip(plain, titles, strict=True)),
-        "num_lifted": sum(own != "" and own in _plain(text) for own, text in zip(plain, texts, strict=False)),
-        "commonest": [(_shortened(written), count) for written, count in commonest if count > 1],
-    }
-
-
-def _handfuls(titles: Sequence[Title]) -> dict[str, list[Title]]:
-    """Which titles are shown; those at random are the same rows in every run on the same samples."""
-    if len(titles) <= HANDFUL:
-        return {"all": list(titles)} if titles else {}
-    chosen = random.Random(0).sample(range(len(titles)), HANDFUL)
-    ordered = sorted(titles, key=lambda title: title.rouge)
-    few = min(HANDFUL, len(titles) // 2)
-    return {
-        "random": [titles[place] for place in sorted(chosen)],
-        "worst": ordered[:few],
-        "best": ordered[: -few - 1 : -1],
-    }
-
-
-def _plain(text: str) -> str:
-    return "".join(text.casefold().split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -212,19 +212,33 @@ def _without_home(text: str) -> str:
     return re.sub(re.escape(str(Path.home())) + r'(?=["/ ])', "~", text) if Path.home().name else text
 
 
-def render(template: str, context: dict[str, Any], **filters: Any) -> str:
-    """A template of this folder; values are escaped in HTML. `number`, `breakable` and `filters` are its
-    filters."""
+def render(template: str | Path, context: Mapping[str, Any], **filters: Any) -> str:
+    """A template of this folder by its name, or a feature's file; values are escaped in HTML. `number`, `breakable` and
+    `filters` are its filters."""
+    environment = _environment(str(template).endswith(".html"), filters)
+    if isinstance(template, Path):
+        return environment.from_string(template.read_text(encoding="utf-8")).render(context)
+    return environment.get_template(template).render(context)
+
+
+def render_blocks(template: str | Path, context: Mapping[str, Any], **filters: Any) -> dict[str, Markup]:
+    """Each block of a feature's HTML template, a file or its text, by its name."""
+    text = template.read_text(encoding="utf-8") if isinstance(template, Path) else template
+    loaded = _environment(True, filters).from_string(text)
+    return {name: Markup("".join(block(loaded.new_context(dict(context))))) for name, block in loaded.blocks.items()}
+
+
+def _environment(escapes: bool, filters: Mapping[str, Any]) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=template.endswith(".html"),
+        autoescape=escapes,
     )
     environment.filters |= {"number": number, "breakable": _breakable, **filters}
-    return environment.get_template(template).render(context)
+    return environment
 
 
 def number(value: Any) -> str:

@@ -12,12 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from toolkit import launch
 from toolkit.errors import UserError
+from toolkit.utils.features import Command
 from toolkit.utils.files import cache_folder, replace_file, replace_folder
 from toolkit.utils.units import size_text
 
@@ -161,13 +162,7 @@ def digest_of_files(folder: Path, files: Iterable[Path]) -> str:
 # --- `toolkit cache`
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "cache",
-        help="list the tokens and models that are kept, or remove those that are not used",
-        description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", nargs="?", choices=("list", "prune"), default="list")
     parser.add_argument(
         "--unused_days", type=float, default=30.0, metavar="DAYS", help="prune removes what no run used since [30]"
@@ -205,3 +200,12 @@ def remove(folder: Path) -> bool:
     except OSError as error:
         raise UserError(f"cannot remove {folder}: {error.strerror}") from error
     return True
+
+
+COMMAND = Command(
+    "cache",
+    "list the tokens and models that are kept, or remove those that are not used",
+    run,
+    add_arguments,
+    description=f"Lists or removes what is kept in {cache_folder()} ($TOOLKIT_CACHE).",
+)

@@ -24,7 +24,7 @@ class Command:
 
     name: str
     help: str
-    run: str | Callable[[Any], None]
+    run: str | Callable[..., Any]
     """A function, or `MODULE:FUNCTION`, which is imported when the command runs. It gets the parsed arguments."""
     add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
     """Without it `run` gets the words of the command line as they are, and parses them itself."""
@@ -35,7 +35,7 @@ class Command:
     """Whether launch options (`--config_file`) start this command again under a launcher; otherwise they are its own
     arguments."""
     passes_rest: bool = False
-    """Whether `run` gets (the parsed arguments, the words that this command does not know), which are a recipe's."""
+    """Whether `run` gets, as a second argument, the words that this command does not know: those of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Problem:
 class PagePart:
     """What a feature adds to report.html."""
 
-    template: Path
-    """A Jinja template of blocks, each of them optional: `summary` (below the numbers), `facts` (rows of the list of
-    facts), `section` (a section below the classes), `mistakes` (a sentence above the worst mistakes)."""
+    template: Path | str
+    """A Jinja template, a file or its text, of blocks that are each optional: `summary` (below the numbers), `facts`
+    (rows of the list of facts), `section` (below the classes), `mistakes` (a sentence above the worst mistakes)."""
     context: Mapping[str, Any]
     """The template's variables, beside those of report.html."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -69,13 +69,18 @@ class Feature:
     """Recipes of its own: name -> class of settings."""
     first_settings: ClassVar[Sequence[str]] = ()
     """Settings that `--help` lists; `--help_all` lists all."""
+    files: ClassVar[Sequence[str]] = ()
+    """Names of the files that `results` writes."""
     paths: ClassVar[Sequence[str]] = ()
     """Settings that are paths, which may differ between machines."""
     exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()
     """Pairs of settings that cannot both be given, and why."""
     problems: ClassVar[Mapping[str, Problem]] = {}
     """By `problem_type`."""
-    commands: ClassVar[Sequence[Command]] = ()
+
+    def __init__(self, *commands: Command) -> None:
+        """`commands`: rows of the table of `toolkit` commands."""
+        self.commands = commands
 
     def sections(self, settings_class: type) -> Mapping[str, type]:
         """Sections (`toolkit.config.section`) that this class of settings gets: field name -> section."""
@@ -107,9 +112,9 @@ class Feature:
         """Called in all processes when training has ended and `run` has loaded the best model, before the last
         evaluation. It may set `run.answers`."""
 
-    def finish(self, run: Any, evaluation: Any) -> Sequence[str]:
-        """Called in all processes after the last evaluation, before the pages are written. Returns lines for the
-        screen."""
+    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+        """Writes what belongs beside an evaluation, in the folder of a run or of `toolkit evaluate` (there `data` is
+        None, and only the main process calls it), before the pages are written. Returns lines for the screen."""
         return ()
 
     def answers(self, model: str, config: Any) -> Any:

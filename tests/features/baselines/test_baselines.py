@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toolkit.config import TaskSettings, build
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split
+from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
 from toolkit.features.baselines import baselines as module
 from toolkit.features.baselines.baselines import LARGEST, LINEAR, MODEL, baselines, read_baselines, write_baselines
-from toolkit.features.decisions.decisions import Decisions
+from toolkit.features.baselines.feature import FEATURE
 
 THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))
 SEVERAL = Labels("multi_label_classification", ("a", "b", "c"), ("label",))
@@ -36,7 +38,7 @@ def test_what_each_is_worth(labels: Labels) -> None:
     multi = labels is SEVERAL
     train, split = made(400, 1, multi), made(301, 2, multi)
     logits = np.random.default_rng(0).normal(size=(301, 3)).astype(np.float32)
-    found = baselines(train, split, logits, Decisions(labels))
+    found = baselines(train, split, logits, ClassAnswers(labels))
     models, truth = found["models"], split.labels if multi else np.eye(3)[split.labels]
     assert list(models) == [LARGEST, LINEAR, MODEL]
     assert found["trained_on"] == 400
@@ -50,22 +52,23 @@ def test_what_each_is_worth(labels: Labels) -> None:
 def test_a_sample_is_learned_from_where_rows_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_ROWS", 100)
     logits = np.zeros((50, 3), np.float32)
-    assert baselines(made(400, 1), made(50, 2), logits, Decisions(THREE))["trained_on"] == 100
-    assert baselines(None, made(50, 2), logits, Decisions(THREE))["models"].keys() == {MODEL}
+    assert baselines(made(400, 1), made(50, 2), logits, ClassAnswers(THREE))["trained_on"] == 100
+    assert baselines(None, made(50, 2), logits, ClassAnswers(THREE))["models"].keys() == {MODEL}
     number = Labels("regression", ("score",), ("score",))
-    assert baselines(made(40, 1), made(50, 2), logits[:, :1], Decisions(number)) == {}
+    assert baselines(made(40, 1), made(50, 2), logits[:, :1], ClassAnswers(number)) == {}
 
 
 def test_the_file_is_of_its_evaluation_alone(tmp_path: Path) -> None:
     split, logits = made(50, 2), np.zeros((50, 3), np.float32)
     data: Any = SimpleNamespace(train=made(90, 1), labels=THREE)
-    lines = write_baselines(tmp_path, data, (split, logits), None)
+    lines = write_baselines(tmp_path, data, (split, logits), ClassAnswers(THREE))
     assert LINEAR in lines[0]
     assert LINEAR in lines[1]  # a model that is no better is said to be
     read = read_baselines(tmp_path, Evaluation("test", {"num_samples": 50}, None))
     assert read is not None
     assert read["train"] == 90
     assert read_baselines(tmp_path, Evaluation("test", {"num_samples": 51}, None)) is None
-    assert write_baselines(tmp_path, data, None, None) == []  # --baselines false
+    settings = build(TaskSettings, {"baselines": False})
+    assert FEATURE.results(tmp_path, settings, data, None, None) == ()
     assert list(tmp_path.iterdir()) == []
     assert read_baselines(tmp_path / "none", Evaluation("test", {"num_samples": 50}, None)) is None

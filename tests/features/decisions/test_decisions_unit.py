@@ -19,14 +19,14 @@ from toolkit.features.decisions.decisions import (
     Decisions,
     best_threshold,
     best_thresholds,
-    check_asked,
+    check,
     coverage,
     saved_decisions,
     temperature_of,
     truthfulness,
-    tuned,
+    tune,
 )
-from toolkit.features.decisions.feature import DecisionSettings
+from toolkit.features.decisions.settings import DecisionSettings
 from toolkit.features.predict.command import printed_answers
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
@@ -80,7 +80,7 @@ def test_probabilities_that_say_nothing_are_told_of() -> None:
     logits, truth = np.array([[2, 0], [0, 2]] * 20, np.float32), np.array([0, 0, 1, 1] * 10)  # right half the time
     rows = np.arange(len(truth))
     split = Split("validation", Path(), np.zeros(0, np.int32), rows, truth, rows)
-    found, said = tuned(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
+    found, said = tune(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
     assert found.temperature > 19
     assert ["say next to nothing" in line for line in said] == [True]
 
@@ -143,10 +143,10 @@ def test_thresholds_of_several_classes_raise_f1() -> None:
 
 
 def test_the_file_of_a_model_is_followed(tmp_path: Path) -> None:
-    assert saved_decisions(str(tmp_path), TWO) == Decisions(TWO)
+    assert saved_decisions(str(tmp_path), TWO) is None
     assert saved_decisions(written(tmp_path), TWO) == Decisions(TWO, 2.0, {"pos": 0.3})
     assert saved_decisions(written(tmp_path, abstain_below=0.75), TWO).abstain_below == 0.75
-    assert saved_decisions("no-such/model-anywhere", TWO) == Decisions(TWO)  # of the hub, out of reach
+    assert saved_decisions("no-such/model-anywhere", TWO) is None  # of the hub, out of reach
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_refused(changed: dict[str, Any], told: str, tmp_path:
     ],
 )
 def test_what_labels_cannot_have_is_refused(asked: dict[str, Any], labels: Labels, told: str) -> None:
-    refusal(check_asked, DecisionSettings(**asked), labels, says=[list(asked)[-1], told])
+    refusal(check, DecisionSettings(**asked), labels, says=[list(asked)[-1], told])
 
 
 def test_the_hub_is_not_asked_for_what_its_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,5 +195,5 @@ def test_the_hub_is_not_asked_for_what_its_cache_tells(tmp_path: Path, monkeypat
             place.mkdir(parents=True, exist_ok=True)
         (kept / "refs" / "main").write_text("abc")
         written(kept / folder / "abc")
-    assert saved_decisions("nobody/without", TWO) == Decisions(TWO)
+    assert saved_decisions("nobody/without", TWO) is None
     assert saved_decisions("nobody/with", TWO) == Decisions(TWO, 2.0, {"pos": 0.3})

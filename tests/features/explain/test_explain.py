@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.architectures import make_architecture
 from tests.faults import refusal
 from tests.report.made import classifier, make_run
 from tests.report.test_html import NASTY, Page
-from toolkit.cli import _report, build_parser
+from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.features.explain import page as explain
@@ -140,7 +141,7 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
     }
     last = make_run(tmp_path / "run", labels, predictions, numbers)
     classifier(sharp_model, tmp_path / "run" / "model", labels)
-    write_report(tmp_path / "run", last, TEXTS, explained_rows=2)
+    write_report(tmp_path / "run", last, TEXTS, Namespace(explain=2))
     page = Page(tmp_path / "run" / "report.html")
     assert page.open == page.loads() == []
     cells = [row[1] for row in page.rows["mistakes"][1:]]
@@ -166,8 +167,10 @@ def test_the_difference_on_the_page_is_the_models(sharp_model: Path, tmp_path: P
     read = [word.text for word in found.words if word.adds is not None]
     assert len(read) == 18  # as in training the text is cut at 20 tokens
     assert np.isfinite([word.strength for word in found.words]).all()
-    refusal(write_report_of_folder, tmp_path / "run", 5, match="needs the texts of the last evaluation")
+    refusal(
+        write_report_of_folder, tmp_path / "run", Namespace(explain=5), match="needs the texts of the last evaluation"
+    )
     assert build_parser().parse_args(["report", "x", "--explain", "5"]).explain == 5
     assert last.split == "validation"
-    with pytest.raises(UserError, match="--explain -1: give the number of rows"):
-        _report(build_parser().parse_args(["report", "x", "--explain", "-1"]))
+    with pytest.raises(UserError, match="--explain: -1: give the number of rows"):
+        build_parser().parse_args(["report", "x", "--explain=-1"])

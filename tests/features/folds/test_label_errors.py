@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score
 
-from toolkit.features.folds.label_errors import skill, suspects, worst_slices
+from toolkit.features.folds.label_errors import skill, suspects
+from toolkit.report.slices import worst_slices
 
 
 def planted(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -176,7 +176,7 @@ def test_a_process_that_is_killed_loses_one_part(predicted: Predict, model: Path
     again = recipe(*given, script="tests/predict_worker.py")
     assert again.code == 0, again.err
     assert out.read_bytes() == whole
-    assert f"32 of {ROWS} rows are done in {out}.parts: going on" in again.err
+    assert f"32 of {ROWS} rows are done in {out}.parts: continuing" in again.err
     assert again.out.split() == ["32", "48", "64"]
     assert not Path(f"{out}.parts").exists()
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tests.faults import refusal
-from toolkit.config import TextSettings
+from toolkit.config import TextSettings, build
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
 from toolkit.errors import UserError
-from toolkit.features.titles.data import Titles, find_titles
-from toolkit.features.titles.feature import TitleSettings
+from toolkit.features.titles.data import Titles
+from toolkit.features.titles.settings import TitleSettings
 
 Row = dict[str, Any]
 Prepare = Callable[..., Prepared]
@@ -33,6 +33,10 @@ def news(count: int, first: int = 1) -> list[Row]:
 @pytest.fixture
 def prepared(prepared: Callable[..., Any]) -> Callable[..., Prepared]:
     return partial(prepared, kind=TitleSettings)
+
+
+def titled(column: str | None) -> TitleSettings:
+    return build(TitleSettings, {"title_column": column, "max_target_length": 9})
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_the_column_of_titles(
     write_rows: WriteRows, columns: list[str], wanted: str | None, text: str, found: str
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
-    assert find_titles(table, wanted, text, 9) == Titles(found, 9)
+    assert Titles.find(titled(wanted), table, text) == Titles(found, 9)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_a_column_of_titles_that_cannot_be_told(
     write_rows: WriteRows, columns: list[str], wanted: str | None, text: str, parts: list[str]
 ) -> None:
     table = read_file(write_rows("a.jsonl", [dict.fromkeys(columns, "t")]), TextSettings())
-    refusal(find_titles, table, wanted, text, 9, says=["a.jsonl", *parts])
+    refusal(Titles.find, titled(wanted), table, text, says=["a.jsonl", *parts])
 
 
 @pytest.mark.parametrize("empty", ["", " \n\t", None])

@@ -34,9 +34,9 @@ from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.tokens import load_tokenizer
 from toolkit.features.titles import rouge
-from toolkit.features.titles.feature import GenerationSettings
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
+from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 
 SEED, LONGEST = 42, 16

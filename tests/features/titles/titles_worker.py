@@ -22,8 +22,8 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
-from toolkit.features.titles.feature import GenerationSettings
 from toolkit.features.titles.model import load_title_model
+from toolkit.features.titles.settings import GenerationSettings
 from toolkit.models.to_bigbird import long_model
 from toolkit.objective.losses import token_losses
 from toolkit.training.optimizer import parameter_groups

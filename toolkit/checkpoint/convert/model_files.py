@@ -18,7 +18,7 @@ from toolkit.utils.model_config import check_model_config
 
 CONFIG = "config.json"
 DECISIONS = "decisions.json"
-"""How the model's probabilities become answers; toolkit.features.decisions.decisions writes and reads it."""
+"""How the probabilities of a model become answers; it belongs to the weights of one step."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # What a model folder may hold that is no weight; other files (logs, optimizer states) stay behind.
 _KEPT = (

@@ -18,11 +18,12 @@ from toolkit.data.labels import MULTI, Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import first_line
+from toolkit.evaluation.answers import ClassAnswers, readable
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.features.decisions.decisions import Decisions, readable
 from toolkit.report.bootstrap import interval, resampled, scores_of
 from toolkit.report.files import dumps, write_whole
 
+FILE = "baselines.json"
 LARGEST, LINEAR, MODEL = "largest class", "tf-idf + logistic regression", "this model"
 _MOST_NUMBERS = 10**7
 """Training features times classes: a few seconds of one core. Above it a sample of the rows is learned from."""
@@ -31,30 +32,23 @@ _MOST_WEIGHTS = 10**6
 """Of the linear model: the features that most training rows have are taken."""
 
 
-FILE = "baselines.json"
-
-
 def write_baselines(
-    folder: Path, data: Prepared | None, outputs: tuple[Split, np.ndarray] | None, decisions: Decisions | None
+    folder: Path, data: Prepared | None, outputs: tuple[Split, np.ndarray], answers: ClassAnswers
 ) -> list[str]:
     """Writes `folder`/baselines.json, in place of an older one, and returns the lines for the screen.
 
-    `outputs`: (a split, its logits (N, C)) of an evaluation, or None where nothing is to be written; `decisions`: the
-    usual ones of the data's labels where None.
+    `outputs`: (a split, its logits (N, C)) of an evaluation; without `data` there is nothing to learn from.
     """
     (folder / FILE).unlink(missing_ok=True)
-    if outputs is None:
-        return []
     split, train = outputs[0], data.train if data else None
-    decisions = decisions or Decisions(data.labels)  # type: ignore[union-attr]
     try:
-        found = baselines(train, *outputs, decisions)
+        content = baselines(train, *outputs, answers)
     except (MemoryError, ValueError) as error:  # the model is there all the same
         return [f"not compared with simple models: {first_line(error)}"]
-    if found:
+    if content:
         about = {"split": split.name, "num_samples": len(split), "train": len(train) if train else 0}
-        write_whole(folder / FILE, [dumps(about | found, indent=2), "\n"])
-    return describe(found)
+        write_whole(folder / FILE, [dumps(about | content, indent=2), "\n"])
+    return describe(content)
 
 
 def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
@@ -67,16 +61,16 @@ def read_baselines(folder: Path, last: Evaluation) -> dict[str, Any] | None:
         return None
 
 
-def baselines(train: Split | None, split: Split, logits: np.ndarray, decisions: Decisions) -> dict[str, Any]:
+def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: ClassAnswers) -> dict[str, Any]:
     """`models`: name -> metric -> value, low, high; `trained_on`: rows of the training split that tf-idf learned from.
 
     `logits`: (N, C), the model's of `split`. Without a training split of the model alone; nothing for numbers.
     """
-    labels = decisions.labels
+    labels = answers.labels
     if labels.problem_type == "regression" or not len(split):
         return {}
     multi = labels.problem_type == MULTI
-    adjusted = decisions.adjusted(logits)
+    adjusted = answers.adjusted(logits)
     guesses = {MODEL: (adjusted > 0) if multi else adjusted.argmax(axis=1)}
     trained_on = 0
     if train is not None:

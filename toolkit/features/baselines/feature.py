@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from toolkit.config.parse import has_section
+from toolkit.config.parse import has_section, section_in
 from toolkit.config.sections import TrainingSettings, section
-from toolkit.utils.features import Feature
+from toolkit.utils.features import Feature, PagePart
 
 
 @section
@@ -20,8 +22,24 @@ class BaselineSettings:
 class BaselinesFeature(Feature):
     """The model beside simple ones, at the end of a run."""
 
+    files = ("baselines.json",)
+
     def sections(self, settings_class: type) -> Mapping[str, type]:
         return {"baselines": BaselineSettings} if has_section(settings_class, TrainingSettings) else {}
+
+    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+        from toolkit.features.baselines.baselines import write_baselines
+
+        if not section_in(settings, BaselineSettings).baselines:
+            (folder / self.files[0]).unlink(missing_ok=True)  # of the same run with other settings
+            return ()
+        return write_baselines(folder, data, evaluation.outputs, answers) if evaluation.outputs else ()
+
+    def page(self, page: Any) -> PagePart | None:
+        from toolkit.features.baselines.baselines import read_baselines
+
+        content = read_baselines(page.folder, page.last)
+        return PagePart(Path(__file__).with_name("page.html"), {"baselines": content}) if content else None
 
 
 FEATURE = BaselinesFeature()

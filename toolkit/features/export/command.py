@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from toolkit import launch
+from toolkit.checkpoint.convert.model_files import DECISIONS
 from toolkit.config import ModelSettings, TaskSettings, TextSettings, build, fields_of, sections_of, tasks
 from toolkit.data.labels import USUAL, Labels
 from toolkit.data.prepare import prepare_data, split_of_texts
@@ -30,10 +31,9 @@ from toolkit.data.rows import text_column, texts_of
 from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, load_tokenizer, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
+from toolkit.evaluation.answers import ClassAnswers, labels_of, saved_answers
 from toolkit.evaluation.outputs import predict
-from toolkit.evaluation.saved_model import labels_of, quoting_of_run
-from toolkit.features.decisions.decisions import DECISIONS, saved_decisions
-from toolkit.features.titles import model as title_model
+from toolkit.evaluation.saved_model import quoting_of_run
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import FILES, INPUTS, ExportedClassifier, exported_to, require_packages
 from toolkit.pooled import pooled_config
@@ -74,7 +74,7 @@ def export(options: Any) -> None:
             raise UserError(f"--to {options.to} cannot take this {type(model).__name__} [{said}]") from error
         expected = _logits(accelerator, model, validation, tokenizer)
         found = _logits(accelerator, ExportedClassifier(draft, model.config), validation, tokenizer)
-        decide = saved_decisions(options.model, labels).adjusted
+        decide = saved_answers(options.model, model.config).adjusted
         said, losses = compare(decide(expected), decide(found), validation.labels if known else None, labels)
         said = f"{said}, on {len(validation)} rows of {validation.name}"
         too_much = {name: points for name, points in losses.items() if points > getattr(options, name)}
@@ -95,7 +95,7 @@ def _exportable(name: str) -> Any:
     if kind := exported_to(Path(model_path(name))):
         raise UserError(f"{name} is exported to {kind} already: name the model that it was made of")
     config = load_config(named)
-    if config.model_type == title_model.KIND:
+    if not isinstance(saved_answers(name, config), ClassAnswers):
         raise UserError(f"{name} writes titles: toolkit export takes classifiers and regressions")
     if LengthBuckets.of_model(config):
         raise UserError(

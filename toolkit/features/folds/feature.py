@@ -1,8 +1,9 @@
-"""`--folds` and `--label_corrections`: the settings, and what the core asks of this feature."""
+"""`--folds` and `--label_corrections`: the settings and the hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -59,6 +60,30 @@ class FoldsFeature(Feature):
         from toolkit.features.folds.split import select_rows
 
         return select_rows(settings, own.label_corrections, facts, rows, targets)
+
+    def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
+        if "fold" not in data.feature_facts:
+            return settings
+        from toolkit.features.folds.split import settings_of
+
+        return settings_of(accelerator, settings, data.feature_facts["fold"])
+
+    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+        if data is None or "fold" not in data.feature_facts:
+            return ()
+        from toolkit.features.folds.page import finish_fold
+
+        return finish_fold(folder, data, evaluation)
+
+    def folder_page(self, folder: Path) -> Path | None:
+        from toolkit.features.folds.split import FOLDS
+
+        if not (folder / FOLDS).is_file():
+            return None
+        from toolkit.features.folds.page import write_folds
+
+        write_folds(folder)
+        return folder / "report.html"
 
 
 FEATURE = FoldsFeature()

@@ -1,16 +1,11 @@
-"""Which labels are probably wrong, and where a model is worst: from answers about rows that it was not trained on."""
+"""Which labels are probably wrong, from answers about rows that the models were not trained on."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-
-FEWEST_ROWS = 10
-_MOST_SLICES = 15
 
 
 class Suspect(NamedTuple):
@@ -21,18 +16,6 @@ class Suspect(NamedTuple):
     """Its class; of several labels per text all that it should have."""
     margin: float
     """The probability of what is given less that of what is suggested: the lower the surer."""
-
-
-class Slice(NamedTuple):
-    """Rows with something in common, and how often the model is wrong there."""
-
-    name: str
-    value: str
-    rows: int
-    wrong: float
-    """The share that is wrong."""
-    deviations: float
-    """How many standard deviations of chance that is above the share of all rows."""
 
 
 def suspects(chances: np.ndarray, given: np.ndarray, answers: np.ndarray) -> list[Suspect]:
@@ -79,20 +62,3 @@ def skill(given: np.ndarray, answers: np.ndarray) -> float:
         return float(np.mean([skill(g, a) for g, a in zip(given.T, answers.T, strict=True) if np.ptp(g)] or [1]))
     recalls = [float((answers[given == c] == c).mean()) for c in np.unique(given)]
     return (sum(recalls) - 1) / (len(recalls) - 1) if len(recalls) > 1 else 1.0
-
-
-def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list[Slice]:
-    """Groups of the rows, by column and value, in which more are wrong than chance explains (two standard deviations),
-    the clearest first. (N,) truth values; a column holds each row's value."""
-    share, found = float(wrong.mean()) if len(wrong) else 0.0, []
-    for name, values in groups.items():
-        own = defaultdict(list)
-        for place, value in enumerate(values):
-            own[value].append(place)
-        for value, places in own.items():
-            if FEWEST_ROWS <= len(places) < len(wrong) and 0 < share < 1:
-                there = float(wrong[places].mean())
-                deviations = (there - share) / math.sqrt(share * (1 - share) / len(places))
-                found.append(Slice(name, value, len(places), there, deviations))
-    found.sort(key=lambda slice: -slice.deviations)
-    return [slice for slice in found if slice.deviations > 2][:_MOST_SLICES]

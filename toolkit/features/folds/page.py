@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from accelerate.utils import broadcast_object_list
 
+from toolkit import launch
 from toolkit.config import ProblemType
 from toolkit.data.labels import MULTI, Labels
+from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split, length_bins
 from toolkit.errors import UserError, listing
-from toolkit.evaluation import classification_metrics
+from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.outputs import ids_fault
 from toolkit.features.folds.duplicates import SIMILAR, near_duplicates
-from toolkit.features.folds.label_errors import FEWEST_ROWS, Suspect, skill, suspects, worst_slices
+from toolkit.features.folds.label_errors import Suspect, skill, suspects
 from toolkit.features.folds.split import PART, fold_folder, numbers, text_digest, unfinished
 from toolkit.report.files import dumps, read_lines, write_whole
 from toolkit.report.record import Record, render
+from toolkit.report.slices import FEWEST_ROWS, worst_slices
 
 ERRORS = "label_errors.jsonl"
 _WEAK = 0.25
@@ -39,6 +43,19 @@ def write_part(folder: Path, fold: int, split: Split, lines: Sequence[dict[str, 
             for line, text, tokens, sources in kept
         ),
     )  # fmt: skip
+
+
+def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[str]:
+    """Writes what a fold's model answers for its part; after the last one all parts together. All processes call it,
+    and train the next fold where there is one."""
+    remaining, lines = 0, []
+    if evaluation.predictions:  # on the main process
+        write_part(folder, data.feature_facts["fold"], data.validation, list(evaluation.predictions()))
+        remaining = len(unfinished(folder.parent))
+        lines = [f"{remaining} folds remain"] if remaining else write_folds(folder.parent)
+    if broadcast_object_list([remaining])[0]:
+        launch.once_more()
+    return lines
 
 
 def write_folds(folder: Path) -> list[str]:
@@ -71,7 +88,7 @@ def write_folds(folder: Path) -> list[str]:
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
                "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
                "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
-    write_whole(folder / "report.html", [render("folds.html", context)])
+    write_whole(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
     metrics = "  ".join(f"{name} {found['metrics'][name]:.4f}" for name in names)
     return [
         *found["doubts"],

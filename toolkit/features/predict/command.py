@@ -22,7 +22,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TextSettings
-from toolkit.data.labels import USUAL
+from toolkit.data.labels import USUAL, Labels
 from toolkit.data.parse import format_of
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.read import Table, columns_of, find_columns, read_file
@@ -30,8 +30,8 @@ from toolkit.data.rows import joined_texts, pair_column, text_column
 from toolkit.data.tokens import Split, separator_of
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
+from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
-from toolkit.features.decisions.decisions import Decisions
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files, digest_of_text, remove
@@ -41,7 +41,7 @@ WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 
 
 def predict_file(options: Any) -> None:
-    """Writes the rows of `options.file` with what the model says of each, or prints what it says of `options.text`; all
+    """Writes the rows of `options.file` with the model's answer to each, or prints its answers to `options.text`; all
     processes call it.
 
     A classifier adds a prediction and its probabilities, an encoder-decoder a title. `options` holds the arguments
@@ -56,13 +56,12 @@ def predict_file(options: Any) -> None:
     if options.text:
         _print_answers(options, accelerator)
         return
-    saved, output, read_as = SavedModel(options.model), _output_of(options), reading(options)
-    alike = not read_as.delimiter and format_of(Path(options.file)) == format_of(output)
-    decisions, parts = saved.decisions, Parts(output, read_as.encoding, read_as.quoting == "none" and alike)
+    saved, output, settings = SavedModel(options.model), _output_of(options), reading(options)
+    same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
+    parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
     _shard_of(options.shard)  # a wrong one is reported before any work
-    table = read_file(options.file, read_as)
-    nothing = np.zeros((0, decisions.labels.size if decisions else 0), np.float32)
-    _refuse_columns(table, _columns(nothing, decisions, parts.output, options) if decisions else ["prediction"])
+    table = read_file(options.file, settings)
+    _refuse_columns(table, _columns_added(saved.answers, parts.output, options))
     column, pair = columns_read(options, table)
     max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
@@ -75,8 +74,8 @@ def predict_file(options: Any) -> None:
         _predict_and_join(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
     except KeyboardInterrupt:
         finished = sum(end - start for start, end in parts.done().items())
-        kept = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
-        launch.say(accelerator, f"stopped: {kept}; to continue: {launch.how_launched()['command']}")
+        progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
+        launch.say(accelerator, f"stopped: {progress}; to continue: {launch.how_launched()['command']}")
         raise
 
 
@@ -97,11 +96,11 @@ def _predict_and_join(
             f"{parts.folder} lacks rows {listing(parts.missing(rows))} of {rows}: run the shards that are not done"
         )
     if missing:
-        named_columns = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
-        for line in filter(None, [table.note, f"reading {named_columns}, at most {max_length} tokens of each text"]):
+        names = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
+        for line in filter(None, [table.note, f"reading {names}, at most {max_length} tokens of each text"]):
             launch.say(accelerator, line)
         if done:
-            launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: going on")
+            launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: continuing")
         saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
         _predict_parts(options, saved, table, columns, parts, done, json.dumps(facts))
     if not accelerator.is_main_process:
@@ -111,11 +110,11 @@ def _predict_and_join(
         parts.join(of_shards=_in_shards(options))
         print(f"{rows} rows: {parts.output}", file=sys.stderr)
     elif not parts.are_joined(facts):  # meanwhile, by another
-        left = (
+        status = (
             f"not yet: rows {listing(lacking)} (the last one joins all)" if lacking else
             "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
         )  # fmt: skip
-        print(f"shard {options.shard} is done; {left}", file=sys.stderr)
+        print(f"shard {options.shard} is done; {status}", file=sys.stderr)
 
 
 def _in_shards(options: Any) -> bool:
@@ -143,11 +142,11 @@ def _print_answers(options: Any, accelerator: Accelerator) -> None:
     columns_read(options, None)
     length = saved.length(options.max_length)
     saved.load(accelerator, length, options.per_device_batch_size, options.max_tokens_per_batch)
-    found = saved.outputs(saved.split(options.text))
-    if found is not None:
+    outputs = saved.outputs(saved.split(options.text))
+    if outputs is not None:
         if note := empty_texts([row for row, text in enumerate(options.text) if not text.strip()], len(options.text)):
             print(note, file=sys.stderr)
-        for text, answer in zip(options.text, printed_answers(found, saved.decisions), strict=True):
+        for text, answer in zip(options.text, printed_answers(outputs, saved.answers), strict=True):
             print(f"{answer}  {text}")
 
 
@@ -164,17 +163,17 @@ def _windows(table: Table, done: dict[int, int], shard: tuple[int, int]) -> Iter
     import pyarrow
 
     start = number = 0
-    held: list[Any] = []
+    waiting: list[Any] = []
     batches = table.batches()
     while True:
         batch = next(batches, None)
         if batch is not None:
-            held.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
-        rows = sum(map(len, held))
-        if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in held) >= WINDOW_BYTES):
+            waiting.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
+        rows = sum(map(len, waiting))
+        if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES):
             if start not in done and number % shard[1] == shard[0] - 1:
-                yield _Window(start, pyarrow.concat_tables(held))
-            start, number, held = start + rows, number + 1, []
+                yield _Window(start, pyarrow.concat_tables(waiting))
+            start, number, waiting = start + rows, number + 1, []
         if batch is None:
             return
 
@@ -194,10 +193,10 @@ def _predict_parts(
     with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
         following = reader.submit(ready)
         written: Future[Any] = writer.submit(int)
-        while (made := following.result()) is not None:
-            window, split, places, blank = made
+        while (item := following.result()) is not None:
+            window, split, places, blank = item
             following = reader.submit(ready)
-            found = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
+            outputs = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
             rows, computed = rows + window.rows.num_rows, computed + len(split)
             empty += (window.start + blank).tolist()
             if split.folder != Path() and accelerator.is_local_main_process:
@@ -205,15 +204,14 @@ def _predict_parts(
                 Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
             if accelerator.is_main_process:
                 unanswered += written.result()
-                written = writer.submit(_write, options, saved.decisions, parts, window, np.asarray(found)[places])
+                written = writer.submit(_write, options, saved.answers, parts, window, np.asarray(outputs)[places])
         unanswered += written.result()
     seconds = max(time.monotonic() - bar.started, 1e-9)
     if accelerator.is_main_process:
         if empty:
             print(empty_texts(empty, rows), file=sys.stderr)
-        if unanswered and saved.decisions:
-            limit = f"below {saved.decisions.abstain_below:g}, the abstain_below of the model's decisions.json"
-            print(f"{unanswered} of {rows} rows have no answer: their probabilities are {limit}", file=sys.stderr)
+        if unanswered:
+            print(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}", file=sys.stderr)
         again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
         print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
 
@@ -239,9 +237,9 @@ def _ready(
     return window, replace(split, name=table.name, rows=first), places, np.flatnonzero(blank)
 
 
-def _write(options: Any, decisions: Decisions | None, parts: Parts, window: _Window, found: Any) -> int:
-    """How many rows have no answer. `found`: of each row its logits, or its title."""
-    columns = _columns(found, decisions, parts.output, options) if decisions else {"prediction": found.tolist()}
+def _write(options: Any, answers: Answers, parts: Parts, window: _Window, outputs: Any) -> int:
+    """How many rows have no answer. `outputs`: of each row its logits, or its title."""
+    columns = _columns(answers, outputs, parts.output, options)
     parts.write(window.start, window.rows, columns)
     return sum(answer is None for answer in columns.get("prediction", ()))
 
@@ -250,19 +248,17 @@ def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) ->
     """What the parts of an output have in common."""
     model = Path(model_path(options.model))
     digest = digest_of_files(model, model.rglob("*")) if model.is_dir() else options.model
-    asked = {name: getattr(options, name) for name in ("probabilities", "encoding")}
-    precision = accelerator.mixed_precision
-    return (
-        {"layout": 2, "file": table.digest, "rows": len(table), "model": digest, "precision": precision} | asked | more
-    )
+    facts = {name: getattr(options, name) for name in ("probabilities", "encoding")}
+    facts |= {"layout": 2, "file": table.digest, "rows": len(table), "model": digest}
+    return facts | {"precision": accelerator.mixed_precision} | more
 
 
-def _shard_of(asked: str | None) -> tuple[int, int]:
+def _shard_of(shard: str | None) -> tuple[int, int]:
     """`3/64` -> (3, 64); all of a file is (1, 1)."""
-    numbers = tuple(map(int, asked.split("/"))) if asked and re.fullmatch(r"\d+/\d+", asked) else (1, 1)
-    if (asked and numbers == (1, 1) and asked != "1/1") or not 1 <= numbers[0] <= numbers[1]:
-        raise UserError(f"--shard {asked}: write 3/64 for the third of 64 shards; the first is 1/64")
-    return numbers[0], numbers[1]
+    match = re.fullmatch(r"(\d+)/(\d+)", shard or "1/1")
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--shard {shard}: write 3/64 for the third of 64 shards; the first is 1/64")
+    return int(match[1]), int(match[2])
 
 
 def reading(options: Any) -> TextSettings:
@@ -290,39 +286,47 @@ def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
     return column, pair_column(table, pair, column)
 
 
-def printed_answers(found: Any, decisions: Decisions | None) -> list[str]:
+def printed_answers(outputs: Any, answers: Answers) -> list[str]:
     """What is printed of each text: a title, numbers, or classes with their probabilities."""
-    if decisions is None:
-        return list(found)
-    answers, labels = [], decisions.labels
-    for line in decisions.answers(found):
-        if labels.problem_type == "regression":
-            numbers = np.atleast_1d(line["prediction"])
-            answers.append(" ".join(f"{name} {number:.4g}" for name, number in zip(labels.names, numbers, strict=True)))
-        else:
-            chances = dict(zip(labels.names, line["probabilities"], strict=True))
-            if line["prediction"] is None:  # --abstain_below
-                best = max(chances, key=lambda name: chances[name])
-                answers.append(f"no answer (likeliest: {best} {chances[best]:.4f})")
-                continue
-            names = [line["prediction"]] if isinstance(line["prediction"], str) else line["prediction"]
-            answers.append(" ".join(f"{name} {chances[name]:.4f}" for name in names) or "none")
-    return answers
+    lines = list(answers.answers(outputs))
+    if not isinstance(answers, ClassAnswers):
+        return [str(line["prediction"]) for line in lines]
+    return [_printed(line, answers.labels) for line in lines]
 
 
-def _columns(logits: np.ndarray, decisions: Decisions, output: Path, options: Any) -> dict[str, list[Any]]:
-    return class_columns(logits, decisions, format_of(output) in SEPARATORS, options.probabilities)
+def _printed(line: dict[str, Any], labels: Labels) -> str:
+    prediction = line["prediction"]
+    if labels.problem_type == "regression":
+        numbers = zip(labels.names, np.atleast_1d(prediction), strict=True)
+        return " ".join(f"{name} {number:.4g}" for name, number in numbers)
+    chances = dict(zip(labels.names, line["probabilities"], strict=True))
+    if prediction is None:
+        best = max(chances, key=lambda name: chances[name])
+        return f"no answer (likeliest: {best} {chances[best]:.4f})"
+    names = [prediction] if isinstance(prediction, str) else prediction
+    return " ".join(f"{name} {chances[name]:.4f}" for name in names) or "none"
+
+
+def _columns(answers: Answers, outputs: Any, output: Path, options: Any) -> dict[str, list[Any]]:
+    if not isinstance(answers, ClassAnswers):
+        return {"prediction": [line["prediction"] for line in answers.answers(outputs)]}
+    return class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
+
+
+def _columns_added(answers: Answers, output: Path, options: Any) -> Iterable[str]:
+    none: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
+    return _columns(answers, none, output, options)
 
 
 def class_columns(
-    logits: np.ndarray, decisions: Decisions, flat: bool, probabilities: str = "all"
+    logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str = "all"
 ) -> dict[str, list[Any]]:
     """Columns for (N, C) logits: probabilities as lists where the format has them, else as a column per class.
 
     `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest.
     """
-    labels, decided = decisions.labels, list(decisions.answers(logits))
-    columns = {"prediction": [line["prediction"] for line in decided]}
+    labels, lines = answers.labels, list(answers.answers(logits))
+    columns = {"prediction": [line["prediction"] for line in lines]}
     if labels.problem_type == "regression":
         if labels.size == 1 or not flat:
             return columns
@@ -333,15 +337,15 @@ def class_columns(
     if probabilities == "none":
         return columns
     if probabilities == "all" and not flat:
-        return columns | {"probabilities": [line["probabilities"] for line in decided]}
+        return columns | {"probabilities": [line["probabilities"] for line in lines]}
     if probabilities == "all":
         for place, name in enumerate(labels.names):
-            columns[f"probability_{name}"] = [line["probabilities"][place] for line in decided]
+            columns[f"probability_{name}"] = [line["probabilities"][place] for line in lines]
         return columns
     most = min(int(probabilities.removeprefix("top-")), labels.size)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :most]  # (N, most)
     names = [[labels.names[place] for place in row] for row in order.tolist()]
-    best = [[line["probabilities"][place] for place in row] for line, row in zip(decided, order.tolist(), strict=True)]
+    best = [[line["probabilities"][place] for place in row] for line, row in zip(lines, order.tolist(), strict=True)]
     if not flat:
         return columns | {"top_classes": names, "top_probabilities": best}
     for place in range(most):
@@ -351,9 +355,8 @@ def class_columns(
 
 
 def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
-    taken = [name for name in columns if name in table.rows.column_names]
-    if taken:
-        raise UserError(f"{table.name} already has a column {listing(taken)}: rename it, nothing is overwritten")
+    if there := [name for name in columns if name in table.rows.column_names]:
+        raise UserError(f"{table.name} already has a column {listing(there)}: rename it, nothing is overwritten")
 
 
 def _output_of(options: Any) -> Path:

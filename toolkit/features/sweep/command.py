@@ -33,29 +33,6 @@ _STUDY = "study.journal"
 _FIRST_TRIALS = 4
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "sweep",
-        help="search for settings, or run several seeds or configs, and compare",
-        usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
-        description="Runs a recipe again and again. All that is not listed here goes to the recipe: its settings, and "
-        "--config_file accelerate_configs/ddp.yaml. The same command goes on where it was stopped.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE.py")
-    parser.add_argument(
-        "--search",
-        action="append",
-        default=[],
-        metavar="NAME=VALUES",
-        help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
-    )
-    parser.add_argument("--trials", type=int, metavar="N", help=f"runs of the search in all [{_TRIALS}]")
-    parser.add_argument("--seeds", type=int, metavar="N", help="the best settings (or those given) with N seeds in all")
-    parser.add_argument("--configs", metavar="FILE,FILE", help="the best settings (or those given) under each config")
-    parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
-
-
 def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words` are the recipe's. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")

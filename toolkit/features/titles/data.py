@@ -87,7 +87,16 @@ class Titles(Targets):
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Titles:
-        return find_titles(table, settings.data.title_column, text_column, settings.data.max_target_length)
+        columns = find_columns(table, settings.data.title_column, USUAL, "title_column")
+        texts = columns_of(table, text_column)
+        if len(columns) != 1:
+            raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
+        if columns[0] in texts:
+            raise UserError(
+                f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and "
+                "--title_column"
+            )
+        return cls(columns[0], settings.data.max_target_length)
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
         """(samples,) int64 that mean nothing: titles are read when they are kept."""
@@ -125,15 +134,3 @@ class Titles(Targets):
     def _titles(self, table: Table, rows: np.ndarray | None) -> Iterator[list[str]]:
         for _, (cells,) in table.cells((self.column,), rows):
             yield ["" if cell is None else " ".join(str(cell).split()) for cell in cells]
-
-
-def find_titles(table: Table, title_column: str | None, text_column: str, max_length: int) -> Titles:
-    """The column of titles. Raises UserError where it is unclear which one that is."""
-    texts, columns = columns_of(table, text_column), find_columns(table, title_column, USUAL, "title_column")
-    if len(columns) != 1:
-        raise table.which("title", "title_column", [name for name in table.rows.column_names if name not in texts])
-    if columns[0] in texts:
-        raise UserError(
-            f"{table.name}: column {columns[0]!r} cannot be both text and title: name --text_column and --title_column"
-        )
-    return Titles(columns[0], max_length)

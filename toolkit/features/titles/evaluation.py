@@ -13,12 +13,15 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.checkpoint.live import unwrapped
+from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
+from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 from toolkit.features.titles import rouge
 from toolkit.features.titles.data import TitleSplit
+from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
@@ -73,8 +76,24 @@ def generate_titles(
         with accelerator.autocast():
             titles = writer.write(*writer.encode(batch))  # (B, T)
         outputs.add(accelerator.gather_for_metrics(batch.padded(titles)))
-    found = outputs.in_order()
-    return [readable(tokenizer, row) for row in found[0].tolist()] if found else None
+    arrays = outputs.in_order()
+    return [readable(tokenizer, row) for row in arrays[0].tolist()] if arrays else None
+
+
+class TitleAnswers(Answers):
+    """Of an encoder-decoder that was saved: its titles."""
+
+    def load(self, settings: ModelSettings) -> Any:
+        return load_saved_title_model(settings)
+
+    def outputs(self, accelerator: Any, model: Any, split: Any, tokenizer: Any, *sizes: Any) -> list[str] | None:
+        return generate_titles(accelerator, model, split, tokenizer, *sizes)
+
+    def answers(self, outputs: Sequence[str]) -> Iterator[dict[str, Any]]:
+        return ({"prediction": title} for title in outputs)
+
+    def metrics(self, outputs: Sequence[str], truth: Sequence[str]) -> dict[str, Any]:
+        return title_metrics(outputs, truth)
 
 
 class Writer:
@@ -110,7 +129,7 @@ class Writer:
 
     def write(self, encoded: Any, mask: torch.Tensor) -> torch.Tensor:
         """(B, most) ids, padded, without the token that begins a title."""
-        found = self.module.generate(
+        ids = self.module.generate(
             encoder_outputs=encoded, attention_mask=mask, max_new_tokens=self.most, synced_gpus=self.synced
         )[:, 1:]
-        return torch.nn.functional.pad(found, (0, self.most - found.shape[1]), value=self.padding)
+        return torch.nn.functional.pad(ids, (0, self.most - ids.shape[1]), value=self.padding)

@@ -1,52 +1,13 @@
-"""Titles of texts: the settings of recipes/title.py, and what the core asks of this feature."""
+"""Models that write titles (recipes/title.py): the hooks."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar
 
-from pydantic import Field
-
-from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, TextSettings, section
-from toolkit.utils.features import Feature, Problem
-
-KIND = "encoder-decoder"
-"""`model_type` in the config.json of models that write titles."""
-
-
-@section
-class TitleDataSettings(TextSettings):
-    """Where the texts and titles are."""
-
-    title_column: str | None = None
-    """Found by its name (title, summary, ...) when not given."""
-    max_target_length: int = Field(default=32, ge=2)
-    """Tokens of a title, its end token included; longer ones are cut in training, and none longer are written."""
-
-
-@section
-class GenerationSettings:
-    """How titles are written and judged."""
-
-    num_beams: int = Field(default=4, ge=1)
-    """Beams of the search; 1 takes the likeliest token each time."""
-    length_penalty: float = 1.0
-    """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
-    no_repeat_ngram_size: int = Field(default=0, ge=0)
-    """No sequence of so many tokens occurs twice in a title; 0 allows it."""
-    rouge_segmenter: Literal["auto", "word", "jieba", "char"] = "auto"
-    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TitleSettings:
-    """The settings of a recipe on texts and their titles."""
-
-    model: PretrainedSettings
-    data: TitleDataSettings
-    generation: GenerationSettings
-    training: LongTrainingSettings
+from toolkit.features.titles.settings import KIND, TitleDataSettings, TitleSettings
+from toolkit.utils.features import Feature, PagePart, Problem
 
 
 class TitlesFeature(Feature):
@@ -66,6 +27,22 @@ class TitlesFeature(Feature):
         from toolkit.features.titles.data import Titles
 
         return Titles
+
+    def answers(self, model: str, config: Any) -> Any:
+        if config.model_type != KIND:
+            return None
+        from toolkit.features.titles.evaluation import TitleAnswers
+
+        return TitleAnswers()
+
+    def page(self, page: Any) -> PagePart | None:
+        if page.record.problem_type not in self.problems:
+            return None
+        from toolkit.features.titles.page import examples
+
+        context = examples(page.record, page.folder, page.texts)
+        links = {"examples": "Examples"} if context["examples"] else {}
+        return PagePart(Path(__file__).with_name("page.html"), context, links)
 
 
 FEATURE = TitlesFeature()

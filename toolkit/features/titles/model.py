@@ -22,7 +22,7 @@ from transformers import (
 from toolkit.config import PretrainedSettings
 from toolkit.demo import model_path
 from toolkit.errors import UserError
-from toolkit.features.titles.feature import KIND, GenerationSettings
+from toolkit.features.titles.settings import KIND, GenerationSettings
 from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
 from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
 

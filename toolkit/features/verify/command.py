@@ -19,35 +19,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from subprocess import run as run_child
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from toolkit.errors import UserError, last_error
+from toolkit.features.verify.feature import CONFIGS
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.relaunch import find_file, read_config, split
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import finite
 
-_CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")]
 # A prime number of samples: micro-batches are uneven, so that a mean over them is another one than over samples.
 _SAMPLES, _SIZE, _OTHER_SIZE = 31, 3, 5
 # A config in bf16 or fp16 may be so much further from fp32 than one process in it; what is no difference at all; and
 # what of a gradient norm's difference counts, which rounding moves so much more than a loss.
 _MORE, _ROUNDING, _OF_GRADIENT = 1.5, {"bf16": 1e-3, "fp16": 2e-4}, 1 / 40
-
-
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "verify",
-        help="whether a recipe trains the same under every config, here",
-        description="Compares a few steps in one process and under each config. What is not listed is the recipe's.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE.py")
-    parser.add_argument("--config_file", action="append", metavar="FILE", help=f"may be repeated [{_CONFIGS}]")
-    parser.add_argument("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
-    parser.add_argument("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="beside fp32 [auto]")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
-    parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
 
 
 @dataclass
@@ -121,7 +106,7 @@ class Verification:
         """Raises UserError for a config that is not there."""
         launch, self.words = split(words)
         self.launch = [word for name, value in vars(launch).items() if value for word in (f"--{name}", value)]
-        self.options, self.configs = options, options.config_file or _CONFIGS
+        self.options, self.configs = options, options.config_file or CONFIGS
         self.folder = Path(options.output_dir or f"runs/verify-{Path(options.recipe).stem}")
         self.folder.mkdir(parents=True, exist_ok=True)
         read = [read_config(find_file(name, options.recipe, "accelerate_configs")) for name in self.configs]

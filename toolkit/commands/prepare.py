@@ -1,0 +1,33 @@
+"""`toolkit prepare [RECIPE] --name value ...`: makes the tokens that a recipe with these settings would make."""
+
+from __future__ import annotations
+
+from toolkit.config.recipes import begins_with_name, settings_of_recipe
+from toolkit.errors import UserError
+from toolkit.utils.features import Command
+
+
+def run(arguments: list[str]) -> None:
+    task = arguments.pop(0) if begins_with_name(arguments) else "cls"
+    description = "Takes a recipe's settings and tokenizes its data, as its first run would."
+    settings = settings_of_recipe(task, arguments, "prepare", description)
+    if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
+        raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
+    from toolkit.data.prepare import prepare_data
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.models.to_bigbird import long_model
+    from toolkit.pretrained import load_config
+
+    pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
+    data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
+    for split in (data.train, data.validation, data.test):
+        if split is not None:
+            lengths = split.lengths
+            print(f"{split.name}: {len(split)} samples, {lengths.sum()} tokens, longest {lengths.max()}")
+    for note in filter(None, (*data.notes, data.advice)):
+        print(note)
+    print(data.targets.describe())
+    print(f"kept in {data.folder}")
+
+
+COMMAND = Command("prepare", "tokenize a job's data ahead of time", run)

@@ -1,0 +1,20 @@
+"""`toolkit report RUN`: writes a run's report.html again."""
+
+from __future__ import annotations
+
+import argparse
+
+from toolkit.utils.features import Command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run's folder")
+
+
+def run(options: argparse.Namespace) -> None:
+    from toolkit.report.html import write_report_of_folder
+
+    print(write_report_of_folder(options.run, options))
+
+
+COMMAND = Command("report", "write a run's report.html again", run, add_arguments)

@@ -1,0 +1,42 @@
+"""`toolkit estimate`: what a job would take of each process's memory."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from toolkit.config.parse import tasks
+from toolkit.config.recipes import begins_with_name, settings_of_recipe
+from toolkit.utils.features import Command, Feature
+from toolkit.utils.files import templates
+
+
+def _run(arguments: list[str]) -> None:
+    """Of a recipe (`bigbird` or recipes/bigbird.py, and its settings), or of a model for recipes/cls.py."""
+    task = "cls"
+    if begins_with_name(arguments):
+        name = arguments.pop(0)
+        if re.fullmatch(rf"(.*/)?({'|'.join(tasks())})(\.py)?", name):
+            task = Path(name).stem
+        else:
+            arguments = ["--model_name_or_path", name, *arguments]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num_processes", type=int, default=2)
+    options, arguments = parser.parse_known_args(arguments)
+    description = (
+        "Takes a recipe's name or a model's, and the settings of a recipe; prints what a run takes of the memory of "
+        "each of --num_processes N processes [2] under every strategy. Trains nothing."
+    )
+    settings = settings_of_recipe(task, arguments, "estimate", description)
+    if settings.model.model_name_or_path is None:
+        demo_file = str(templates() / "recipes" / f"{task}_demo.yaml")
+        settings = settings_of_recipe(task, [demo_file, *arguments], "estimate", description)
+    from toolkit.features.estimate.command import run
+
+    run(task, settings, options.num_processes)
+
+
+FEATURE = Feature(
+    Command("estimate", "the memory that a job takes on each process, by strategy", _run, relaunches=False)
+)

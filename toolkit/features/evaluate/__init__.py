@@ -1,1 +1,0 @@
-"""A saved model, judged on labelled rows."""

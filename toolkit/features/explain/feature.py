@@ -1,0 +1,68 @@
+"""`toolkit report RUN --explain 5`: which words led to the worst mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.utils.features import Feature, PagePart
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: give the number of rows, 5 say")
+    return int(text)
+
+
+class ExplainFeature(Feature):
+    """Words, coloured by what they add to the model's answer."""
+
+    def add_options(self, command: str, parser: argparse.ArgumentParser) -> None:
+        if command == "report":
+            parser.add_argument(
+                "--explain", type=_count, default=0, metavar="ROWS",
+                help="show which words led to so many of the worst mistakes [0]",
+            )  # fmt: skip
+
+    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+        if data is None or not data.facts.get("labels"):
+            return ()
+        return [
+            f"  toolkit report {shlex.quote(str(folder))} --explain 5   shows which words led to the worst mistakes"
+        ]
+
+    def page(self, page: Any) -> PagePart | None:
+        rows = getattr(page.options, "explain", 0)
+        if not rows:
+            return None
+        _refuse(page)
+        from markupsafe import Markup
+
+        from toolkit.features.explain.page import explain
+        from toolkit.report.record import render
+
+        explanations = explain(page.folder, page.record.data, page.worst, page.texts, rows) if page.worst else {}
+        words = Path(__file__).with_name("words.html")
+        texts = {place: Markup(render(words, {"found": found})) for place, found in explanations.items()}
+        return PagePart(Path(__file__).with_name("page.html"), {"explanations": explanations}, texts=texts)
+
+
+def _refuse(page: Any) -> None:
+    """Raises UserError where nothing can be explained."""
+    config = page.folder / "model" / "config.json"
+    if not page.record.data.get("labels"):
+        raise UserError("--explain is for classes and numbers, and this run learns neither")
+    if not config.is_file():
+        raise UserError(f"--explain needs the saved model, and there is no {config}")
+    if not page.texts:
+        raise UserError(
+            "--explain needs the texts of the last evaluation, and the cache of this machine does not have them: "
+            "`toolkit prepare` with the run's settings makes them again"
+        )
+
+
+FEATURE = ExplainFeature()

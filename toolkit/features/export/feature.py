@@ -1,0 +1,35 @@
+"""`toolkit export`: a classifier for OpenVINO or ONNX Runtime."""
+
+from __future__ import annotations
+
+import argparse
+
+from toolkit.utils.features import Command, Feature
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
+    parser.add_argument("out", help="the folder to make")
+    parser.add_argument("--to", choices=("openvino", "onnx"), required=True, help="the runtime")
+    parser.add_argument("--int8", action="store_true", help="8-bit weights and activations, calibrated on real texts")
+    parser.add_argument("--max_drop", type=float, default=0.5, metavar="POINTS",
+                        help="how far accuracy (of numbers: their variance) may fall, of 100 [0.5]")  # fmt: skip
+    parser.add_argument("--max_changed", type=float, default=2.0, metavar="POINTS",
+                        help="how many answers may change, right or wrong, of 100 [2]")  # fmt: skip
+    parser.add_argument("--validation_file", metavar="FILE", help="to check on; the run's validation rows if not given")
+    parser.add_argument("--calibration_file", metavar="FILE", help="for --int8; the run's training rows if not given")
+    for name in ("text_column", "text_pair", "label_column"):
+        parser.add_argument(f"--{name}", metavar="NAME", help="of these files")
+    parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+
+
+FEATURE = Feature(
+    Command(
+        "export",
+        "turn a classifier into one that OpenVINO or ONNX Runtime computes, 8-bit if asked",
+        "toolkit.features.export.command:export",
+        _add_arguments,
+        "Writes OUT, a folder that `toolkit predict` takes as any other. It is checked against MODEL on the "
+        "validation rows of its run (or --validation_file), and not written where its answers differ.",
+    )
+)

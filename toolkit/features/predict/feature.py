@@ -1,0 +1,105 @@
+"""`toolkit predict` and `toolkit evaluate`: a saved model on the rows of a file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.utils.features import Command, Feature
+
+_EPILOG = (
+    "Runs alone, or on several processes: --config_file accelerate_configs/ddp.yaml, or "
+    "`accelerate launch -m toolkit ...`, `torchrun --nproc_per_node 2 -m toolkit ...`."
+)
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a run's model folder, any classifier or encoder-decoder, or a hub name")
+    parser.add_argument(
+        "file", nargs="?", help="CSV, TSV, JSON, JSONL or Parquet, plain or .gz, or 'part-*.csv'; .txt: a text per line"
+    )
+    parser.add_argument(
+        "--text", action="append", help="print the answer for this text (may be repeated); no FILE then"
+    )
+    parser.add_argument("--output", metavar="FILE", help="where to write [FILE.predictions.csv beside the input]")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    parser.add_argument(
+        "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
+    )
+    parser.add_argument("--shard", metavar="3/64", help="label only this part of the file, beside others that do so")
+    parser.add_argument("--join", action="store_true", help="only write the output of what the shards have finished")
+    _add_reading(parser)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a run's model folder, any classifier, or a hub name")
+    parser.add_argument("file", help="labelled rows: CSV, TSV, JSON, JSONL or Parquet")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="where to write [FILE.evaluation beside the input]")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    parser.add_argument("--label_column", metavar="NAME", help="as in training, or found by its name, when not given")
+    parser.set_defaults(text=None)
+    _add_reading(parser)
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    """How a file is read, and how a model computes."""
+    parser.add_argument("--text_column", metavar="NAME", help="found by its name when not given")
+    parser.add_argument("--text_pair", metavar="NAME", help="the second text's column; as in training when not given")
+    parser.add_argument("--encoding", default="utf-8", help="of CSV, TSV and JSON files [utf-8]")
+    parser.add_argument(
+        "--delimiter", metavar="CHARACTER", help="between cells; as the file's ending says if not given"
+    )
+    parser.add_argument(
+        "--quoting", choices=("csv", "none"), help="none: a double quote is part of the text [as in training, or csv]"
+    )
+    parser.add_argument("--column_names", metavar="NAMES", help="of a file without a header: label,text")
+    parser.add_argument("--max_length", type=int, metavar="TOKENS", help="the model's own limit when not given")
+    parser.add_argument("--per_device_batch_size", type=int, default=64, metavar="SAMPLES", help="[64]")
+    parser.add_argument(
+        "--max_tokens_per_batch", type=int, default=16384, metavar="TOKENS", help="padding counted [16384]"
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("auto", "no", "bf16", "fp16"), help="[the accelerate config's, or no]"
+    )
+
+
+def _probabilities(text: str) -> str:
+    if not re.fullmatch(r"all|none|top-[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not all, none or top-3")
+    return text
+
+
+class PredictFeature(Feature):
+    """Answers for the rows of a file, and their evaluation where the rows are labelled."""
+
+    def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
+        if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no class of transformers
+            return ()
+        from toolkit.report.summary import command_here
+
+        model = f"{shlex.quote(str(folder))}/model"
+        return [f"  {command_here('toolkit')} predict {model} YOUR_FILE.csv   labels the rows of a file"]
+
+
+FEATURE = PredictFeature(
+    Command(
+        "predict",
+        "label every row of a file, or give it a title",
+        "toolkit.features.predict.command:predict_file",
+        _add_predict,
+        "Labels every row of FILE, or writes its title, exactly once, in its order and with its columns.",
+        _EPILOG,
+    ),
+    Command(
+        "evaluate",
+        "judge a classifier on labelled rows: metrics, a report, predictions",
+        "toolkit.features.predict.evaluate:evaluate_file",
+        _add_evaluate,
+        "Writes a folder with eval.jsonl, predictions.jsonl and report.html: each row of FILE counts once.",
+        _EPILOG,
+    ),
+)

@@ -1,0 +1,37 @@
+"""`toolkit sweep`."""
+
+from __future__ import annotations
+
+import argparse
+
+from toolkit.utils.features import Command, Feature
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE.py")
+    parser.add_argument(
+        "--search",
+        action="append",
+        default=[],
+        metavar="NAME=VALUES",
+        help="learning_rate=1e-5:1e-4:log (a range) or seed=1,2,3 (a list); may be repeated. Lists alone are all tried",
+    )
+    parser.add_argument("--trials", type=int, metavar="N", help="runs of the search in all [20]")
+    parser.add_argument("--seeds", type=int, metavar="N", help="the best settings (or those given) with N seeds in all")
+    parser.add_argument("--configs", metavar="FILE,FILE", help="the best settings (or those given) under each config")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="of the sweep [runs/sweep-RECIPE]; each run in its own")
+
+
+FEATURE = Feature(
+    Command(
+        "sweep",
+        "search for settings, or run several seeds or configs, and compare",
+        "toolkit.features.sweep.command:run",
+        _add_arguments,
+        usage="toolkit sweep RECIPE.py [SETTINGS.yaml] [--search NAME=LOW:HIGH[:log] ...] [--name value ...]",
+        description="Runs a recipe again and again. Everything else goes to the recipe: its settings, and "
+        "--config_file accelerate_configs/ddp.yaml. The same command goes on where it was stopped.",
+        relaunches=False,
+        passes_rest=True,
+    )
+)

@@ -1,0 +1,47 @@
+"""The settings of recipes/title.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pydantic import Field
+
+from toolkit.config.sections import LongTrainingSettings, PretrainedSettings, TextSettings, section
+
+KIND = "encoder-decoder"
+"""`model_type` in the config.json of models that write titles."""
+
+
+@section
+class TitleDataSettings(TextSettings):
+    """Where the texts and titles are."""
+
+    title_column: str | None = None
+    """Found by its name (title, summary, ...) when not given."""
+    max_target_length: int = Field(default=32, ge=2)
+    """Tokens of a title, its end token included; longer ones are cut in training, and none longer are written."""
+
+
+@section
+class GenerationSettings:
+    """How titles are written and judged."""
+
+    num_beams: int = Field(default=4, ge=1)
+    """Beams of the search; 1 takes the likeliest token each time."""
+    length_penalty: float = 1.0
+    """Above 0 it favours longer titles, below 0 shorter ones; for beams."""
+    no_repeat_ngram_size: int = Field(default=0, ge=0)
+    """No sequence of so many tokens occurs twice in a title; 0 allows it."""
+    rouge_segmenter: Literal["auto", "word", "jieba", "char"] = "auto"
+    """What ROUGE counts: words, Chinese words by jieba, or characters; `auto` looks at the references."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TitleSettings:
+    """The settings of a recipe on texts and their titles."""
+
+    model: PretrainedSettings
+    data: TitleDataSettings
+    generation: GenerationSettings
+    training: LongTrainingSettings

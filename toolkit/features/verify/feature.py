@@ -1,0 +1,31 @@
+"""`toolkit verify`."""
+
+from __future__ import annotations
+
+import argparse
+
+from toolkit.utils.features import Command, Feature
+
+CONFIGS = [f"accelerate_configs/{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE.py")
+    parser.add_argument("--config_file", action="append", metavar="FILE", help=f"may be repeated [{CONFIGS}]")
+    parser.add_argument("--max_steps", type=int, default=4, metavar="N", help="optimizer steps of each run [4]")
+    parser.add_argument("--mixed_precision", default="auto", metavar="auto|no|bf16|fp16", help="beside fp32 [auto]")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="relative, in fp32 [1e-5]")
+    parser.add_argument("--output_dir", metavar="FOLDER", help="of the runs and verify.json [runs/verify-RECIPE]")
+
+
+FEATURE = Feature(
+    Command(
+        "verify",
+        "whether a recipe trains the same under every config, here",
+        "toolkit.features.verify.command:run",
+        _add_arguments,
+        description="Compares a few steps in one process and under each config. Other words are the recipe's.",
+        relaunches=False,
+        passes_rest=True,
+    )
+)

@@ -1,0 +1,45 @@
+"""What a checkpoint and the run that resumes from it must have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from toolkit.checkpoint.checksum import crc32, crc32_of_range
+from toolkit.config import ObjectiveSettings, section_in
+from toolkit.data.prepare import Prepared
+
+
+def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe: str) -> dict[str, Any]:
+    """JSON."""
+    model, training = settings.model, settings.training
+
+    def content(name: str) -> str:
+        return _content_of(Path(name)) if accelerator.is_main_process and Path(name).is_dir() else name
+
+    distillation = getattr(settings, "distillation", None)
+    return {
+        "recipe": recipe,
+        "model": content(str(model.model_name_or_path)),
+        **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
+        **{name: value for name in ("num_hidden_layers", "pooling") if (value := getattr(model, name, None))},
+        **data.facts,
+        "data": data.digest,
+        "max_length": data.max_length,
+        "global_batch_size": training.global_batch_size,
+        "group_by_length": training.group_by_length,
+        "seed": training.seed,
+        "sampling": section_in(settings, ObjectiveSettings).sampling,
+        **{name: getattr(model, name, None) for name in ("lora_r", "lora_alpha", "lora_target_modules")},
+    }
+
+
+def _content_of(model: Path) -> str:
+    """The same for a folder that was moved or copied: a checksum of its config and its weights."""
+    files = sorted(
+        path for path in model.iterdir() if path.name == "config.json" or path.suffix in (".safetensors", ".bin")
+    )
+    text = " ".join(f"{path.name} {crc32_of_range(path):08x}" for path in files)
+    return f"{crc32(text.encode()):08x}"
