@@ -95,7 +95,7 @@ def main() -> None:
         model.train()
         for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
             logits = model(**batch.inputs).logits  # (B, C)
-            losses = distilled(loss_fn(logits, batch.labels), logits, batch.teacher, labels, settings)  # (B,)
+            losses = distilled(loss_fn(logits, batch.labels), logits, batch, labels, settings)  # (B,)
             losses = regularize(batch, logits, losses)  # --r_drop_alpha, --fgm_epsilon
             accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)

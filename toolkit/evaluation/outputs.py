@@ -18,8 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.ahead import Ahead
-from toolkit.data.batches import Batch, collator_of, micro_batches
+from toolkit.data.batches import Ahead, Batch, collator_of, micro_batches
 from toolkit.data.progress import PartOfProgress, Progress
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing

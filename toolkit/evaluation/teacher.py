@@ -14,6 +14,7 @@ from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
+from toolkit.data.batches import Batch
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, load_tokenizer, tells_pairs_apart
@@ -41,7 +42,7 @@ def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepare
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
-    return replace(data, train=replace(data.train, teacher=np.load(folder / _FILE, mmap_mode="r")))
+    return replace(data, train=replace(data.train, columns={"teacher": np.load(folder / _FILE, mmap_mode="r")}))
 
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
@@ -106,11 +107,11 @@ def _refuse_other_tokens(config: Any, own: Any, data: Prepared, tokenizer: Any, 
 
 
 def distilled(
-    losses: torch.Tensor, logits: torch.Tensor, teacher: torch.Tensor | None, labels: Labels, settings: TaskSettings
+    losses: torch.Tensor, logits: torch.Tensor, batch: Batch, labels: Labels, settings: TaskSettings
 ) -> torch.Tensor:
-    """(B,) losses of the labels, (B, C) logits, and a teacher's -> (B,): (1 - alpha) labels + alpha teacher; the
-    losses as they are where there is no teacher."""
-    if teacher is None:
+    """(B,) losses of the labels, (B, C) logits, and a batch with a teacher's -> (B,): (1 - alpha) labels + alpha
+    teacher; the losses as they are where there is no teacher."""
+    if "teacher" not in batch.columns:
         return losses
-    alpha, temperature = settings.distillation.mixture
+    (alpha, temperature), teacher = settings.distillation.mixture, batch.columns["teacher"]
     return (1 - alpha) * losses + alpha * distillation_losses(logits, teacher, labels.problem_type, temperature)

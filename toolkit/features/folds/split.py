@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.data.labels import MULTI, Labels
-from toolkit.data.rows import Rows, Targets, sampled
+from toolkit.data.rows import Rows, Targets, sampled, seed_of
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.cache import digest_of_text
 from toolkit.utils.files import read_table, replace_file, writing
@@ -47,7 +47,7 @@ def data_facts(
     if corrections:
         added["label_corrections"] = text_digest(json.dumps(_corrections(Path(corrections))))
     if folds:
-        added |= {"folds": folds, "seed": _seed(settings)}
+        added |= {"folds": folds, "seed": seed_of(settings)}
         digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
         added["fold"] = next_fold(accelerator, str(settings.training.output_dir), folds, digest)
     return added
@@ -59,15 +59,14 @@ def select_rows(
     """The training rows with corrected labels; of a fold its training rows and the part that it is judged on."""
     notes: list[str] = []
     if corrections:
-        rows = corrected(rows, targets, corrections, notes)
+        rows, note = corrected(rows, targets, corrections)
+        notes.append(note)
     if "fold" not in facts:
         return {"train": rows}, notes
-    rows = sampled(rows, "train", settings.data.max_train_samples, _seed(settings), notes)
-    return without_part(rows, targets, facts["folds"], facts["fold"], _seed(settings), notes), notes
-
-
-def _seed(settings: Any) -> int:
-    return int(settings.training.seed if settings.data.data_seed is None else settings.data.data_seed)
+    seed = seed_of(settings)
+    rows, more = sampled(rows, "train", settings.data.max_train_samples, seed)
+    parts, note = without_part(rows, targets, facts["folds"], facts["fold"], seed)
+    return parts, [*notes, *more, note]
 
 
 def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, digest: str) -> int:
@@ -124,8 +123,8 @@ def _next(folder: Path, folds: int, digest: str) -> int:
     return remaining[0]
 
 
-def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int, notes: list[str]) -> dict[str, Rows]:
-    """The training rows without part `fold` of `folds`, and that part as `validation`; by class where there are
+def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
+    """({"train": the rows without part `fold` of `folds`, "validation": that part}, a note); by class where there are
     classes. Raises UserError for fewer rows than folds."""
     from sklearn.model_selection import KFold, StratifiedKFold
 
@@ -139,8 +138,8 @@ def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int,
         warnings.simplefilter("ignore", UserWarning)
         parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
     train, part = parts[fold - 1]
-    notes.append(f"fold {fold} of {folds}: {len(part)} of {count} rows are held back (seed {seed})")
-    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(part))}
+    note = f"fold {fold} of {folds}: {len(part)} of {count} rows are held back (seed {seed})"
+    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(part))}, note
 
 
 def text_digest(text: str) -> str:
@@ -148,8 +147,8 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def corrected(rows: Rows, targets: Labels, file: str, notes: list[str]) -> Rows:
-    """The training rows with the labels of `--label_corrections`, and without those it leaves out.
+def corrected(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
+    """(the training rows with the labels of `--label_corrections` and without those it leaves out, a note).
 
     Raises UserError naming the line and the row where the file does not fit.
     """
@@ -174,9 +173,8 @@ def corrected(rows: Rows, targets: Labels, file: str, notes: list[str]) -> Rows:
     summary = (
         f"{counts['changed']} labels are changed, {counts['same']} are as they were, {counts['out']} rows left out"
     )
-    notes.append(f"{rows.table.name}: {summary} (--label_corrections {file})")
-    changed = replace(rows, targets=encoded)
-    return changed if stays.all() else changed.take(np.flatnonzero(stays))
+    changed, note = replace(rows, targets=encoded), f"{rows.table.name}: {summary} (--label_corrections {file})"
+    return changed if stays.all() else changed.take(np.flatnonzero(stays)), note
 
 
 def _encoded(label: Any, labels: Labels, where: str) -> Any:
