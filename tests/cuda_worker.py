@@ -84,6 +84,6 @@ if __name__ == "__main__":
     pretend()
     meta_worker.DEVICE, meta_worker.MODE, meta_worker.to_device = DEVICE, FAKE, to_device
     meta_worker.Accelerator.backward = give_gradients
-    for name in ("toolkit.training.steps", "toolkit.evaluation.outputs", "toolkit.data.ahead"):
+    for name in ("toolkit.training.steps", "toolkit.evaluation.outputs", "toolkit.data.batches"):
         sys.modules[name].Ahead = CollateHere  # type: ignore[attr-defined]
     meta_worker.main()

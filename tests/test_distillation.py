@@ -85,7 +85,7 @@ def test_each_row_has_the_teachers_own_answer_by_the_names_of_the_classes(
     settings = build(TaskSettings, given)
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    found = with_teacher(Accelerator(cpu=True), settings, data, tokenizer).train.teacher
+    found = with_teacher(Accelerator(cpu=True), settings, data, tokenizer).train.columns["teacher"]
     model, texts = AutoModelForSequenceClassification.from_pretrained(teacher).eval(), pd.read_csv(reviews)["text"]
     assert found is not None
     assert len(found) == len(data.train)

@@ -15,13 +15,13 @@ from toolkit.data.batches import (
     IGNORED,
     Collator,
     GlobalBatches,
-    TitleCollator,
     collator_of,
     even_width,
     micro_batches,
     most_micro_batches,
 )
-from toolkit.data.tokens import LengthBuckets, Split, TitleSplit
+from toolkit.data.tokens import LengthBuckets, Split
+from toolkit.features.titles.data import TitleCollator, TitleSplit
 
 CPU = torch.device("cpu")
 

@@ -258,7 +258,7 @@ def test_rows_are_named_as_in_the_file_when_some_are_left_out() -> None:
 
 
 def test_columns_that_cannot_be_told() -> None:
-    with pytest.raises(UserError, match=r"v\.csv has no label column 'label': it has text, lable"):
+    with pytest.raises(UserError, match=r"v\.csv has no column 'label': it has text, lable"):
         found(["a", "b"]).encode(table_of(["a"], name="v.csv", column="lable"), np.arange(1))
     with pytest.raises(UserError, match="Name one of y with --label_column"):
         find_labels(table_of(["a", "b"], column="y"), None, None, "text")

@@ -169,7 +169,7 @@ def test_a_text_column_that_cannot_be_told(
 
 
 def test_a_validation_file_without_the_text_column(prepared: Prepare) -> None:
-    with pytest.raises(UserError, match=r"validation_file\.jsonl has no text column 'text'"):
+    with pytest.raises(UserError, match=r"validation_file\.jsonl has no column 'text'"):
         prepared(rows_of({"a": 2, "b": 2}), validation_file=[{"sentence": "x", "label": "a"}])
 
 
@@ -408,7 +408,7 @@ def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(write
     assert isinstance(labels, Labels)
     every = np.arange(30)
     rows = Rows(table, ("text",), "", every, every, labels.encode(table, every))
-    parts = hold_back(rows, labels, 0.2, seed, [])
+    parts = hold_back(rows, labels, 0.2, seed)[0]
     assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
     assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
     for part in parts.values():

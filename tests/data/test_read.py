@@ -120,9 +120,9 @@ DEEP = '{"text": ' + "[" * 10**5 + "]" * 10**5 + "}"
         ("a.csv", "\n", "holds no columns"),
         ("a.csv", "text,label\n", "has a header and no rows"),
         ("a.tsv", "text\tlabel\n", "has a header and no rows"),
-        ("a.json", "[]", "holds no rows"),
+        ("a.json", "[]", "has no rows"),
         ("a.json", "\n", "is empty"),
-        ("a.jsonl", "\n", "holds no rows"),
+        ("a.jsonl", "\n", "has no rows"),
         ("a.json", "{", "not JSON"),
         ("a.jsonl", '{"text":"a"}\n{"text":\n', "line 2: not JSON"),
         ("a.parquet", "abc", "cannot be read as parquet"),
@@ -200,7 +200,7 @@ def test_a_quote_that_is_part_of_a_text_names_the_row_and_both_ways_out(tmp_path
     assert "pass --quoting none; else close it at the end of the cell, or double it" in told
     table = read_file(path, quoting="none")
     assert list(table.rows["text"]) == ['"very good" film', "bad", '"so']
-    assert table.said == f"{path}: read with --quoting none: double quotes are part of the texts"
+    assert table.note == f"{path}: read with --quoting none: double quotes are part of the texts"
     assert table.digest != read_file(path).digest
     commas = write(tmp_path / "a.csv", 'text,label\n"a, b",1\n')
     assert "line 2: 3 cells where the header has 2: pass --quoting csv" in fault_of(commas, quoting="none")
@@ -225,8 +225,8 @@ def test_files_as_they_come_are_read_and_it_is_said_how(
 ) -> None:
     table = read_file(path := write(tmp_path / name, content), **options)
     assert table.rows.to_dict() == columns
-    assert said in table.said
-    assert table.said.startswith(path if said else "")
+    assert said in table.note
+    assert table.note.startswith(path if said else "")
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,10 @@ def test_rows_come_in_batches_with_their_numbers(write_rows: WriteRows) -> None:
     rows = [{"text": f"t {place}", "label": str(place)} for place in range(230)]
     table = read_file(write_rows("a.csv", rows))
     wanted = np.array([0, 3, 49, 50, 149, 229])
-    found = [(number, *cells) for numbers, columns in table.cells(["label", "text"], "text", wanted)
+    found = [(number, *cells) for numbers, columns in table.cells(["label", "text"], wanted)
              for number, *cells in zip(numbers.tolist(), *columns, strict=True)]  # fmt: skip
     assert found == [(number, str(number), f"t {number}") for number in wanted.tolist()]
-    assert sum(len(numbers) for numbers, _ in table.cells(["text"], "text")) == 230
+    assert sum(len(numbers) for numbers, _ in table.cells(["text"])) == 230
 
 
 def test_several_files_are_one_table(write_rows: WriteRows, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from toolkit.data.tokens import (
     encoded,
     fingerprint,
     load_split,
-    save_strings,
     save_tokens,
+    write_texts,
 )
 from toolkit.errors import UserError
 
@@ -46,7 +46,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    save_strings(folder / "texts.jsonl", [lines[:2], lines[2:]])
+    list(write_texts(folder, [(lines[:2], None), (lines[2:], None)]))
     split = load_split(tmp_path, "train")
     assert len(split) == 5
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]

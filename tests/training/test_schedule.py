@@ -16,7 +16,8 @@ from tests.faults import refusal
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Batch, GlobalBatches
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import Split
+from toolkit.features.titles.data import TitleSplit
 from toolkit.objective.losses import sample_losses, token_losses
 from toolkit.training.optimizer import make_scheduler, parameter_groups
 from toolkit.training.steps import Step, Steps, make_schedule

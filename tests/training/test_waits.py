@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
-from toolkit.data.ahead import Ahead
+from toolkit.data.batches import Ahead
 from toolkit.training.steps import Steps, peak_memory_bytes, reset_peak_memory
 
 CPU = torch.device("cpu")

@@ -4,19 +4,23 @@
    of the texts only, not on the number of processes.
 2. `micro_batches`: one global batch cut into what each process computes at a time. That depends on the world, and does
    not change the sum of the losses over the global batch. An evaluation cuts a whole split in the same way.
-3. `Collator`: the samples of one micro-batch padded to the longest of them, as tensors on the device.
+3. `Collator`: the samples of one micro-batch padded to the longest of them, as tensors on the device; `Ahead` makes the
+   next batch while one is computed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.data.tokens import LengthBuckets, Split, TitleSplit
+from toolkit.data.tokens import LengthBuckets, Split
 
 # Samples are sorted by length within windows of so many global batches (as transformers' Trainer does):
 # nearly no padding, and an order that still differs in each epoch.
@@ -35,7 +39,7 @@ class Batch:
     """`input_ids` (B, S) int64; `attention_mask` (B, S) int64, where anything is padded; `token_type_ids` (B, S)
     int64, of pairs of texts, where the tokenizer has them."""
     labels: torch.Tensor
-    """(B,) int64, (B, classes) float32 or (B,) float32; of titles (B, T) int64."""
+    """(B,) int64, (B, classes) float32 or (B,) float32; of tokens (B, T) int64."""
     weights: torch.Tensor
     """(B,) float32: `Split.weights`, or 1; 0 for a sample that only keeps the processes in step."""
     ids: torch.Tensor
@@ -44,8 +48,8 @@ class Batch:
     """Real samples."""
     tokens: int
     """Real tokens, padding not counted."""
-    teacher: torch.Tensor | None = field(default=None, kw_only=True)
-    """(B, classes) float32: `Split.teacher`."""
+    columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
+    """Name -> (B, ...): of `Split.columns`."""
 
 
 class GlobalBatches(Sequence[np.ndarray]):
@@ -187,13 +191,13 @@ class Collator:
         width = max(lengths)
         if self.device.type == "cuda":
             width = even_width(width, self.longest, self.split.buckets)
-        inputs = {"input_ids": self._padded(samples, width, self.pad_id, self.left)}
+        inputs = {"input_ids": self.padded(samples, width, self.pad_id, self.left)}
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
             ones = [np.ones_like(sample) for sample in samples]
-            inputs["attention_mask"] = self._padded(ones, width, 0, self.left)
+            inputs["attention_mask"] = self.padded(ones, width, 0, self.left)
         if self.split.token_types is not None:
             types = [self.split.token_types[self.split.span(int(index))] for index in indices]
-            inputs["token_type_ids"] = self._padded(types, width, self.pad_type, self.left)
+            inputs["token_type_ids"] = self.padded(types, width, self.pad_type, self.left)
         return Batch(
             inputs=inputs,
             labels=self._move(self.split.labels[indices]),
@@ -201,13 +205,13 @@ class Collator:
             ids=self._move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
             samples=len(samples) if real else 0,
             tokens=sum(lengths) if real else 0,
-            teacher=None if self.split.teacher is None else self._move(self.split.teacher[indices]),
+            columns={name: self._move(values[indices]) for name, values in self.split.columns.items()},
         )
 
     def _weights(self, indices: np.ndarray) -> np.ndarray:
         return np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
 
-    def _padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
+    def padded(self, samples: Sequence[np.ndarray], width: int, filler: int, left: bool) -> torch.Tensor:
         """Arrays (length,) -> (B, S) int64 on the device."""
         padded = np.full((len(samples), width), filler, np.int64)
         for row, sample in enumerate(samples):
@@ -221,23 +225,33 @@ class Collator:
         return tensor.to(self.device, non_blocking=True)
 
 
-class TitleCollator(Collator):
-    """Sample indices -> a padded `Batch` whose labels are the tokens of titles."""
-
-    split: TitleSplit
-
-    def __call__(self, indices: np.ndarray) -> Batch:
-        """`decoder_input_ids` (B, T) begin with each title's first token; `labels` (B, T) are what follows each of
-        them, and IGNORED where a title has ended."""
-        batch = super().__call__(indices)
-        titles = [self.split.target(int(index)) for index in (indices if len(indices) else [0])]
-        width = max(len(title) for title in titles) - 1
-        # no mask of the decoder's padding: it comes last, and no token looks ahead
-        given = self._padded([title[:-1] for title in titles], width, self.pad_id, left=False)  # (B, T)
-        wanted = self._padded([title[1:] for title in titles], width, IGNORED, left=False)  # (B, T)
-        return replace(batch, inputs={**batch.inputs, "decoder_input_ids": given}, labels=wanted)
-
-
 def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:
     """The one for this kind of split."""
-    return (TitleCollator if isinstance(split, TitleSplit) else Collator)(split, tokenizer, device)
+    collator: Collator = (split.collator or Collator)(split, tokenizer, device)
+    return collator
+
+
+class Ahead:
+    """Collates the next batch, and copies it to the device, in a thread of its own while the current one is
+    computed."""
+
+    def __init__(self, collate: Collator) -> None:
+        self.collate, self._thread = collate, _thread(collate.device)
+        self._next: tuple[np.ndarray, Future[Batch]] | None = None
+
+    def batch(self, indices: np.ndarray, following: np.ndarray | None) -> Batch:
+        """The batch of these samples; the thread then begins with that of the `following` ones."""
+        ready = self._next is not None and self._next[0] is indices
+        future = self._next[1] if self._next and ready else self._thread.submit(self.collate, indices)
+        self._next = None if following is None else (following, self._thread.submit(self.collate, following))
+        return future.result()
+
+
+@functools.cache
+def _thread(device: torch.device) -> ThreadPoolExecutor:
+    """One for training and all evaluations, started before memory is scarce."""
+    # a new thread uses the first device, where pinned memory would open a context for every process
+    on_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    thread = ThreadPoolExecutor(1, "collate", initializer=on_device)
+    thread.submit(int).result()
+    return thread

@@ -1,6 +1,6 @@
 """Chinese words first: the tokenizer of checkpoints whose WordPiece vocabulary holds jieba's words.
 
-`Lowin/chinese-bigbird-*`, T5-PEGASUS and their kin cut a text with `jieba.cut(text, HMM=False)`; a word of the
+`Lowin/chinese-bigbird-*`, T5-PEGASUS and their kin segment a text with `jieba.cut(text, HMM=False)`; a word of the
 vocabulary is one token, any other goes through BERT's own tokenization. Their published class overrides
 `_tokenize` of the tokenizer written in Python; since transformers 5 that override is ignored without a word, and
 every Chinese character becomes a token of its own. Here the same tokens come from the fast tokenizer.
@@ -8,6 +8,10 @@ every Chinese character becomes a token of its own. Here the same tokens come fr
 The two differ for what the fast tokenizer and the Python one differ in, inside a word that is not in the vocabulary:
 some hundred combining marks of rare scripts (their Unicode tables are of other years), and, where letter case is
 kept, characters that NFC replaces (the Python one does so since 2023, later than these checkpoints).
+
+`tokenizers.pre_tokenizers.PreTokenizer.custom` with jieba makes the same tokens, too, but takes 2 times as long, and 5
+times where texts are truncated, as it must segment them to their end; and a tokenizer with a custom part can be neither
+saved nor copied.
 """
 
 from __future__ import annotations
@@ -26,14 +30,13 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel, WordPiece
 from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFast
-from transformers.tokenization_utils_base import BatchEncoding, TruncationStrategy
 
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
 
 MARK = "words_first"
-"""The key in tokenizer_config.json: transformers carries it along and makes nothing of it."""
-_MOST_REMEMBERED = 1_000_000  # words that are not in the vocabulary, about 200 bytes each
+"""The key in tokenizer_config.json: transformers saves and loads it, and does not interpret it."""
+_CACHED_WORDS = 1_000_000  # words that are not in the vocabulary, about 200 bytes each
 
 
 class Jieba(NamedTuple):
@@ -42,7 +45,7 @@ class Jieba(NamedTuple):
     cutter: Any
     """Has `cut` and `lcut`."""
     name: str
-    """`jieba VERSION DICTIONARY`: texts are cut alike where it is equal."""
+    """`jieba VERSION DICTIONARY`: equal names segment texts alike."""
 
 
 @lru_cache(maxsize=1)
@@ -50,7 +53,7 @@ def load_jieba() -> Jieba:
     """jieba with its own dictionary; half a second at the first call. Raises UserError when it is missing.
 
     It neither reads nor writes jieba's cache file: that one has the same name for every version and every user
-    of a machine, would be believed whatever it holds, and saves a tenth of a second. So nothing is printed, and
+    of a machine, would be trusted whatever it holds, and saves a tenth of a second. So nothing is printed, and
     any number of processes may start at once.
     """
     with warnings.catch_warnings():
@@ -58,7 +61,7 @@ def load_jieba() -> Jieba:
         try:
             import jieba
         except ImportError as error:
-            raise UserError("cutting Chinese text into words needs jieba: pip install jieba==0.42.1") from error
+            raise UserError("segmenting Chinese text into words needs jieba: pip install jieba==0.42.1") from error
     cutter = jieba.Tokenizer()
     with cutter.get_dict_file() as file:
         dictionary = file.read()
@@ -67,35 +70,36 @@ def load_jieba() -> Jieba:
     return Jieba(cutter, f"jieba {jieba.__version__} {hashlib.sha256(dictionary).hexdigest()[:8]}")
 
 
-def words_first(tokenizer: Any) -> JiebaTokenizer:
-    """A copy of a fast WordPiece tokenizer that cuts texts into jieba's words first.
+def words_first(tokenizer: Any) -> Any:
+    """A copy of a fast WordPiece tokenizer that segments texts into jieba's words first (`WordBackend`).
 
+    `save_pretrained` writes the files of the tokenizer without jieba, and the key `words_first`: `AutoTokenizer` loads
+    them, but tokenizes differently until this function is called on the result again.
     Raises UserError when jieba is missing, when the tokenizer is not a fast WordPiece one, and when it was saved
-    with a jieba that cuts differently from the one installed here.
+    with a jieba that segments differently from the one installed here.
     """
-    if isinstance(tokenizer, JiebaTokenizer):
+    if isinstance(getattr(tokenizer, "backend_tokenizer", None), WordBackend):
         return tokenizer
     if not _is_wordpiece(tokenizer):
         raise UserError(
             f"--tokenizer jieba needs a model with a WordPiece vocabulary (vocab.txt), and {type(tokenizer).__name__} "
             "has another: leave it out"
         )
-    here, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
-    if saved not in (None, "jieba", here):
+    installed, saved = load_jieba().name, tokenizer.init_kwargs.get(MARK)
+    if saved not in (None, "jieba", installed):
         raise UserError(
-            f"this tokenizer was saved with {saved} and here is {here}, which cuts words differently: "
+            f"this tokenizer was saved with {saved}, and {installed} is installed, which segments words differently: "
             f"pip install jieba=={str(saved).split()[1]}"
         )
-    require(PreTrainedTokenizerFast, "_encode_plus", "transformers")  # overridden below
-    made = copy.deepcopy(tokenizer)
-    made.__class__ = JiebaTokenizer
-    made._ordinary_class = type(tokenizer)
-    made.init_kwargs[MARK] = here
-    return made
+    require(PreTrainedTokenizerFast, "_tokenizer", "transformers")
+    segmenting = copy.deepcopy(tokenizer)
+    segmenting._tokenizer = WordBackend(segmenting._tokenizer)
+    segmenting.init_kwargs[MARK] = installed
+    return segmenting
 
 
-def load_words_first(name: str) -> JiebaTokenizer:
-    """The tokenizer of a folder or hub name, in the way of these checkpoints: BERT's, with jieba.
+def load_words_first(name: str) -> Any:
+    """`words_first` of the tokenizer of a folder or hub name, as these checkpoints are published: BERT's vocab.txt.
 
     `AutoTokenizer` alone goes by `tokenizer_class`, which may be one that nobody has, and then by `model_type`:
     for a BigBird it makes an empty sentencepiece tokenizer of a folder that has a vocab.txt.
@@ -106,9 +110,9 @@ def load_words_first(name: str) -> JiebaTokenizer:
     except ValueError:
         tokenizer = None
     if not _is_wordpiece(tokenizer):
-        berts = BertTokenizerFast.from_pretrained(name)
+        bert = BertTokenizerFast.from_pretrained(name)
         # without a vocabulary it is made too, of the special tokens
-        tokenizer = berts if tokenizer is None or len(berts) > len(berts.all_special_tokens) else tokenizer
+        tokenizer = bert if tokenizer is None or len(bert) > len(bert.all_special_tokens) else tokenizer
     return words_first(tokenizer)
 
 
@@ -116,149 +120,119 @@ def _is_wordpiece(tokenizer: Any) -> bool:
     return isinstance(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None), WordPiece)
 
 
-def is_jieba(where: Any) -> bool:
-    """Whether a tokenizer, or the one saved in a folder, cuts into jieba's words.
-
-    Also true of the ordinary tokenizer that `AutoTokenizer` makes of such a folder or hub name: give that one
-    to `words_first`.
-    """
-    if isinstance(where, str | Path):
-        path = Path(where) / "tokenizer_config.json"
+def is_jieba(source: Any) -> bool:
+    """Whether a tokenizer, or the one saved in a folder, has `words_first`'s mark; also true of the ordinary tokenizer
+    that `AutoTokenizer` makes of such a folder or hub name: call `words_first` on that one."""
+    if isinstance(source, str | Path):
+        path = Path(source) / "tokenizer_config.json"
         marks = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     else:
-        marks = getattr(where, "init_kwargs", {})
+        marks = getattr(source, "init_kwargs", {})
     return str(marks.get(MARK, "")).split(" ")[0] == "jieba"
 
 
-class JiebaTokenizer(PreTrainedTokenizerFast):
-    """A fast tokenizer in everything but how it cuts; made by `words_first`.
+class WordBackend:
+    """In the place of a `tokenizers.Tokenizer`: everything is that one's, but how it encodes texts.
 
-    `save_pretrained` writes the ordinary tokenizer's files and the key `words_first`. `AutoTokenizer` loads them,
-    but alone it cuts differently: `words_first(AutoTokenizer.from_pretrained(folder))` is this one again.
-    Added tokens are found in the text as they are written (letter case counts). There are no offsets into the text,
-    and `word_ids()` counts tokens.
+    Texts become lists of tokens here. A second tokenizer, whose words are the whole vocabulary, turns those into
+    encodings, so that truncation, special tokens, pairs and padding are the library's own. Added tokens are matched as
+    they are written (letter case counts). `word_ids()` counts tokens.
     """
 
-    _ordinary_class: type = PreTrainedTokenizerFast
-    _words: _Words | None = None
+    def __init__(self, backend: Tokenizer) -> None:
+        vars(self).update(_backend=backend, segmenter=load_jieba().name, _settings=[])
 
-    @property
-    def fingerprint_extra(self) -> str:
-        """What decides the ids beside `backend_tokenizer`."""
-        return load_jieba().name
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_backend"], name)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        ordinary = copy.copy(self)
-        ordinary.__class__ = self._ordinary_class
-        return ordinary.save_pretrained(save_directory, *args, **kwargs)
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._backend, name, value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_words"}
+    def __reduce__(self) -> tuple[type, tuple[Tokenizer]]:
+        return WordBackend, (self._backend,)
 
-    def _encode_plus(
-        self,
-        text: Any,
-        text_pair: Any = None,
-        truncation_strategy: TruncationStrategy = TruncationStrategy.DO_NOT_TRUNCATE,
-        max_length: int | None = None,
-        is_split_into_words: bool = False,
-        return_overflowing_tokens: bool = False,
-        return_offsets_mapping: bool = False,
-        split_special_tokens: bool | None = None,
-        **options: Any,
-    ) -> BatchEncoding:
-        if not isinstance(text, str) and not text:
-            raise ValueError("there is no text in the batch")
-        if is_split_into_words or return_offsets_mapping:
-            raise NotImplementedError("a tokenizer that cuts with jieba takes whole texts and has no offsets into them")
-        if self._words is None or self._words.size != len(self):
-            self._words = _Words(self)
-        words = self._words
-        cutting = truncation_strategy != TruncationStrategy.DO_NOT_TRUNCATE and self.truncation_side == "right"
-        # what lies behind the cut need not be cut into words: jieba is what takes the time
-        enough = max_length if cutting and text_pair is None and not return_overflowing_tokens else None
-        words.most = None if enough is None else enough + 1
-        split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
-        words.whole = _pattern_of(self, with_special=not split)
-        twin = copy.copy(self)  # the library's own method on finished tokens
-        twin._tokenizer = words.assembler
-        twin._tokenizer.post_processor = self.backend_tokenizer.post_processor
-        return PreTrainedTokenizerFast._encode_plus(
-            twin,
-            words.of_any(text),
-            text_pair if text_pair is None else words.of_any(text_pair),
-            truncation_strategy=truncation_strategy,
-            max_length=max_length,
-            is_split_into_words=True,
-            return_overflowing_tokens=return_overflowing_tokens,
-            **options,
-        )
+    def encode_batch(self, texts: Sequence[Any], is_pretokenized: bool = False, add_special_tokens: bool = True) -> Any:
+        """Encodings of texts, or of pairs of them, whose offsets cannot be read."""
+        if is_pretokenized:
+            raise NotImplementedError("a tokenizer that segments with jieba takes whole texts, not lists of words")
+        encode = self._assembler().encode_batch
+        return list(map(_WithoutOffsets, encode(self._segmented(texts), True, add_special_tokens)))
 
+    def encode_batch_fast(self, texts: Sequence[Any]) -> Any:
+        """The same, but of a text that is truncated, what overflows is one token only: the rest is not segmented, which
+        is what takes the time."""
+        assembler, truncation = self._assembler(), self.truncation or {}
+        count = truncation["max_length"] + 1 if truncation.get("direction") == "right" else None
+        return assembler.encode_batch_fast(self._segmented(texts, count), True)
 
-class _Words:
-    """Texts -> tokens; made of the ordinary tokenizer at the first text."""
+    def _assembler(self) -> Tokenizer:
+        """Lists of tokens -> encodings; made anew where tokens were added or the settings changed."""
+        backend = self._backend
+        settings = [backend.get_vocab_size(), backend.truncation, backend.padding, backend.encode_special_tokens]
+        settings.append(backend.post_processor and backend.post_processor.__getstate__())
+        if settings != self._settings:
+            vocabulary = WordLevel(backend.get_vocab(with_added_tokens=True), unk_token=backend.model.unk_token)
+            assembler, words = Tokenizer(vocabulary), backend.get_vocab(with_added_tokens=False)
+            assembler.post_processor = backend.post_processor
+            if backend.truncation:
+                assembler.enable_truncation(**backend.truncation)
+            if backend.padding:
+                assembler.enable_padding(**backend.padding)
+            vars(self).update(_words={word: (word,) for word in words}, _added=_pattern_of_added(backend))
+            vars(self).update(_assembles=assembler, _settings=settings)
+        return self._assembles
 
-    whole: re.Pattern[str] | None
-    """Finds added tokens such as [SEP]."""
-    most: int | None
-    """Tokens of a text that are wanted."""
+    def _segmented(self, texts: Sequence[Any], count: int | None = None) -> list[Any]:
+        """The tokens of each text, or of both of a pair; of a text alone at least `count`, where it has that many."""
+        return [
+            self._tokens(text, count) if isinstance(text, str) else tuple(map(self._tokens, text)) for text in texts
+        ]
 
-    def __init__(self, tokenizer: JiebaTokenizer) -> None:
-        backend = tokenizer.backend_tokenizer
-        self.size = len(tokenizer)  # with added tokens, to notice that some were added
-        self.vocabulary = frozenset(backend.get_vocab(with_added_tokens=False))
-        # finished tokens -> encodings: truncation, special tokens and padding as everywhere else
-        everything = WordLevel(backend.get_vocab(with_added_tokens=True), unk_token=str(tokenizer.unk_token))
-        self.assembler = Tokenizer(everything)
-        self.normalizer, self.pre_tokenizer, self.model = backend.normalizer, backend.pre_tokenizer, backend.model
-        self.cut = load_jieba().cutter.cut
-        self.remembered: dict[str, list[str]] = {}
-        """The tokens of words that are not in the vocabulary."""
-
-    def of_any(self, text: Any) -> Any:
-        """A text, a pair of them, or a batch of either, each text as its list of tokens: at least `most` of them
-        where it has that many, and not many more."""
-        if not isinstance(text, str):
-            return type(text)(self.of_any(part) for part in text)
+    def _tokens(self, text: str, count: int | None = None) -> list[str]:
         tokens: list[str] = []
-        for found in self._of_words(text):
-            tokens += found
-            if self.most is not None and len(tokens) >= self.most:
+        for tokens_of_word in self._words_of(text):
+            tokens += tokens_of_word
+            if count is not None and len(tokens) >= count:
                 break
         return tokens
 
-    def _of_words(self, text: str) -> Iterator[Sequence[str]]:
-        """The tokens of each word in turn; words are cut as they are asked for."""
-        start = 0
-        for match in [] if self.whole is None else self.whole.finditer(text):
-            yield from self._of_plain(text[start : match.start()])
-            yield (match.group(),)
-            start = match.end()
-        yield from self._of_plain(text[start:])
+    def _words_of(self, text: str) -> Iterator[Sequence[str]]:
+        """The tokens of each word in turn; the text is segmented as they are consumed."""
+        cut, words = load_jieba().cutter.cut, self._words
+        for place, part in enumerate(self._added.split(text) if self._added else [text]):
+            if place % 2:  # an added token, between two parts of the text
+                yield (part,)
+                continue
+            for word in cut(part, HMM=False):
+                tokens = words.get(word)
+                yield self._wordpieces(word) if tokens is None else tokens
 
-    def _of_plain(self, text: str) -> Iterator[Sequence[str]]:
-        for word in self.cut(text, HMM=False):
-            if word in self.vocabulary:
-                yield (word,)
-            else:
-                tokens = self.remembered.get(word)
-                yield self._of_unknown(word) if tokens is None else tokens
-
-    def _of_unknown(self, word: str) -> list[str]:
-        """What the ordinary tokenizer makes of a word, which holds no added token; remembered."""
-        text = word if self.normalizer is None else self.normalizer.normalize_str(word)
-        pieces = [(text, None)] if self.pre_tokenizer is None else self.pre_tokenizer.pre_tokenize_str(text)
-        if len(self.remembered) >= _MOST_REMEMBERED:
-            self.remembered.clear()
-        made = [token.value for piece, _ in pieces for token in self.model.tokenize(piece)]
-        self.remembered[word] = made
-        return made
+    def _wordpieces(self, word: str) -> Sequence[str]:
+        """What the ordinary tokenizer makes of a word that is not in its vocabulary."""
+        normalizer, pre_tokenizer = self.normalizer, self.pre_tokenizer
+        text = word if normalizer is None else normalizer.normalize_str(word)
+        pieces = [(text, None)] if pre_tokenizer is None else pre_tokenizer.pre_tokenize_str(text)
+        tokens = [token.value for piece, _ in pieces for token in self.model.tokenize(piece)]
+        if len(self._words) < _CACHED_WORDS:
+            self._words[word] = tokens
+        return tokens
 
 
-def _pattern_of(tokenizer: JiebaTokenizer, with_special: bool) -> re.Pattern[str] | None:
-    """Of the added tokens, the longest first."""
-    added = [token for token in tokenizer.added_tokens_decoder.values() if with_special or not token.special]
-    added.sort(key=lambda token: -len(token.content))
-    escaped = ((re.escape(token.content), token.single_word) for token in added)
-    found = "|".join(rf"(?<!\w){content}(?!\w)" if alone else content for content, alone in escaped)
-    return re.compile(found) if found else None
+class _WithoutOffsets:
+    """An encoding; its tokens' places in the text are not known."""
+
+    def __init__(self, encoding: Any) -> None:
+        self._encoding = encoding
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "offsets":
+            raise NotImplementedError("a tokenizer that segments with jieba has no offsets into the text")
+        return getattr(vars(self)["_encoding"], name)
+
+
+def _pattern_of_added(backend: Tokenizer) -> re.Pattern[str] | None:
+    """Matches the added tokens, the longest first; not the special ones where those are encoded as any text."""
+    every = sorted(backend.get_added_tokens_decoder().values(), key=lambda token: -len(token.content))
+    added = [token for token in every if not (token.special and backend.encode_special_tokens)]
+    bounded = [(r"(?<!\w){}(?!\w)" if token.single_word else "{}", re.escape(token.content)) for token in added]
+    return re.compile(f"({'|'.join(form.format(content) for form, content in bounded)})") if added else None

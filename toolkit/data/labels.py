@@ -19,15 +19,15 @@ from natsort import natsorted
 from toolkit.config import ProblemType
 from toolkit.data.parse import read_json
 from toolkit.data.read import Table, columns_of, find_columns
-from toolkit.data.rows import Rows, Targets
+from toolkit.data.rows import Targets
 from toolkit.errors import UserError, did_you_mean, listing
 
 USUAL = ("label", "labels", "sentiment", "emotion", "category", "class", "target", "intent", "topic", "score",
          "标签", "类别", "情感", "分类")  # fmt: skip
 MULTI: ProblemType = "multi_label_classification"
-MOST_CLASSES, _FEW_CLASSES = 2000, 50
-_MOST_DISTINCT = 200_000
-"""Values of a column that are looked at to tell what it holds: more are neither classes nor few enough to keep."""
+_MAX_CLASSES, _FEW_CLASSES = 2000, 50
+_MAX_DISTINCT = 200_000
+"""Values of a column that are read to decide what it holds: more are neither classes nor few enough for memory."""
 _FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _LARGEST = float(np.finfo(np.float32).max)
 _SEPARATORS = r"[|,;，；]"
@@ -41,24 +41,27 @@ class Labels(Targets):
     names: tuple[str, ...]
     """Class names by id; of numbers, their columns, or `score_0, score_1` where one column holds lists."""
     columns: tuple[str, ...]
-    """Where they stand: one column, or one for each output."""
+    """Of the table: one, or one for each output."""
     multi_hot: bool = False
     """A 0 or 1 for every class (in a list, or in columns) instead of the names of its classes."""
     values: tuple[str, ...] = ()
-    """What the cells hold for each class, where --label_names_file gives it another name."""
+    """The cells' value for each class, where --label_names_file gives it another name."""
 
     column_setting, usual_columns = "label_column", USUAL
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        facts = {"label_column": settings.data.label_column, "problem_type": settings.model.problem_type}
-        file = settings.data.label_names_file
-        return facts | ({"class_names": read_class_names(file)} if file else {})
+        problem_type = getattr(settings.model, "problem_type", None)
+        facts = {"label_column": settings.data.label_column, "problem_type": problem_type}
+        if file := getattr(settings.data, "label_names_file", None):
+            return facts | {"class_names": read_class_names(file)}
+        return facts
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Labels:
-        data, names = settings.data, cls.data_facts(settings).get("class_names")
-        return find_labels(table, data.label_column, settings.model.problem_type, text_column, rows, names)
+        facts = cls.data_facts(settings)
+        names = facts.get("class_names")
+        return find_labels(table, facts["label_column"], facts["problem_type"], text_column, rows, names)
 
     @property
     def size(self) -> int:
@@ -69,19 +72,19 @@ class Labels(Targets):
     def _ids(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.values or self.names)}
 
-    def encode(self, table: Table, kept: np.ndarray) -> np.ndarray:
-        """The rows `kept` of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32.
+    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
+        """Those rows of a table -> (n,) int64 class ids, (n, outputs) float32, or (n,) float32.
 
         Raises UserError naming the row with a label unseen in training, or with none at all.
         """
         if self.problem_type == "single_label_classification":
             read: Callable[..., list[Any]] = partial(self._class_ids, {}, table)
-            kind: Any = np.int64
+            dtype: Any = np.int64
         else:
             one = self._numbers if self.problem_type == "regression" else self._flags
-            read, kind = lambda cells, rows: list(map(one, cells, map(table.where, rows.tolist()))), np.float32
-        parts = [np.array(read(cells, rows), kind) for rows, cells in _cells(table, self.columns, kept)]
-        return np.concatenate(parts) if parts else np.zeros(0, kind)
+            read, dtype = lambda cells, numbers: list(map(one, cells, map(table.where, numbers.tolist()))), np.float32
+        parts = [np.array(read(cells, numbers), dtype) for numbers, cells in _cells(table, self.columns, rows)]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
     def _class_ids(self, known: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
         """`known` holds the values that earlier rows had: a class is looked up once, not in each of its rows."""
@@ -92,18 +95,11 @@ class Labels(Targets):
                     known[key] = self._id(cell, table.where(row))
         return [known[key] for key in keys]
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
-        np.save(folder / "labels.npy", rows.targets)
-
     def all_missing(self, table: Table) -> bool:
-        if any(column not in table.rows.column_names for column in self.columns):
+        if not set(self.columns) <= set(table.rows.column_names):
             return False
-        return all(
-            _is_missing(value)
-            for column in self.columns
-            for _, cells in _cells(table, (column,), None)
-            for value in cells
-        )
+        blocks = (cells for column in self.columns for _, cells in _cells(table, (column,), None))
+        return all(_is_missing(value) for cells in blocks for value in cells)
 
     def _id(self, value: Any, where: str) -> int:
         name = "" if _is_missing(value) else _name(value)
@@ -124,16 +120,16 @@ class Labels(Targets):
         if not self.multi_hot:
             ids = {self._id(name, where) for name in items}
             return [float(place in ids) for place in range(self.size)]
-        flags = [_FLAGS.get(str(item).strip().lower()) for item in items]
-        if len(self.columns) > 1 and None in flags:
-            odd = flags.index(None)
+        flags = [_FLAGS.get(str(item).strip().lower(), math.nan) for item in items]
+        odd = next((place for place, flag in enumerate(flags) if math.isnan(flag)), None)
+        if len(self.columns) > 1 and odd is not None:
             raise UserError(
                 f"{where}: column {self.columns[odd]!r} is {items[odd]!r}; several label columns must each hold 0 or "
                 "1, or numbers to predict: then pass --problem_type regression"
             )
-        if len(flags) != self.size or None in flags:
+        if len(flags) != self.size or odd is not None:
             raise UserError(f"{where}: {value!r} must hold a 0 or 1 for each of {self.size} classes")
-        return cast(list[float], flags)
+        return flags
 
     def _numbers(self, value: Any, where: str) -> float | list[float]:
         """One row of numbers to predict: a number, or a list of them."""
@@ -151,10 +147,9 @@ class Labels(Targets):
         return {"labels": list(self.names), "problem_type": self.problem_type}
 
     def describe(self) -> str:
-        kind = self.problem_type.replace("_", " ")
-        what = "output" if self.problem_type == "regression" else "classes"
-        what += "s" * (what == "output" and self.size > 1)
-        return f"{kind}, {len(self.names)} {what}: {', '.join(self.names[:8])}{'...' if len(self.names) > 8 else ''}"
+        kind, names = self.problem_type.replace("_", " "), ", ".join(self.names[:8]) + "..." * (self.size > 8)
+        what = "classes" if kind != "regression" else "outputs" if self.size > 1 else "output"
+        return f"{kind}, {self.size} {what}: {names}"
 
 
 def find_labels(
@@ -162,24 +157,24 @@ def find_labels(
     label_column: str | None,
     problem_type: ProblemType | None,
     text_column: str,
-    kept: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
     class_names: Mapping[str, str] | None = None,
 ) -> Labels:
     """Looks at the training table's label column and decides what it means.
 
     Strings and whole numbers are classes, numbers with a fraction are regression; lists, or several columns, are
     regression with several outputs where they hold numbers with fractions, and multi-label where they hold names or
-    0/1. `problem_type` overrides. Only the rows `kept` count (all by default). `class_names`: what stands in the
-    column -> the class's name. Raises UserError when there is no label column, an empty label, or fewer than two
-    classes, and where it cannot be told what is meant.
+    0/1. `problem_type` overrides. Only these rows count (all by default). `class_names`: value in the column -> the
+    class's name. Raises UserError when there is no label column, an empty label, or fewer than two classes, and where
+    the column is ambiguous.
     """
-    rows = np.arange(len(table)) if kept is None else kept
+    rows = np.arange(len(table)) if rows is None else rows
     columns = find_columns(table, label_column, USUAL, "label_column")
     if not columns:
         others = [name for name in table.rows.column_names if name not in columns_of(table, text_column)]
         several = f" (or several, each with 0 or 1 or a number: --label_column {','.join(others[:3])})"
         raise table.which("label", "label_column", others, several if len(others) > 1 else "")
-    values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MOST_DISTINCT)]
+    values = [value for _, value in itertools.islice(_distinct(table, columns, rows), _MAX_DISTINCT)]
     no_classes = UserError("--label_names_file names classes that are numbers in one column: leave it out")
     if len(columns) > 1:
         if class_names:
@@ -193,7 +188,7 @@ def find_labels(
         return labels
     column = columns[0]
     problem = problem_type or _guess(values, f"{table.name}: column {column!r}")
-    if len(values) == _MOST_DISTINCT or any(_is_blank(value, problem) for value in values):
+    if len(values) == _MAX_DISTINCT or any(_is_blank(value, problem) for value in values):
         _refuse_empty(table, column, rows, problem)
     if problem == "regression":
         if class_names:
@@ -202,60 +197,55 @@ def find_labels(
         return Labels(problem, tuple(f"{column}_{place}" for place in range(width)) if width > 1 else columns, columns)
     feature, multi_hot = _class_feature(table, column), False
     if problem == MULTI:
-        found, multi_hot = _names_in_lists(table, column, rows)
+        classes, multi_hot = _names_in_lists(table, column, rows)
         multi_hot = multi_hot and feature is None
     else:
-        found = set(map(_name, values))
-    names, cells = _named(table, column, feature, class_names, found, multi_hot)
-    if feature is None and not class_names and not multi_hot:
+        classes = set(map(_name, values))
+    names, cell_values = natural_order(classes), tuple[str, ...]()
+    if feature is not None:
+        names = tuple(feature.names)
+    elif class_names:
+        names, cell_values = _names_from_file(table, column, class_names, classes, multi_hot)
+    elif not multi_hot:
         _refuse_too_many(names, len(rows), problem_type, table, column)
     if len(names) < 2:
-        held = f"one class only ({names[0]})" if names else "no class at all"
-        raise UserError(f"{table.name}: column {column!r} holds {held}: at least two are needed")
-    return Labels(problem, names, columns, multi_hot, cells)
+        content = f"one class only ({names[0]})" if names else "no class at all"
+        raise UserError(f"{table.name}: column {column!r} holds {content}: at least two are needed")
+    return Labels(problem, names, columns, multi_hot, cell_values)
 
 
 def _names_in_lists(table: Table, column: str, rows: np.ndarray) -> tuple[set[str], bool]:
-    """(all names in the lists of a column; of lists with a 0 or 1 for each class these classes' places, whether they
-    are such)."""
-    found: set[str] = set()
+    """(all names in the lists of a column, or, where those have a 0 or 1 for each class, the classes' places; whether
+    they are multi-hot in this way)."""
+    names: set[str] = set()
     widths: set[int] = set()
-    hot = True
+    flags = True
     for row, value in _distinct(table, (column,), rows):
         items = _list_of(value, table.where(row))
-        found.update(map(_name, items))
+        names.update(map(_name, items))
         widths.add(len(items))
-        hot = hot and all(item in (0, 1) for item in items)
-    hot = hot and len(widths) == 1 and max(widths) > 1
-    return ({str(place) for place in range(max(widths))} if hot else found), hot
+        flags = flags and all(item in (0, 1) for item in items)
+    multi_hot = flags and len(widths) == 1 and max(widths) > 1
+    return ({str(place) for place in range(max(widths))} if multi_hot else names), multi_hot
 
 
-def _named(
-    table: Table,
-    column: str,
-    feature: Any,
-    class_names: Mapping[str, str] | None,
-    found: set[str],
-    multi_hot: bool,
+def _names_from_file(
+    table: Table, column: str, class_names: Mapping[str, str], classes: set[str], multi_hot: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the names of the classes, what the cells hold for them where that is something else)."""
-    if feature is not None:
-        return tuple(feature.names), ()
-    if not class_names:
-        return natural_order(found), ()
+    """(the names of the classes, the cells' values for them). Raises UserError for a class without a name."""
     names, values = tuple(class_names.values()), () if multi_hot else tuple(class_names)
-    strange = natural_order(found - set(class_names)) if values else ()
-    if strange or (multi_hot and len(names) != len(found)):
-        held = listing(strange) or f"rows of {len(found)} classes"
+    unnamed = natural_order(classes - set(class_names)) if values else ()
+    if unnamed or (multi_hot and len(names) != len(classes)):
+        content = listing(unnamed) or f"rows of {len(classes)} classes"
         raise UserError(
-            f"{table.name}: column {column!r} holds {held}, and --label_names_file names {listing(class_names)}: "
+            f"{table.name}: column {column!r} holds {content}, and --label_names_file names {listing(class_names)}: "
             "name all of them there, or leave it out"
         )
     return names, values
 
 
 def read_class_names(name: str) -> dict[str, str]:
-    """A file of class names -> {what stands in the label column: the class's name}, in the order of the numbers.
+    """A file of class names -> {value in the label column: the class's name}, in the order of the numbers.
 
     `["joy", "anger"]`; `{"0": "joy", "1": "anger"}` or the other way round; or rows with a number and a name, as
     `{"label": "100", "label_desc": "news_story"}`. Raises UserError for anything else.
@@ -266,25 +256,25 @@ def read_class_names(name: str) -> dict[str, str]:
     else:
         rows = [row if isinstance(row, dict | list) else [place, row] for place, row in enumerate(rows)]
         pairs = [tuple(row.values()) if isinstance(row, dict) else tuple(row) for row in rows]
-    named: dict[str, str] = {}
+    names_of: dict[str, str] = {}
     for place, pair in enumerate(pairs, 1):
         numbers = [str(part) for part in pair if re.fullmatch(r"-?\d+", str(part))]
         names = [part.strip() for part in pair if isinstance(part, str) and part not in numbers]
-        if len(numbers) != 1 or len(names) != 1 or numbers[0] in named or names[0] in named.values():
+        if len(numbers) != 1 or len(names) != 1 or numbers[0] in names_of or names[0] in names_of.values():
             raise UserError(
                 f"--label_names_file {name}, entry {place}: {str(pair)[:60]} is not a number and a name, each given "
                 'once: write ["joy", "anger"], {"0": "joy", "1": "anger"}, or a line {"id": 0, "name": "joy"} for each'
             )
-        named[numbers[0]] = names[0]
-    return dict(sorted(named.items(), key=lambda item: int(item[0])))
+        names_of[numbers[0]] = names[0]
+    return dict(sorted(names_of.items(), key=lambda item: int(item[0])))
 
 
 def natural_order(names: Iterable[str]) -> tuple[str, ...]:
     """`10, 9, -1` -> `-1, 9, 10`; `class 10, class 2` -> `class 2, class 10`."""
-    found = list(names)
-    if all(re.fullmatch(r"-?\d+", name) for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(natsorted(found))
+    each = list(names)
+    if all(re.fullmatch(r"-?\d+", name) for name in each):
+        return tuple(sorted(each, key=lambda name: (int(name), name)))
+    return tuple(natsorted(each))
 
 
 def problem_of(value: str | None) -> ProblemType:
@@ -292,9 +282,11 @@ def problem_of(value: str | None) -> ProblemType:
     return cast(ProblemType, value or "single_label_classification")
 
 
-def _refuse_too_many(names: Sequence[str], count: int, asked: ProblemType | None, table: Table, column: str) -> None:
+def _refuse_too_many(
+    names: Sequence[str], count: int, problem_type: ProblemType | None, table: Table, column: str
+) -> None:
     """Almost as many classes as rows are no classes, but names, numbers or texts."""
-    if len(names) > MOST_CLASSES or (asked is None and len(names) > max(_FEW_CLASSES, count / 2)):
+    if len(names) > _MAX_CLASSES or (problem_type is None and len(names) > max(_FEW_CLASSES, count / 2)):
         raise UserError(
             f"{table.name}: column {column!r} holds {len(names)} different values in {count} rows: is it the label? "
             "Name another with --label_column, or say with --problem_type what it is (regression, "
@@ -308,7 +300,7 @@ def _refuse_too_many(names: Sequence[str], count: int, asked: ProblemType | None
 def _cells(table: Table, columns: Sequence[str], rows: np.ndarray | None) -> Iterator[tuple[np.ndarray, list[Any]]]:
     """The values at `rows`, some at a time, with the rows' numbers: lists of them for several columns; a data set's own
     class numbers become their names."""
-    for numbers, values in table.cells(columns, "label", rows):
+    for numbers, values in table.cells(columns, rows):
         if len(columns) > 1:
             yield numbers, [list(items) for items in zip(*values, strict=True)]
         elif (feature := _class_feature(table, columns[0])) is None:
@@ -318,7 +310,7 @@ def _cells(table: Table, columns: Sequence[str], rows: np.ndarray | None) -> Ite
 
 
 def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterator[tuple[int, Any]]:
-    """Each different value once, with the first row that has it; where they are very many, some more often."""
+    """Each different value once, with the first row that has it; where there are very many, some repeatedly."""
     seen: set[Any] = set()
     for numbers, cells in _cells(table, columns, rows):
         keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
@@ -326,7 +318,7 @@ def _distinct(table: Table, columns: Sequence[str], rows: np.ndarray) -> Iterato
             continue
         for number, key, value in zip(numbers.tolist(), keys, cells, strict=True):
             if key not in seen:
-                if len(seen) < _MOST_DISTINCT:
+                if len(seen) < _MAX_DISTINCT:
                     seen.add(key)
                 yield number, value
 
@@ -347,19 +339,19 @@ def _class_feature(table: Table, column: str) -> Any:
 
 
 def _guess(cells: Sequence[Any], where: str) -> ProblemType:
-    """What a column holds. Raises UserError where it can be meant in two ways."""
-    given = [value for value in cells if not _is_missing(value) and value != ""]
-    lists = [_parsed_list(value) for value in given]
-    if given and None not in lists:
+    """What a column holds. Raises UserError where it is ambiguous."""
+    values = [value for value in cells if not _is_missing(value) and value != ""]
+    lists = [_parsed_list(value) for value in values]
+    if values and None not in lists:
         return _guess_of_lists(cast(list[list[Any]], lists), where)
-    numbers = [_to_float(value) for value in given]
+    numbers = [_to_float(value) for value in values]
     if None not in numbers:
         fractions = any(number % 1 for number in numbers if number and math.isfinite(number))
         return "regression" if fractions else "single_label_classification"
-    parts = ([_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in given)
-    if "." in str(given[0]) and all(len(items) > 1 and None not in items for items in parts):
+    parts = ([_to_float(part) for part in re.split(rf"{_SEPARATORS}|\s+", str(value).strip())] for value in values)
+    if "." in str(values[0]) and all(len(items) > 1 and None not in items for items in parts):
         raise UserError(
-            f"{where} holds {given[0]!r}: write [1.5, 2.5], or several columns (--label_column a,b), where these are "
+            f"{where} holds {values[0]!r}: write [1.5, 2.5], or several columns (--label_column a,b), where these are "
             "numbers to predict, or pass --problem_type single_label_classification where they are names"
         )
     return "single_label_classification"
@@ -367,13 +359,13 @@ def _guess(cells: Sequence[Any], where: str) -> ProblemType:
 
 def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
     """Names, class numbers, a 0 or 1 for each class, or numbers to predict."""
-    items = [item for found in lists for item in found]
+    items = [item for items in lists for item in items]
     fractions = any(isinstance(item, float) and item % 1 for item in items)
     numbers = all(isinstance(item, int | float) for item in items)
     even = len(set(map(len, lists))) == 1
     if even and numbers and _are_measures(lists):
         return "regression"
-    if fractions or (even and numbers and len(lists[0]) > 1 and not _are_multi_hot(lists)):
+    if fractions or (even and numbers and len(lists[0]) > 1 and not set(items) <= {0, 1}):
         raise UserError(
             f"{where} holds {str(lists[0])[:40]}: pass --problem_type regression where these are numbers to predict, "
             f"as many in each row, or --problem_type {MULTI} where they are classes"
@@ -383,7 +375,7 @@ def _guess_of_lists(lists: Sequence[list[Any]], where: str) -> ProblemType:
 
 def _are_measures(lists: Sequence[Sequence[float | None]]) -> bool:
     """Whether rows of numbers can be nothing else: some have a fraction, and each place has more than 0 and 1."""
-    items = [math.nan if item is None else item for found in lists for item in found]
+    items = [math.nan if item is None else item for row in lists for item in row]
     measured = all(map(math.isfinite, items)) and any(item % 1 for item in items)
     return measured and all(set(column) - {0, 1} for column in zip(*lists, strict=True))
 
@@ -432,9 +424,9 @@ def _number(value: Any, where: str) -> float:
 
 def _list_of(value: Any, where: str) -> list[Any]:
     """One cell's labels: a list, a list written as text, or names separated by | , or ; (empty: none)."""
-    found = _parsed_list(value)
-    if found is not None:
-        return found
+    items = _parsed_list(value)
+    if items is not None:
+        return items
     if isinstance(value, str) and value.strip().startswith("["):
         raise UserError(f"{where}: {value!r} cannot be read as a list of labels")
     return [part.strip() for part in re.split(_SEPARATORS, str(value)) if part.strip()]
@@ -453,8 +445,3 @@ def _parsed_list(value: Any) -> list[Any] | None:
             continue
         return parsed if isinstance(parsed, list) else None
     return None
-
-
-def _are_multi_hot(lists: Sequence[list[Any]]) -> bool:
-    lengths = {len(items) for items in lists}
-    return len(lengths) == 1 and lengths.pop() > 1 and all(item in (0, 1) for items in lists for item in items)

@@ -7,6 +7,7 @@ and a text in the next, `null` nothing, and a column's meaning dependent on its 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import csv
 import itertools
 import json
@@ -44,31 +45,52 @@ def format_of(path: Path) -> str:
     return suffixes[-1]
 
 
-def read_batches(path: Path, settings: TextSettings, said: list[str]) -> Iterator[pyarrow.RecordBatch]:
-    """The rows of a file, at most BATCH_ROWS at a time; of a JSON file, columns and their types widen from batch to
-    batch. `said` gets a line on how it was read where that is worth one. Raises UserError when it is broken, holds no
-    rows or is encoded otherwise."""
-    kind, rows = format_of(path), 0
+def read_batches(path: Path, settings: TextSettings) -> tuple[str, Iterator[pyarrow.RecordBatch]]:
+    """(how the file is read, where a setting or its form decides that; its rows, at most BATCH_ROWS at a time).
+
+    Of a JSON file, columns and their types widen from batch to batch. Raises UserError when the file is broken, has no
+    rows or is in another encoding."""
+    with _encoding_named(path, settings.encoding):
+        note, batches = _open(path, settings)
+    return f"{path}: {note}" if note else "", _checked(path, settings, batches)
+
+
+@contextlib.contextmanager
+def _encoding_named(path: Path, encoding: str) -> Iterator[None]:
     try:
-        for batch in _batches(path, kind, settings, said):
+        yield
+    except UnicodeError as error:
+        raise UserError(bad_encoding(path, encoding)) from error
+
+
+def _checked(
+    path: Path, settings: TextSettings, batches: Iterable[pyarrow.RecordBatch]
+) -> Iterator[pyarrow.RecordBatch]:
+    rows = 0
+    with _encoding_named(path, settings.encoding):
+        for batch in batches:
             rows += batch.num_rows
             yield batch
-    except UnicodeError as error:
-        raise UserError(bad_encoding(path, settings.encoding)) from error
     if not rows:
-        raise UserError(f"{path} has a header and no rows" if kind in _DELIMITERS else f"{path} holds no rows")
+        raise UserError(f"{path} has a header and no rows" if format_of(path) in _DELIMITERS else f"{path} has no rows")
 
 
-def _batches(path: Path, kind: str, settings: TextSettings, said: list[str]) -> Iterable[pyarrow.RecordBatch]:
+def _open(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.RecordBatch]]:
+    kind = format_of(path)
     if kind == ".parquet":
-        return _parquet(path)
+        return "", _parquet(path)
     if kind in _DELIMITERS or (kind == ".txt" and settings.delimiter):
-        return _separated(path, settings, _separator(settings, kind), said)
+        names = [name for name in ("delimiter", "column_names") if getattr(settings, name)]
+        ways = [f"--{name} {getattr(settings, name)}" for name in names]
+        ways += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
+        return f"read with {', '.join(ways)}" * bool(ways), _separated(path, settings, _separator(settings, kind))
     if kind == ".txt":
-        said.append(f"{path}: one text per line")
-        return _lines(path, settings)
-    rows = _json_lines(path, settings.encoding) if kind == ".jsonl" else _json(path, settings.encoding)
-    return map(_Records(path, settings, said).batch, _blocks(rows))
+        return "one text per line", _lines(path, settings)
+    rows = iter(_json_lines(path, settings.encoding) if kind == ".jsonl" else _json(path, settings.encoding))
+    first = list(itertools.islice(rows, BATCH_ROWS))
+    records = _Records(path, settings, first)
+    lists = f"rows [{', '.join(records.names)}], lists without names (--column_names gives them others)"
+    return lists if records.names else "", map(records.batch, itertools.chain([first] * bool(first), _blocks(rows)))
 
 
 def _blocks(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -79,13 +101,11 @@ def _blocks(items: Iterable[Any]) -> Iterator[list[Any]]:
 def read_json(path: Path) -> list[Any]:
     """The entries of a JSON or JSONL file, or the lines of a text."""
     kind = format_of(path)
-    try:
+    with _encoding_named(path, "utf-8"):
         if kind in (".json", ".jsonl"):
             return list(_json_lines(path, "utf-8") if kind == ".jsonl" else _json(path, "utf-8"))
         with open_text(path, "utf-8") as text:
             return [line.strip() for line in lines_of(path, text) if line.strip()]
-    except UnicodeError as error:
-        raise UserError(bad_encoding(path, "utf-8")) from error
 
 
 def _parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
@@ -137,13 +157,13 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _separator(settings: TextSettings, kind: str) -> str:
-    asked = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
-    if asked is not None and (len(asked) != 1 or asked in '"\r\n'):
+    delimiter = {"\\t": "\t", "tab": "\t"}.get(str(settings.delimiter), settings.delimiter)
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         raise UserError(f"--delimiter {settings.delimiter!r}: give one character, or tab")
-    return asked or _DELIMITERS[kind]
+    return delimiter or _DELIMITERS[kind]
 
 
-def _named(settings: TextSettings) -> list[str]:
+def _column_names(settings: TextSettings) -> list[str]:
     return [name.strip() for name in (settings.column_names or "").split(",") if name.strip()]
 
 
@@ -156,15 +176,11 @@ def _lines(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
             yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
 
 
-def _separated(path: Path, settings: TextSettings, separator: str, said: list[str]) -> Iterator[pyarrow.RecordBatch]:
+def _separated(path: Path, settings: TextSettings, separator: str) -> Iterator[pyarrow.RecordBatch]:
     """Raises UserError naming the line of a row that does not fit the header, or where a quote takes in rows."""
     import pyarrow
 
-    ways = [f"--{name} {value}" for name in ("delimiter", "column_names") if (value := getattr(settings, name))]
-    ways += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
-    if ways:
-        said.append(f"{path}: read with {', '.join(ways)}")
-    names = _named(settings)
+    names = _column_names(settings)
     for rows, starts in _cells(path, settings, separator):
         if not names:
             names, rows, starts = rows[0], rows[1:], starts[1:]
@@ -264,11 +280,11 @@ def _refuse_swallowed(
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    items = dict(pairs)
+    if len(items) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
-    return made
+    return items
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
@@ -320,8 +336,8 @@ def _items(file: IO[str]) -> Iterator[Any]:
 
 
 def _end_of_space(text: str, start: int) -> int:
-    found = _JSON_SPACE.match(text, start)
-    return found.end() if found else start
+    space = _JSON_SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
@@ -348,64 +364,56 @@ def _whole_json(path: Path, encoding: str) -> Iterable[Any]:
 class _Records:
     """Rows that are objects, or lists of one length -> batches."""
 
-    def __init__(self, path: Path, settings: TextSettings, said: list[str]) -> None:
-        self.path, self.given, self.said = path, _named(settings), said
-        self.rows = 0
-        self.lists = False
+    def __init__(self, path: Path, settings: TextSettings, first: list[Any]) -> None:
+        """`first`: the first rows of the file, which decide whether all are lists."""
+        self.path, self.rows = path, 0
+        self.names: list[str] = []
+        """Of the items, where rows are lists."""
         self.types: dict[str, pyarrow.DataType] = {}
-        """Of each column, by what its rows hold so far."""
+        """Of each column, by the values of the rows so far."""
+        if first and all(isinstance(row, list) and len(row) == len(first[0]) > 1 for row in first):
+            self.names = _column_names(settings) or _names_of_lists(list(zip(*first, strict=True)))
+            _check_names(path, self.names)
+            if len(self.names) != len(first[0]):
+                raise UserError(
+                    f"{path}: its rows have {len(first[0])} items, and --column_names names {len(self.names)}"
+                )
 
     def batch(self, rows: list[Any]) -> pyarrow.RecordBatch:
         import pyarrow
 
-        if not self.rows:
-            self.lists = all(isinstance(row, list) and len(row) == len(rows[0]) > 1 for row in rows)
-        names, columns = self._of_lists(rows) if self.lists else self._of_objects(rows)
-        arrays = [self._column(name, list(column)) for name, column in zip(names, columns, strict=True)]
+        if width := len(self.names):
+            self._refuse_odd(rows, lambda row: isinstance(row, list) and len(row) == width, f"a list of {width} items")
+            names, columns = self.names, list(map(list, zip(*rows, strict=True)))
+        else:
+            self._refuse_odd(rows, lambda row: isinstance(row, dict), "an object with named fields")
+            names = list(dict.fromkeys([*self.types, *(name for row in rows for name in row)]))
+            _check_names(self.path, names)
+            columns = [[row.get(name) for row in rows] for name in names]
+        arrays = [self._column(name, column) for name, column in zip(names, columns, strict=True)]
         self.rows += len(rows)
         return pyarrow.record_batch(arrays, names)
 
-    def _of_lists(self, rows: list[Any]) -> tuple[list[str], list[Any]]:
-        width = len(self.types) or len(rows[0])
-        self._refuse_odd(rows, lambda row: isinstance(row, list) and len(row) == width, f"a list of {width} items")
-        columns: list[Any] = list(zip(*rows, strict=True))
-        names = list(self.types) or self.given or _names_of_lists(columns)
-        if len(names) != width:
-            raise UserError(f"{self.path}: its rows have {width} items, and --column_names names {len(names)}")
-        if not self.types:
-            _check_names(self.path, names)
-            held = f"rows [{', '.join(names)}], lists without names (--column_names gives them others)"
-            self.said.append(f"{self.path}: {held}")
-        return names, columns
-
-    def _of_objects(self, rows: list[Any]) -> tuple[list[str], list[Any]]:
-        self._refuse_odd(rows, lambda row: isinstance(row, dict), "an object with named fields")
-        names = list(dict.fromkeys([*self.types, *(name for row in rows for name in row)]))
-        _check_names(self.path, names)
-        return names, [[row.get(name) for row in rows] for name in names]
-
-    def _refuse_odd(self, rows: list[Any], fits: Callable[[Any], bool], wanted: str) -> None:
+    def _refuse_odd(self, rows: list[Any], fits: Callable[[Any], bool], kind: str) -> None:
         odd = next((place for place, row in enumerate(rows) if not fits(row)), None)
         if odd is not None:
-            raise UserError(f"{self.path}, row {self.rows + odd + 1}: not {wanted} but {str(rows[odd])[:40]!r}")
+            raise UserError(f"{self.path}, row {self.rows + odd + 1}: not {kind} but {str(rows[odd])[:40]!r}")
 
     def _column(self, name: str, values: list[Any]) -> pyarrow.Array:
         import pyarrow
 
         before = self.types.get(name, pyarrow.null())
-        made = _array(values, before)
-        if not isinstance(made, Exception):
-            self.types[name] = made.type
-            return made
-        # the first row, from 1, that cannot stand in one column with those before it
-        unfit = range(len(values) + 1)
-        row = bisect.bisect_left(unfit, True, key=lambda count: isinstance(_array(values[:count], before), Exception))
-        said = f"{self.path}, row {self.rows + row}: field {name!r} is {str(values[row - 1])[:40]!r}"
-        if isinstance(made, UnicodeError):
-            raise UserError(f"{said}, which holds half a character (a lone surrogate): mend the text") from made
-        raise UserError(
-            f"{said}, unlike the rows before it: make them all alike (all numbers, or all in quotes)"
-        ) from (made)
+        array = _array(values, before)
+        if not isinstance(array, Exception):
+            self.types[name] = array.type
+            return array
+        # the first row, from 1, that does not fit into one column with those before it
+        counts = range(len(values) + 1)
+        row = bisect.bisect_left(counts, True, key=lambda count: isinstance(_array(values[:count], before), Exception))
+        fault = f"{self.path}, row {self.rows + row}: field {name!r} is {str(values[row - 1])[:40]!r}"
+        if isinstance(array, UnicodeError):
+            raise UserError(f"{fault}, which holds half a character (a lone surrogate): mend the text") from array
+        raise UserError(f"{fault}, unlike the rows before it: make them all numbers, or all in quotes") from array
 
 
 def _names_of_lists(columns: Sequence[Sequence[Any]]) -> list[str]:
@@ -421,8 +429,8 @@ def _array(values: list[Any], before: pyarrow.DataType) -> pyarrow.Array | Excep
     import pyarrow
 
     try:
-        made = pyarrow.array(values)
-        return made.cast(wider(pyarrow.schema([("", before)]), pyarrow.schema([("", made.type)])).field(0).type)
+        array = pyarrow.array(values)
+        return array.cast(wider(pyarrow.schema([("", before)]), pyarrow.schema([("", array.type)])).field(0).type)
     except _UNFIT as error:
         return error
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # a process whose tokens are made already needs neither the l
     import datasets
     import pyarrow
 
-_LAYOUT = 2  # raise when what is kept of a file's rows changes
+_LAYOUT = 3  # raise when the files in a folder of rows change
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
 """Rows are kept in batches of about this size: mapping the file costs 64 KB of memory for each."""
@@ -71,9 +71,9 @@ class Table:
         return len(self.rows)
 
     @property
-    def said(self) -> str:
-        """How the file, or the first of several, was read, where that is worth a line."""
-        return "".join(self._read[1].get("said", ()))
+    def note(self) -> str:
+        """How the file, or the first of several, was read, where a setting or its form decides that."""
+        return str(self._read[1].get("note", ""))
 
     def where(self, row: int) -> str:
         """A row, from 0, as messages name it; of several files, in its own."""
@@ -97,20 +97,20 @@ class Table:
                     yield from (some.slice(start, BATCH_ROWS) for start in range(0, len(some), BATCH_ROWS))
 
     def cells(
-        self, columns: Sequence[str], what: str, rows: np.ndarray | None = None
+        self, columns: Sequence[str], rows: np.ndarray | None = None
     ) -> Iterator[tuple[np.ndarray, list[list[Any]]]]:
         """(numbers of rows, their values in each column), some rows at a time: of all, or of `rows`, which ascend.
-        Raises UserError where there is no column of such a name; `what` it would hold."""
+        Raises UserError where there is no column of such a name."""
         for name in columns:
             if name not in self.rows.column_names:
-                raise UserError(f"{self.name} has no {what} column {name!r}: it has {listing(self.rows.column_names)}")
+                raise UserError(f"{self.name} has no column {name!r}: it has {listing(self.rows.column_names)}")
         start = 0
-        for batch in self.batches(list(dict.fromkeys(columns))):
+        for batch in self.batches(list(dict.fromkeys(columns))) if columns else ():
             numbers = np.arange(start, start := start + batch.num_rows)
             if rows is not None:
-                wanted = rows[slice(*np.searchsorted(rows, [numbers[0], start]))]
-                if len(wanted) < len(numbers):
-                    batch, numbers = batch.take(wanted - numbers[0]), wanted
+                selected = rows[slice(*np.searchsorted(rows, [numbers[0], start]))]
+                if len(selected) < len(numbers):
+                    batch, numbers = batch.take(selected - numbers[0]), selected
             if len(numbers):
                 yield numbers, [batch.column(name).to_pylist() for name in columns]
 
@@ -203,14 +203,16 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
 
     schema = widest = None
     while schema is None or schema != widest:  # a second time, where a later row had another column or a wider type
-        about: dict[str, Any] = {"said": [], "files": []}
+        about: dict[str, Any] = {"note": "", "files": []}
         schema, rows = widest, 0
         writer: Any = None
         held: list[pyarrow.RecordBatch] = []
         with open_sink() as sink:
             for path in paths:
                 about["files"].append([rows, str(path)])
-                for batch in read_batches(path, settings, [] if rows else about["said"]):
+                note, batches = read_batches(path, settings)
+                about["note"] = about["note"] or note
+                for batch in batches:
                     widest = _checked(path, batch.schema, widest)
                     schema = schema or widest
                     writer = writer or pyarrow.ipc.new_stream(sink, schema)

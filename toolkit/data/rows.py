@@ -1,10 +1,10 @@
-"""Which rows of a table take part, and on which side."""
+"""Which rows of a table take part, and in which split."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from toolkit.data.read import Table, columns_of, find_columns
 from toolkit.errors import UserError, listing
 
 USUAL_TEXT = ("text", "sentence", "content", "review", "comment", "document", "article", "文本", "内容", "评论", "正文")
-_MOST_VALUES = 20
+_MOST_GROUPS = 20
 _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
@@ -28,6 +28,8 @@ class Targets:
     """The setting that names their column."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Names by which their column is known."""
+    split_class: ClassVar[type[tokens.Split]] = tokens.Split
+    """What a prepared split with them is loaded as."""
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
@@ -77,9 +79,11 @@ class Targets:
         """The class of each sample, where there is one, so that a part held back has some of each."""
         return None
 
-    def save(self, folder: Path, rows: Rows, tokenizer: Any, notes: list[str]) -> None:
-        """Keeps those of a split with its tokens: `labels.npy` and what else there is."""
-        raise NotImplementedError
+    def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
+        """Writes those of a split beside its tokens: `labels.npy`, and what else its `split_class` reads. Returns
+        notes."""
+        np.save(folder / "labels.npy", rows.targets)
+        return []
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,8 @@ class Rows:
 
     def texts(self) -> Iterator[tuple[list[str], list[str] | None]]:
         """Texts, and the second ones where there are any, some rows at a time."""
-        read = [texts_of(self.table, column, self.separator, self.numbers) for column in self.columns]
-        for texts in zip(*read, strict=True):
-            yield texts if len(texts) == 2 else (texts[0], None)
+        for texts, *pairs in text_blocks(self.table, self.columns, self.separator, self.numbers):
+            yield texts, pairs[0] if pairs else None
 
     def take(self, places: np.ndarray) -> Rows:
         return replace(
@@ -116,12 +119,12 @@ class Rows:
         )
 
 
-def text_column(table: Table, wanted: str | None, taken: Iterable[str | None] = ()) -> str:
-    """The column to read, or several, `title,text`: the named, one with a usual name, or the only one with texts beside
-    those that are `taken`. Raises UserError when it cannot be told."""
-    columns = find_columns(table, wanted, USUAL_TEXT, "text_column")
+def text_column(table: Table, name: str | None, excluded: Iterable[str | None] = ()) -> str:
+    """The column to read, or several, `title,text`: those that the setting names, one with a usual name, or the only
+    one with texts that is not `excluded`. Raises UserError where none or several are possible."""
+    columns = find_columns(table, name, USUAL_TEXT, "text_column")
     if not columns:
-        others = [name for name in table.rows.column_names if name not in taken]
+        others = [other for other in table.rows.column_names if other not in excluded]
         columns = tuple(name for name in others if _holds_texts(table, name))
         if len(columns) != 1:
             header = " (or all with --column_names, where the first line is no header)"
@@ -136,20 +139,27 @@ def _holds_texts(table: Table, column: str) -> bool:
     return not all(_NUMBER.fullmatch(str(cell or "")) for cell in table.rows[:100][column])
 
 
-def pair_column(table: Table, wanted: str | None, column: str) -> str | None:
-    """The column of second texts that was named. Raises UserError when it is missing or the first text's."""
-    if wanted is not None and wanted in columns_of(table, column):
-        raise UserError(f"--text_pair {wanted} is the first text's column too: name another, or leave it out")
-    return ",".join(find_columns(table, wanted, (), "text_pair")) or None
+def pair_column(table: Table, name: str | None, column: str) -> str | None:
+    """The column of second texts that the setting names. Raises UserError when it is missing or the first text's."""
+    if name is not None and name in columns_of(table, column):
+        raise UserError(f"--text_pair {name} is the first text's column too: name another, or leave it out")
+    return ",".join(find_columns(table, name, (), "text_pair")) or None
 
 
-def texts_of(
-    table: Table, column: str, separator: str, rows: np.ndarray | None = None, what: str = "text"
-) -> Iterator[list[str]]:
-    """The text of every row, or of `rows`, some at a time; of several columns, with the separator between them. Raises
-    UserError for one that is missing."""
-    for _, cells in table.cells(columns_of(table, column), what, rows):
-        yield joined_texts(cells, separator)
+def text_blocks(
+    table: Table, columns: Sequence[str], separator: str, rows: np.ndarray | None = None
+) -> Iterator[list[list[str]]]:
+    """The texts of every row, or of `rows`, some rows at a time: a list for each of `columns`, of which one, `a,b`, may
+    be several columns of the table with the separator between them. Raises UserError for one that is missing."""
+    parts = [columns_of(table, column) for column in columns]
+    for _, cells in table.cells([name for part in parts for name in part], rows):
+        each = iter(cells)
+        yield [joined_texts(list(itertools.islice(each, len(part))), separator) for part in parts]
+
+
+def texts_of(table: Table, column: str, separator: str, rows: np.ndarray | None = None) -> Iterator[list[str]]:
+    """`text_blocks` of one column."""
+    return (texts for (texts,) in text_blocks(table, [column], separator, rows))
 
 
 def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
@@ -158,152 +168,140 @@ def joined_texts(cells: list[list[Any]], separator: str) -> list[str]:
     return texts[0] if len(texts) == 1 else [separator.join(filter(str.strip, row)) for row in zip(*texts, strict=True)]
 
 
-def usable_rows(
-    table: Table, columns: dict[str, str | None], separator: str, drop_empty: bool, notes: list[str]
-) -> Rows:
-    """The rows whose text is not empty, nor what else they must have: `columns` by the settings that name them, the
-    text's first. Raises UserError naming the others."""
-    there = {setting: column for setting, column in columns.items() if column is not None}
-    whats = ["title" if setting == "title_column" else "text" for setting in there]
-    blocks = [
-        texts_of(table, column, separator, None, what) for column, what in zip(there.values(), whats, strict=True)
-    ]
-    empty, hashes = [np.zeros((len(there), 0), bool)], [np.zeros(0, np.int64)]
-    for block in zip(*blocks, strict=True):
-        empty.append(np.array([[not text.strip() for text in texts] for texts in block]))
-        read = block[: 2 - (columns.get("text_pair") is None)]
-        hashes.append(np.fromiter(map(hash, zip(*read, strict=True)), np.int64, len(block[0])))
+def seed_of(settings: Any) -> int:
+    """What draws rows: `--data_seed`, else the run's seed."""
+    return int(settings.training.seed if settings.data.data_seed is None else settings.data.data_seed)
+
+
+def usable_rows(table: Table, texts: Mapping[str, str], separator: str, drop_empty: bool) -> tuple[Rows, list[str]]:
+    """(the rows in which no column of texts is empty, notes); `texts`: columns by the settings that name them. Raises
+    UserError naming the rows with empty texts, unless they may be dropped."""
+    inputs = tuple(texts[setting] for setting in ("text_column", "text_pair") if setting in texts)
+    empty, hashes = [np.zeros((len(texts), 0), bool)], [np.zeros(0, np.int64)]
+    for block in text_blocks(table, list(texts.values()), separator):
+        empty.append(np.array([[not text.strip() for text in column] for column in block]))
+        rows = zip(*block[: len(inputs)], strict=True)
+        hashes.append(np.fromiter(map(hash, rows), np.int64, len(block[0])))
     flags = np.concatenate(empty, axis=1)  # (columns, rows)
-    for (setting, column), what, blank in zip(there.items(), whats, flags, strict=True):
+    for (setting, column), blank in zip(texts.items(), flags, strict=True):
+        what = f"{setting.removesuffix('_column').replace('_pair', '')} in column {column!r}"  # the text, or the title
         if blank.all():
-            raise UserError(f"{table.name}: every {what} in column {column!r} is empty: name another with --{setting}")
+            raise UserError(f"{table.name}: every {what} is empty: name another with --{setting}")
         if blank.any() and not drop_empty:
             raise UserError(
-                f"{table.name}: the {what} in column {column!r} is empty in {blank.sum()} of {len(blank)} rows (rows "
+                f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                 f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
             )
-    full = ~flags.any(axis=0)
-    if not full.any():
-        raise UserError(f"{table.name}: in every row one of {listing(there.values())} is empty")
-    if not full.all():
-        kind = "text or title" if columns.get("title_column") else "text"
-        notes.append(f"{table.name}: {int((~full).sum())} rows with an empty {kind} are left out")
-    read_columns = tuple(there[setting] for setting in ("text_column", "text_pair") if setting in there)
-    numbers = np.flatnonzero(full)
-    return Rows(table, read_columns, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0))
+    numbers = np.flatnonzero(~flags.any(axis=0))
+    if not len(numbers):
+        raise UserError(f"{table.name}: in every row one of {listing(texts.values())} is empty")
+    dropped = flags.shape[1] - len(numbers)
+    notes = [f"{table.name}: {dropped} rows with an empty {' or '.join(texts.values())} are left out"] * (dropped > 0)
+    return Rows(table, inputs, separator, numbers, np.concatenate(hashes)[numbers], np.zeros(0)), notes
 
 
-def long_enough(rows: Rows, min_length: int, tokenizer: Any, notes: list[str]) -> Rows:
-    """Those with at least `min_length` tokens. Raises UserError when there are none."""
+def long_enough(rows: Rows, min_length: int, tokenizer: Any) -> tuple[Rows, str]:
+    """(those with at least `min_length` tokens, a note). Raises UserError when there are none."""
     name = rows.table.name
     blocks = tokens.encoded(tokenizer, rows.texts(), min_length, len(rows), f"lengths of {name}")
     places = np.flatnonzero(np.concatenate([block.lengths for block in blocks]) >= min_length)
     if not len(places):
         raise UserError(f"{name}: no text has {min_length} tokens: lower --min_length, or leave it out")
-    fewer = f"fewer than {min_length} tokens and are left out (--min_length)"
-    notes.append(f"{name}: {len(rows) - len(places)} of {len(rows)} texts have {fewer}")
-    return rows.take(places)
+    shorter = f"{len(rows) - len(places)} of {len(rows)} texts have fewer than {min_length} tokens"
+    return rows.take(places), f"{name}: {shorter} and are left out (--min_length)"
 
 
-def sampled(rows: Rows, split: str, most: int | None, seed: int, notes: list[str]) -> Rows:
-    """At most so many rows, chosen by the seed, in their order."""
+def sampled(rows: Rows, split: str, most: int | None, seed: int) -> tuple[Rows, list[str]]:
+    """(at most so many rows, drawn by the seed, in their order; notes)."""
     if most is None or most >= len(rows):
-        return rows
+        return rows, []
     setting = "max_train_samples" if split == "train" else "max_eval_samples"
-    notes.append(f"{split}: {most} of {len(rows)} rows are used (--{setting})")
-    return rows.take(np.sort(np.random.default_rng(seed).permutation(len(rows))[:most]))
+    places = np.sort(np.random.default_rng(seed).permutation(len(rows))[:most])
+    return rows.take(places), [f"{split}: {most} of {len(rows)} rows are used (--{setting})"]
 
 
-def hold_back(rows: Rows, targets: Targets, share: float, seed: int, notes: list[str]) -> dict[str, Rows]:
-    """Divides training rows into `train` and `validation`, by class where there are classes."""
-    table = rows.table
-    validation = _held_back(rows, targets.strata(rows.targets), share, seed, notes)
-    held = int(validation.sum())
-    notes.append(
-        f"{table.name}: {held} of {len(rows)} rows are held back for validation "
-        f"(--validation_split {share:g}, seed {seed})"
-    )
-    return {
-        "train": rows.take(np.flatnonzero(~validation)),
-        "validation": rows.take(np.flatnonzero(validation)),
-    }
-
-
-def _held_back(rows: Rows, classes: np.ndarray | None, share: float, seed: int, notes: list[str]) -> np.ndarray:
-    """(rows,) whether each is for validation. Raises UserError where they are too few."""
-    name, places, strata = rows.table.name, np.arange(len(rows)), classes
-    if classes is not None:
-        alone = np.bincount(classes)[classes] < 2  # a class of one row can only be trained on
-        places, strata = places[~alone], classes[~alone]
-    held = max(1, round(len(places) * share))
-    if held >= len(places):
+def hold_back(rows: Rows, targets: Targets, share: float, seed: int) -> tuple[dict[str, Rows], list[str]]:
+    """({"train": rows, "validation": rows}, notes): a share of each class for validation, where there are classes.
+    Raises UserError where the rows are too few."""
+    name, places, notes = rows.table.name, np.arange(len(rows)), list[str]()
+    strata = targets.strata(rows.targets)
+    if strata is not None:
+        single = np.bincount(strata)[strata] < 2  # a class of one row can only be trained on
+        places, strata = places[~single], strata[~single]
+    count = max(1, round(len(places) * share))
+    if count >= len(places):
         raise UserError(
             f"{name}: {len(rows)} rows are too few to hold a part of {share:g} back for validation: give "
             "--validation_file, or another --validation_split"
         )
-    if strata is not None and min(held, len(places) - held) < len(np.unique(strata)):
+    if strata is not None and min(count, len(places) - count) < len(np.unique(strata)):
         strata = None
         notes.append(f"{name}: too few rows to hold some of each class back")
     validation = np.zeros(len(rows), bool)
-    validation[places[_drawn(strata, len(places), held, seed)]] = True
-    return validation
+    validation[places[_drawn(strata, len(places), count, seed)]] = True
+    held_back = f"{count} of {len(rows)} rows are held back for validation"
+    notes.append(f"{name}: {held_back} (--validation_split {share:g}, seed {seed})")
+    parts = {"train": ~validation, "validation": validation}
+    return {split: rows.take(np.flatnonzero(part)) for split, part in parts.items()}, notes
 
 
-def _drawn(strata: np.ndarray | None, count: int, held: int, seed: int) -> np.ndarray:
-    """The places of `held` of `count` rows: those that scikit-learn's `train_test_split` takes, without its list of all
-    rows, which takes 40 bytes for each."""
+def _drawn(strata: np.ndarray | None, count: int, held_back: int, seed: int) -> np.ndarray:
+    """The places of some of `count` rows: those that scikit-learn's StratifiedShuffleSplit (ShuffleSplit without
+    strata) draws with this seed, in a sixth of its memory: its lists of Python integers take 0.65 GB more for ten
+    million rows."""
     random = np.random.RandomState(seed)
     if strata is None:
-        return random.permutation(count)[:held]
+        return random.permutation(count)[:held_back]
     counts = np.bincount(strata)
     counts = counts[counts > 0]
-    kept = _apportioned(counts, count - held, random)
-    taken = _apportioned(counts - kept, held, random)
+    train = _proportional(counts, count - held_back, random)
+    validation = _proportional(counts - train, held_back, random)
     classes = np.split(np.argsort(strata, kind="stable"), np.cumsum(counts)[:-1])
     return np.concatenate([
-        rows[random.permutation(len(rows))[before : before + some]]
-        for rows, before, some in zip(classes, kept, taken, strict=True)
+        rows[random.permutation(len(rows))[before : before + size]]
+        for rows, before, size in zip(classes, train, validation, strict=True)
     ])  # fmt: skip
 
 
-def _apportioned(counts: np.ndarray, draws: int, random: np.random.RandomState) -> np.ndarray:
-    """How many of each class are among so many draws: their share, the largest remainders rounded up, ties at random;
-    as scikit-learn's `_approximate_mode`, whose draws from `random` count too."""
-    share = counts / counts.sum() * draws
-    found = np.floor(share)
-    missing, remainder = int(draws - found.sum()), share - found
-    for value in np.unique(remainder)[::-1] if missing > 0 else ():
-        ties = np.flatnonzero(remainder == value)
-        found[random.choice(ties, size=min(len(ties), missing), replace=False)] += 1
-        missing -= min(len(ties), missing)
+def _proportional(counts: np.ndarray, draws: int, random: np.random.RandomState) -> np.ndarray:
+    """How many of so many draws each class gets, by its share of `counts`: rounded down, then one more for the largest
+    remainders (the largest remainder method), ties drawn at random as scikit-learn does."""
+    shares = counts / counts.sum() * draws
+    sizes = np.floor(shares)
+    missing, remainders = int(draws - sizes.sum()), shares - sizes
+    for remainder in np.unique(remainders)[::-1]:
         if not missing:
             break
-    return found.astype(int)
+        ties = np.flatnonzero(remainders == remainder)
+        sizes[random.choice(ties, size=min(len(ties), missing), replace=False)] += 1
+        missing -= min(len(ties), missing)
+    return sizes.astype(int)
 
 
-def note_overlap(chosen: dict[str, Rows], notes: list[str]) -> None:
-    """Texts (or pairs of them) of another split that are also in the training data."""
-    train = np.sort(chosen["train"].hashes)
-    for split in [split for split in ("validation", "test") if split in chosen]:
-        hashes = chosen[split].hashes
+def overlaps(rows_of: dict[str, Rows]) -> Iterator[str]:
+    """Notes on texts (or pairs of them) of another split that are also in the training data."""
+    train = np.sort(rows_of["train"].hashes)
+    for split in [split for split in ("validation", "test") if split in rows_of]:
+        hashes = rows_of[split].hashes
         seen = train[np.searchsorted(train, hashes) % len(train)] == hashes
         if seen.any():
-            rows = listing(chosen[split].numbers[seen] + 1)
-            notes.append(
+            yield (
                 f"{split}: {seen.sum()} of {len(hashes)} texts are also in the training data: its scores will be too "
-                f"high (rows {rows})"
+                f"high (rows {listing(rows_of[split].numbers[seen] + 1)})"
             )
 
 
-def sources(rows: Rows, learned: Sequence[str]) -> list[str]:
-    """Of each row the cells of the columns that group rows (2 to 20 different values), as JSON; for reports."""
-    table, groups = rows.table.rows.with_format(None), {}
-    most = min(_MOST_VALUES, len(rows) // 2)
-    for name in table.column_names:
-        # a first look: a column of texts must not be read whole for this
-        if name not in learned and len({str(cell) for cell in table[:1000][name]}) <= most:
-            cells = [str(cell) for _, (some,) in rows.table.cells((name,), "source", rows.numbers) for cell in some]
-            if 1 < len(set(cells)) <= most:
-                groups[name] = cells
-    lines = ({name: cells[place] for name, cells in groups.items()} for place in range(len(rows)))
-    return [json.dumps(line, ensure_ascii=False) for line in lines]
+def sources(rows: Rows, inputs: Sequence[str]) -> Iterator[list[dict[str, str]]]:
+    """Of each row the cells of the columns that group rows (2 to 20 different values), some rows at a time; nothing
+    where there are none. `inputs`: columns that the model reads or learns, which do not count."""
+    table, most = rows.table.rows.with_format(None), min(_MOST_GROUPS, len(rows) // 2)
+    names = [name for name in table.column_names if name not in inputs]
+    names = [name for name in names if len({str(cell) for cell in table[:1000][name]}) <= most]  # of texts no more
+    values: dict[str, set[str]] = {name: set() for name in names}
+    for _, cells in rows.table.cells(names, rows.numbers):
+        for name, column in zip(names, cells, strict=True):
+            if len(values[name]) <= most:
+                values[name].update(map(str, column))
+    names = [name for name in names if 1 < len(values[name]) <= most]
+    for _, cells in rows.table.cells(names, rows.numbers):
+        yield [dict(zip(names, map(str, row), strict=True)) for row in zip(*cells, strict=True)]

@@ -14,10 +14,10 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -30,6 +30,8 @@ from toolkit.errors import UserError
 from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
 
 _BATCH_TEXTS = 2000
+TextBlock = tuple[Sequence[str], Sequence[str] | None]
+"""Some texts, and their second ones where they are pairs."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,11 @@ class Split:
     """(samples,) float32: what each sample's loss counts (--class_weights); 1 where None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float64, their sum is 1: how likely each is to be drawn (--sampling); None: an epoch has each once."""
-    teacher: np.ndarray | None = field(default=None, kw_only=True)
-    """(samples, classes) float32, a teacher's logits of each sample, where there is one (`--teacher`)."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
+    """Name -> (samples, ...): further values of each sample, for `Batch.columns`."""
+
+    collator: ClassVar[Any] = None
+    """A class derived from `toolkit.data.batches.Collator`, where a batch needs more than that makes."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -113,46 +118,24 @@ class Split:
 
     def texts(self) -> list[str]:
         """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
-        texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
+        texts, pairs = read_lines(self.folder / "texts.jsonl"), read_lines(self.folder / "pairs.jsonl")
         return [f"{text}\n{pair}" for text, pair in zip(texts, pairs, strict=True)] if pairs else texts
 
     def sources(self) -> list[dict[str, str]]:
         """Of each sample the cells of the source's columns that group rows; empty where none are kept."""
-        return [json.loads(cells) for cells in _read_strings(self.folder / "sources.jsonl")]
+        return read_lines(self.folder / "sources.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
         """By what rows can be told apart: their length, and each such column -> the value of each sample."""
         cells = self.sources()
-        columns = {name: [own[name] for own in cells] for name in (cells[0] if cells else ())}
+        columns = {name: [row[name] for row in cells] for name in (cells[0] if cells else ())}
         return {"length": length_bins(self.lengths)} | columns
 
     def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
-        texts, pairs = _read_strings(self.folder / "texts.jsonl"), _read_strings(self.folder / "pairs.jsonl")
+        texts, pairs = read_lines(self.folder / "texts.jsonl"), read_lines(self.folder / "pairs.jsonl")
         arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs or None)
         return replace(self, name=name, **arrays)
-
-
-@dataclass(frozen=True)
-class TitleSplit(Split):
-    """A split whose samples have titles; their tokens are laid out as the texts' are."""
-
-    target_ids: np.ndarray
-    """(tokens,) int32, all titles one after another, with the tokens that begin and end them."""
-    target_offsets: np.ndarray
-    """(samples + 1,) int64."""
-
-    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is given."""
-        return self.target_offsets[1:][indices] - self.target_offsets[:-1][indices] - 1
-
-    def target(self, index: int) -> np.ndarray:
-        """(length,) int32."""
-        return self.target_ids[self.target_offsets[index] : self.target_offsets[index + 1]]
-
-    def titles(self) -> list[str]:
-        """The titles as they were written; kept for splits that are evaluated."""
-        return _read_strings(self.folder / "titles.jsonl")
 
 
 def length_bins(lengths: np.ndarray) -> list[str]:
@@ -162,17 +145,32 @@ def length_bins(lengths: np.ndarray) -> list[str]:
     return [f"{starts[place]} to {ends[place]} tokens" for place in np.searchsorted(edges, lengths)]
 
 
-def _read_strings(path: Path) -> list[str]:
+def read_lines(path: Path) -> list[Any]:
+    """Of a JSONL file; nothing where there is none."""
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-def save_strings(path: Path, blocks: Iterable[Iterable[str]]) -> None:
+def write_lines(path: Path, blocks: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
+    """Yields blocks of strings (or of other JSON) as they are, and writes each, an item a line."""
     with path.open("w", encoding="utf-8") as file:
-        for strings in blocks:
-            file.writelines(json.dumps(string, ensure_ascii=False) + "\n" for string in strings)
+        for block in blocks:
+            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in block)
+            yield block
+
+
+def write_texts(folder: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
+    """Yields blocks of texts as they are, and writes each for `Split.texts`."""
+    with (folder / "texts.jsonl").open("w", encoding="utf-8") as texts, contextlib.ExitStack() as files:
+        pairs = None
+        for block in blocks:
+            texts.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in block[0])
+            if block[1] is not None:
+                pairs = pairs or files.enter_context((folder / "pairs.jsonl").open("w", encoding="utf-8"))
+                pairs.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in block[1])
+            yield block
 
 
 @contextlib.contextmanager
@@ -249,16 +247,15 @@ def _explain_cut_files() -> Any:
     return handler
 
 
-def load_split(folder: Path, name: str, model_config: Any = None) -> Split:
-    """Maps a saved split into memory, for a model; one with titles is a `TitleSplit`."""
+def load_split(folder: Path, name: str, model_config: Any = None, split_class: type[Split] = Split) -> Split:
+    """Maps a saved split into memory, for a model: the files that are fields of `split_class`."""
     _explain_cut_files()
     _mapped.update({file: file.stat().st_size for file in (folder / name).glob("*.npy")})
-    arrays = {file.stem: np.load(file, mmap_mode="r") for file in (folder / name).glob("*.npy")}
+    files = {file.stem: file for file in (folder / name).glob("*.npy")}
+    arrays = {one.name: np.load(files[one.name], mmap_mode="r") for one in fields(split_class) if one.name in files}
     if not tells_pairs_apart(model_config):
         arrays.pop("token_types", None)
-    kind = TitleSplit if "target_ids" in arrays else Split
-    buckets = LengthBuckets.of_model(model_config)
-    return kind(name, folder / name, buckets=buckets, **arrays)
+    return split_class(name, folder / name, buckets=LengthBuckets.of_model(model_config), **arrays)
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
@@ -288,7 +285,7 @@ class Block(NamedTuple):
 
 def encoded(
     tokenizer: Any,
-    blocks: Iterable[tuple[Sequence[str], Sequence[str] | None]],
+    blocks: Iterable[TextBlock],
     max_length: int,
     total: int,
     what: str = "tokens",
@@ -371,7 +368,7 @@ def fingerprint(tokenizer: Any) -> str:
         described = json.dumps([state, tokenizer.truncation_side], sort_keys=True)
     else:
         described = json.dumps([sorted(tokenizer.get_vocab().items()), repr(tokenizer)])
-    described += getattr(tokenizer, "fingerprint_extra", "")  # what cuts the text before it
+    described += getattr(backend, "segmenter", "")
     return hashlib.sha256(f"{type(tokenizer).__name__}{described}".encode()).hexdigest()[:32]
 
 

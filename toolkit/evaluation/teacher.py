@@ -40,7 +40,7 @@ def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepare
         folder = _logits_folder(accelerator, settings, data, tokenizer, name)
     except UserError as error:
         raise UserError(str(error).replace("--model_name_or_path", "--teacher", 1)) from error
-    return replace(data, train=replace(data.train, teacher=np.load(folder / _FILE, mmap_mode="r")))
+    return replace(data, train=replace(data.train, columns={"teacher": np.load(folder / _FILE, mmap_mode="r")}))
 
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:

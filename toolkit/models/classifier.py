@@ -34,7 +34,7 @@ from toolkit.utils.compat import require
 
 
 class Classes(Protocol):
-    """The classes of a classifier, as the data's `Labels` has them."""
+    """The classes of a classifier, as those of the data have them."""
 
     @property
     def names(self) -> Sequence[str]: ...

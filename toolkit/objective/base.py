@@ -11,8 +11,17 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 """(logits, labels) -> (B,) losses, one for each sample."""
 
 
-Batch = Any
-"""A micro-batch (toolkit/data/batches.py), of which terms read `inputs`, `labels` and the teacher's logits."""
+class Batch(Protocol):
+    """What a term reads of a micro-batch."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def columns(self) -> Mapping[str, Tensor]: ...
 
 
 class Objective:

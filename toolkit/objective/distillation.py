@@ -18,7 +18,7 @@ class Distillation(Objective):
         self.objective, self.problem_type, self.alpha, self.temperature = objective, problem_type, alpha, temperature
 
     def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
-        teacher = batch.teacher  # (B, C)
+        teacher = batch.columns["teacher"]  # (B, C)
         distances = distillation_losses(logits, teacher, self.problem_type, self.temperature)
         return (1 - self.alpha) * self.objective(batch, logits) + self.alpha * distances
 

@@ -31,8 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.ahead import Ahead
-from toolkit.data.batches import Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
+from toolkit.data.batches import Ahead, Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS

@@ -143,7 +143,7 @@ def test_a_test_split_without_titles_is_left_out_and_said(prepared: Prepare) -> 
 
 def test_a_file_without_the_column_of_titles(prepared: Prepare) -> None:
     bare = [{"text": "a", "headline": "b"}]
-    with pytest.raises(UserError, match=r"validation_file\.jsonl has no title column 'title': it has text, headline"):
+    with pytest.raises(UserError, match=r"validation_file\.jsonl has no column 'title': it has text, headline"):
         prepared(news(4), validation_file=bare)
 
 

@@ -18,8 +18,9 @@ from accelerate.utils import gather_object
 from tests.splits import of_lengths
 from toolkit import launch
 from toolkit.config import PretrainedSettings, TrainingSettings
-from toolkit.data.tokens import TitleSplit, load_tokenizer
+from toolkit.data.tokens import load_tokenizer
 from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
+from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import GenerationSettings

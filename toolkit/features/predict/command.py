@@ -97,7 +97,7 @@ def _predict_and_join(
         )
     if missing:
         names = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
-        for line in filter(None, [table.said, f"reading {names}, at most {max_length} tokens of each text"]):
+        for line in filter(None, [table.note, f"reading {names}, at most {max_length} tokens of each text"]):
             launch.say(accelerator, line)
         if done:
             launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: continuing")

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
-from toolkit.data.tokens import Split, TitleSplit
+from toolkit.data.tokens import Split
 from toolkit.evaluation.answers import Answers
 from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs, batches_of
 from toolkit.features.titles import rouge
+from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.utils.modules import unwrapped
