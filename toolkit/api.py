@@ -19,12 +19,12 @@ from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
 from toolkit.launch import failure_detector
 
 
-def settings(task: str = "cls", **given: Any) -> Any:
+def settings(task: str = "cls", **values: Any) -> Any:
     """The settings of a recipe (`cls`, `bigbird`, or a feature's) by their names. Raises UserError with every fault."""
     classes = tasks()
     if task not in classes:
         raise UserError(f"settings({task!r}){did_you_mean(task, classes)}: there are {', '.join(classes)}")
-    return build(classes[task], given)
+    return build(classes[task], values)
 
 
 def predict(model: str | Path, texts: Any, **sizes: int) -> list[dict[str, Any]]:

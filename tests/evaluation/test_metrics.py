@@ -39,7 +39,7 @@ def numbers_of(problem: ProblemType, names: str, logits: Any, truth: Any) -> dic
     split = split_of(problem, truth)
     losses = sample_losses(torch.from_numpy(array), torch.from_numpy(split.labels), problem).numpy()
     outputs = Outputs(ALONE, split)
-    outputs._kept = [[split.rows, array, losses]]
+    outputs._parts = [[split.rows, array, losses]]
     labels = Labels(problem, tuple(names), ("label",))
     return classification_evaluation(outputs, labels, lambda *found: classification_metrics(*found, labels)).numbers
 

@@ -34,21 +34,21 @@ def clean(path: Path) -> str:
         if why := _unfinished(path, config):
             raise UserError(f"{path} {why}: it goes on from its checkpoints when you type its command again")
         checkpoints = path / "checkpoints"
-        found = newest_first(checkpoints)
-        size = sum(file.stat().st_size for folder in found for file in folder.rglob("*") if file.is_file())
+        folders = newest_first(checkpoints)
+        size = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
         try:
-            for folder in found:
+            for folder in folders:
                 remove(folder)
             for name in ("best", "last"):
                 (checkpoints / name).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot remove {error.filename}: {error.strerror}") from error
-        if left := [folder.name for folder in found if folder.exists()]:
-            raise UserError(f"cannot remove {listing(left)} of {checkpoints}")
+        if remaining := [folder.name for folder in folders if folder.exists()]:
+            raise UserError(f"cannot remove {listing(remaining)} of {checkpoints}")
         with contextlib.suppress(OSError):  # there is something of yours in it, or nothing was
             checkpoints.rmdir()
     return (
-        f"{path}: freed {size_text(size)} ({listing(folder.name for folder in found) or 'there were no checkpoints'})"
+        f"{path}: freed {size_text(size)} ({listing(folder.name for folder in folders) or 'there were no checkpoints'})"
     )
 
 

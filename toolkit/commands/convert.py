@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Does what the command line asks. Raises UserError."""
-    # Before numpy is there: merging needs no threads of its own, which would each take memory.
+    # Before numpy is imported: merging needs no threads of its own, which would each take memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     _check(arguments)
     if arguments.inspect:
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
         print(as_json or "\n".join(_lines(reader)))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
-    print("\n".join(convert(ConvertSettings(**given))))
+    settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(ConvertSettings)}
+    print("\n".join(convert(ConvertSettings(**settings))))
 
 
 def _folder(name: str) -> Path:
@@ -150,7 +150,7 @@ def _lines(reader: CheckpointReader) -> list[str]:
         f"  config      {reader.model_folder or 'none'}",
         f"  converted   {sizes[0]} as fp32, {sizes[1]} as bf16",
         "  details     "
-        + ", ".join(f"{key} {said}" for key, said in reader.details.items() if not isinstance(said, dict)),
+        + ", ".join(f"{key} {value}" for key, value in reader.details.items() if not isinstance(value, dict)),
         *(f"  missing     {what}" for what in facts["missing"]),
     ]
 

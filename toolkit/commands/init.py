@@ -22,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     folder = Path(options.folder)
-    new, kept = copy_templates(folder)
+    new, different = copy_templates(folder)
     print(f"{len(new)} files copied to {folder.resolve()}")
-    if kept:
-        print(f"kept your own version of: {', '.join(kept)} (to get ours, move a file away and run this again)")
+    if different:
+        print(f"kept your own version of: {', '.join(different)} (to get ours, move a file away and run this again)")
     print("next:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
@@ -43,7 +43,7 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
     ours = [path for name, patterns in _PATTERNS.items() for each in patterns for path in (source / name).glob(each)]
     if not ours:
         raise UserError(f"no recipes lie in {source}: this installation is incomplete; install finetune-toolkit again")
-    new, kept = [], []
+    new, different = [], []
     for path in sorted(ours):
         name = path.relative_to(source)
         target = folder / name
@@ -53,10 +53,10 @@ def copy_templates(folder: Path) -> tuple[list[str], list[str]]:
                 shutil.copyfile(path, target)
                 new.append(str(name))
             elif not filecmp.cmp(path, target, shallow=False):
-                kept.append(str(name))
+                different.append(str(name))
         except OSError as error:
             raise UserError(f"{target} cannot be written: {error.strerror}: name another folder") from error
-    return new, kept
+    return new, different
 
 
 COMMAND = Command(

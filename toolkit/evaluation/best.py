@@ -27,8 +27,8 @@ _TRIAL_ROWS = 10_000
 
 
 def _usual_metric(problem_type: str) -> str:
-    problems = {name: problem for feature in features() for name, problem in feature.problems.items()}
-    return _USUAL.get(problem_type) or problems[problem_type].metric
+    metrics = [_USUAL, *(feature.usual_metrics for feature in features())]
+    return next(known[problem_type] for known in metrics if problem_type in known)
 
 
 class Best:

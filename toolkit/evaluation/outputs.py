@@ -106,10 +106,10 @@ def batches_of(
     """
     ahead = Ahead(collator_of(split, tokenizer, accelerator.device))
     rank, world = accelerator.process_index, accelerator.num_processes
-    mine = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
-    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in mine], axis=0)  # samples, tokens
+    batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
+    ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
     bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
-    for place, (indices, following) in enumerate(zip(mine, [*mine[1:], None], strict=True)):
+    for place, (indices, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
         batch = EvaluationBatch(**vars(ahead.batch(indices, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
@@ -126,16 +126,16 @@ class Outputs:
 
     def __init__(self, accelerator: Accelerator, split: Split) -> None:
         self.accelerator, self.split = accelerator, split
-        self._kept: list[list[np.ndarray]] = []
+        self._parts: list[list[np.ndarray]] = []
 
     def add(self, gathered: Sequence[torch.Tensor]) -> None:
-        """Keeps `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out. Raises StopRequested, in all
+        """Adds `accelerator.gather_for_metrics(batch.padded(...))`, the padding left out. Raises StopRequested, in all
         processes, where one of them has got a stop signal."""
         ids = gathered[0].cpu().numpy()
         if number := -1 - int(ids.min()):
             raise StopRequested(number)
         if self.accelerator.is_main_process:
-            self._kept.append([part.cpu().numpy()[ids >= 0] for part in gathered])
+            self._parts.append([part.cpu().numpy()[ids >= 0] for part in gathered])
 
     def in_order(self) -> list[np.ndarray]:
         """The outputs, (N, ...) each, in the order of the source; nothing but on the main process. All call this.
@@ -143,7 +143,7 @@ class Outputs:
         Raises ExactlyOnceError where a sample is missing or there twice, and UserError where an output is not
         finite; in every process, so that none waits for another.
         """
-        columns = [np.concatenate(parts) for parts in zip(*self._kept, strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*self._parts, strict=True)]
         main = self.accelerator.is_main_process
         self._raise_everywhere(ids_fault(columns[0], self.split.rows) if main else "", ExactlyOnceError)
         self._raise_everywhere(_finite_fault(columns) if main else "", UserError)
@@ -167,13 +167,13 @@ class Outputs:
             weights = 1 if self.split.weights is None else self.split.weights
             loss = float((losses * weights).sum(dtype=np.float64) / self.split.loss_denominators().sum())
             numbers = {"num_samples": len(self.split), "loss": loss, **as_json(metrics or {})}
-        kept = None if logits is None else (self.split, logits)
-        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, kept)
+        outputs = None if logits is None else (self.split, logits)
+        return Evaluation(self.split.name, broadcast_object_list([numbers])[0], predictions, outputs)
 
     def _raise_everywhere(self, fault: str, kind: type[Exception]) -> None:
-        found: list[str] = broadcast_object_list([fault])
-        if found[0]:
-            raise kind(f"{self.split.name}: {found[0]}")
+        (fault,) = broadcast_object_list([fault])
+        if fault:
+            raise kind(f"{self.split.name}: {fault}")
 
 
 @torch.no_grad()  # not inference_mode: parameters gathered in it could not be trained on afterwards
@@ -205,9 +205,9 @@ def _finite_fault(columns: Sequence[np.ndarray]) -> str:
     return f"the model's outputs are not finite for rows {rows}: it diverged; lower --learning_rate"
 
 
-def ids_fault(found: np.ndarray, expected: np.ndarray) -> str:
+def ids_fault(ids: np.ndarray, expected: np.ndarray) -> str:
     """What differs between the ids that came back and those of the data set, or nothing."""
-    unique, counts = np.unique(found, return_counts=True)
+    unique, counts = np.unique(ids, return_counts=True)
     faults = {
         "never predicted: rows": np.setdiff1d(expected, unique),
         "more than once: rows": unique[counts > 1],

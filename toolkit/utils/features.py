@@ -39,15 +39,6 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A kind of targets that `problem_type` in config.json names."""
-
-    metric: str
-    """The usual `--metric_for_best_model`."""
-    hub_task: str = "text-classification"
-
-
-@dataclass(frozen=True)
 class PagePart:
     """What a feature adds to report.html."""
 
@@ -75,8 +66,8 @@ class Feature:
     """Settings that are paths, which may differ between machines."""
     exclusive: ClassVar[Sequence[tuple[str, str, str]]] = ()
     """Pairs of settings that cannot both be given, and why."""
-    problems: ClassVar[Mapping[str, Problem]] = {}
-    """By `problem_type`."""
+    usual_metrics: ClassVar[Mapping[str, str]] = {}
+    """Of targets of its own: `problem_type` in config.json -> the usual `--metric_for_best_model`."""
 
     def __init__(self, *commands: Command) -> None:
         """`commands`: rows of the table of `toolkit` commands."""
@@ -138,8 +129,8 @@ _REGISTERED: list[Feature] = []
 
 
 def register(feature: Feature) -> None:
-    """Adds a feature that lies outside `toolkit/features/`, for this process; of each class once."""
-    if type(feature) not in map(type, _REGISTERED):
+    """Adds a feature that lies outside `toolkit/features/`, for this process."""
+    if feature not in _REGISTERED:
         _REGISTERED.append(feature)
 
 

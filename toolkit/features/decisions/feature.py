@@ -23,11 +23,11 @@ class DecisionsFeature(Feature):
             yield "--positive_class is given without --tune_thresholds, which it is for"
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
-        own = section_in(settings, DecisionSettings)
-        if own.any or own.positive_class:
+        decisions = section_in(settings, DecisionSettings)
+        if decisions.any:
             from toolkit.features.decisions.decisions import check
 
-            check(own, data.labels)
+            check(decisions, data.labels)
         return settings
 
     def best_model(self, run: Any, evaluate: Callable[[Any], Any]) -> None:

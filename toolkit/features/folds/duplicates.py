@@ -25,21 +25,21 @@ def normalised(text: str) -> str:
 
 def near_duplicates(texts: Sequence[str]) -> list[list[int]]:
     """Groups of places whose texts are the same after `normalised`, or similar to the group's first."""
-    own: dict[str, list[int]] = defaultdict(list)
+    places_of: dict[str, list[int]] = defaultdict(list)
     for place, text in enumerate(texts):
-        own[normalised(text)].append(place)
-    different = list(own)
+        places_of[normalised(text)].append(place)
+    different = list(places_of)
     leader = list(range(len(different)))  # of each different text the first that it is like
     bands = [_band_keys(text) for text in different]
     for band in range(_BANDS):
-        first: dict[bytes, int] = {}
+        first_with: dict[bytes, int] = {}
         for place, keys in enumerate(bands):
-            before = leader[first.setdefault(keys[band], place)]
+            before = leader[first_with.setdefault(keys[band], place)]
             if before != leader[place] == place and similarity(different[before], different[place]) >= SIMILAR:
                 leader[place] = before
     groups: dict[int, list[int]] = defaultdict(list)
     for place, text in enumerate(different):
-        groups[_root(leader, place)] += own[text]
+        groups[_root(leader, place)] += places_of[text]
     return sorted(sorted(group) for group in groups.values() if len(group) > 1)
 
 
@@ -51,9 +51,9 @@ def _root(leader: Sequence[int], place: int) -> int:
 
 def similarity(one: str, other: str) -> float:
     """Jaccard's, of two normalised texts."""
-    mine, theirs = _shingles(one), _shingles(other)
-    common = len(np.intersect1d(mine, theirs, assume_unique=True))
-    return common / (len(mine) + len(theirs) - common)
+    first, second = _shingles(one), _shingles(other)
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    return common / (len(first) + len(second) - common)
 
 
 def _shingles(text: str) -> np.ndarray:

@@ -46,20 +46,20 @@ class FoldsFeature(Feature):
             yield "--folds goes on by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
-        own = section_in(settings, FoldSettings)
-        if own == FoldSettings():
+        folds = section_in(settings, FoldSettings)
+        if folds == FoldSettings():
             return {}
         from toolkit.features.folds.split import data_facts
 
-        return data_facts(settings, own.folds, own.label_corrections, facts, accelerator)
+        return data_facts(settings, folds.folds, folds.label_corrections, facts, accelerator)
 
     def select_rows(self, settings: Any, facts: Mapping[str, Any], rows: Any, targets: Any) -> tuple[Any, list[str]]:
-        own = section_in(settings, FoldSettings)
-        if own == FoldSettings():
+        folds = section_in(settings, FoldSettings)
+        if folds == FoldSettings():
             return {"train": rows}, []
         from toolkit.features.folds.split import select_rows
 
-        return select_rows(settings, own.label_corrections, facts, rows, targets)
+        return select_rows(settings, folds.label_corrections, facts, rows, targets)
 
     def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
         if "fold" not in data.feature_facts:

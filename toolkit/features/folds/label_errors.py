@@ -18,7 +18,7 @@ class Suspect(NamedTuple):
     """The probability of what is given less that of what is suggested: the lower the surer."""
 
 
-def suspects(chances: np.ndarray, given: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+def suspects(chances: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
     """Confident learning (Northcutt, Jiang and Chuang, 2021) on out-of-fold probabilities (N, C), labels (N,), or
     (N, C) of 0 and 1, each a question of its own, and the models' answers in the same form; the surest first.
 
@@ -28,37 +28,37 @@ def suspects(chances: np.ndarray, given: np.ndarray, answers: np.ndarray) -> lis
     in cleanlab (`find_label_issues`: "Remove label issues if given label == model prediction"): a class that the models
     hardly know has a threshold so low that rows reach it whose own label is far likelier.
     """
-    if given.ndim == 1:
-        return _of_classes(chances, given, answers)
-    found: dict[int, list[Suspect]] = defaultdict(list)
-    for label in range(given.shape[1]):
-        two = np.stack([1 - chances[:, label], chances[:, label]], axis=1)
-        for suspect in _of_classes(two, given[:, label].astype(int), answers[:, label].astype(int)):
-            found[suspect.place].append(suspect._replace(suggested=(label,)))
+    if labels.ndim == 1:
+        return _of_classes(chances, labels, answers)
+    by_place: dict[int, list[Suspect]] = defaultdict(list)
+    for column in range(labels.shape[1]):
+        two = np.stack([1 - chances[:, column], chances[:, column]], axis=1)
+        for suspect in _of_classes(two, labels[:, column].astype(int), answers[:, column].astype(int)):
+            by_place[suspect.place].append(suspect._replace(suggested=(column,)))
     merged = []
-    for place, own in found.items():
-        flipped = {suspect.suggested[0] for suspect in own}
-        right = tuple(c for c in range(given.shape[1]) if bool(given[place, c]) != (c in flipped))
-        merged.append(Suspect(place, right, min(suspect.margin for suspect in own)))
+    for place, flips in by_place.items():
+        flipped = {suspect.suggested[0] for suspect in flips}
+        right = tuple(c for c in range(labels.shape[1]) if bool(labels[place, c]) != (c in flipped))
+        merged.append(Suspect(place, right, min(suspect.margin for suspect in flips)))
     return sorted(merged, key=lambda suspect: suspect.margin)
 
 
-def _of_classes(chances: np.ndarray, given: np.ndarray, answers: np.ndarray) -> list[Suspect]:
+def _of_classes(chances: np.ndarray, labels: np.ndarray, answers: np.ndarray) -> list[Suspect]:
     classes = range(chances.shape[1])
-    thresholds = np.array([chances[given == c, c].mean() if (given == c).any() else np.inf for c in classes])
+    thresholds = np.array([chances[labels == c, c].mean() if (labels == c).any() else np.inf for c in classes])
     counted = np.where(chances >= thresholds, chances, -1.0)
     other = counted.argmax(axis=1)
-    places = np.flatnonzero((counted.max(axis=1) >= 0) & (other != given) & (answers != given))
-    margins = chances[places, given[places]] - chances[places, other[places]]
+    places = np.flatnonzero((counted.max(axis=1) >= 0) & (other != labels) & (answers != labels))
+    margins = chances[places, labels[places]] - chances[places, other[places]]
     order = np.argsort(margins, kind="stable")
     return [Suspect(int(places[i]), (int(other[places[i]]),), float(margins[i])) for i in order]
 
 
-def skill(given: np.ndarray, answers: np.ndarray) -> float:
+def skill(labels: np.ndarray, answers: np.ndarray) -> float:
     """From 0, one answer for all rows, to 1, no mistake: the mean recall of the classes that occur, adjusted for
     chance, as scikit-learn's `balanced_accuracy_score(adjusted=True)`. (N,) classes; of (N, C) 0 and 1 it is the mean
     over the labels that some rows have and others have not."""
-    if given.ndim == 2:
-        return float(np.mean([skill(g, a) for g, a in zip(given.T, answers.T, strict=True) if np.ptp(g)] or [1]))
-    recalls = [float((answers[given == c] == c).mean()) for c in np.unique(given)]
+    if labels.ndim == 2:
+        return float(np.mean([skill(g, a) for g, a in zip(labels.T, answers.T, strict=True) if np.ptp(g)] or [1]))
+    recalls = [float((answers[labels == c] == c).mean()) for c in np.unique(labels)]
     return (sum(recalls) - 1) / (len(recalls) - 1) if len(recalls) > 1 else 1.0

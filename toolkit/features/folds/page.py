@@ -33,14 +33,14 @@ _MOST_SUSPECTS, _MOST_GROUPS, _MOST_OF_GROUP, _MOST_CHARACTERS, _MOST_CHOICES = 
 
 
 def write_part(folder: Path, fold: int, split: Split, lines: Sequence[dict[str, Any]]) -> None:
-    """What a fold's model says of its part: a line per row, which makes the fold complete."""
-    kept = zip(lines, split.texts(), split.lengths.tolist(), split.sources() or [{}] * len(split), strict=True)
+    """A fold's model's answers for its part: a line per row, which makes the fold complete."""
+    rows = zip(lines, split.texts(), split.lengths.tolist(), split.sources() or [{}] * len(split), strict=True)
     write_whole(
         folder / PART,
         (
             dumps({**line, "fold": fold, "tokens": tokens, "sources": sources, "text_digest": text_digest(text),
                    "text": text}) + "\n"
-            for line, text, tokens, sources in kept
+            for line, text, tokens, sources in rows
         ),
     )  # fmt: skip
 
@@ -59,12 +59,12 @@ def finish_fold(folder: Path, data: Prepared, evaluation: Evaluation) -> list[st
 
 
 def write_folds(folder: Path) -> list[str]:
-    """Brings the parts together: out_of_fold.jsonl, label_errors.jsonl and report.html. Returns what to say of them.
+    """Joins the parts: out_of_fold.jsonl, label_errors.jsonl and report.html. Returns lines for the screen.
 
     Raises UserError where a fold is missing, or a row is not there exactly once.
     """
-    if left := unfinished(folder):
-        raise UserError(f"{folder}: fold {listing(left)} is not done: start the same command again")
+    if remaining := unfinished(folder):
+        raise UserError(f"{folder}: fold {listing(remaining)} is not done: start the same command again")
     runs = [fold_folder(folder, fold) for fold in numbers(folder)]
     records = [Record.load(run) for run in runs]
     lines = sorted((line for run in runs for line in read_lines(run / PART)), key=lambda line: line["id"])
@@ -76,48 +76,51 @@ def write_folds(folder: Path) -> list[str]:
         )
     write_whole(folder / "out_of_fold.jsonl", (dumps(line) + "\n" for line in lines))
     labels = Labels(cast(ProblemType, records[0].problem_type), tuple(records[0].data["labels"]), ())
-    found = _analysed(lines, labels)
-    write_whole(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, found["suspects"], labels)))
-    shown = [_shown(lines[suspect.place], suspect, labels) for suspect in found["suspects"][:_MOST_SUSPECTS]]
-    own = [record.last.single_numbers for record in records]  # of a recipe with metrics of its own, perhaps others
+    analysis = _analysis(lines, labels)
+    write_whole(folder / ERRORS, (dumps(line) + "\n" for line in _errors(lines, analysis["suspects"], labels)))
+    shown = [_row(lines[suspect.place], suspect, labels) for suspect in analysis["suspects"][:_MOST_SUSPECTS]]
+    numbers_of = [record.last.single_numbers for record in records]  # a recipe's metrics may have other names
     names = [
-        name for name, value in found["metrics"].items() if isinstance(value, float) and all(name in o for o in own)
+        name
+        for name, value in analysis["metrics"].items()
+        if isinstance(value, float) and all(name in o for o in numbers_of)
     ]
-    spread = {name: statistics.stdev([numbers[name] for numbers in own]) for name in names}
-    context = {**found, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
+    spread = {name: statistics.stdev([numbers[name] for numbers in numbers_of]) for name in names}
+    context = {**analysis, "record": records[0], "records": records, "folder": folder.resolve().name, "shown": shown,
                "names": names, "spread": spread, "count": len(lines), "similar": SIMILAR,
                "shortened": lambda text: text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "…",
                "most_groups": _MOST_GROUPS, "most_of_group": _MOST_OF_GROUP}  # fmt: skip
     write_whole(folder / "report.html", [render(Path(__file__).with_name("folds.html"), context)])
-    metrics = "  ".join(f"{name} {found['metrics'][name]:.4f}" for name in names)
+    metrics = "  ".join(f"{name} {analysis['metrics'][name]:.4f}" for name in names)
     return [
-        *found["doubts"],
+        *analysis["doubts"],
         f"all {len(runs)} folds are done; out of fold, {len(lines)} rows: {metrics}",
-        f"{len(found['suspects'])} labels are suspected to be wrong, {len(found['groups'])} groups of near duplicates",
+        f"{len(analysis['suspects'])} labels are suspected to be wrong, "
+        f"{len(analysis['groups'])} groups of near duplicates",
         f"  {folder}/report.html         look at them, and save the corrections: --label_corrections FILE",
         f"  {folder}/{ERRORS}   the same labels, as corrections that are all accepted",
         f"  {folder}/out_of_fold.jsonl   every row with probabilities of a model that was not trained on it",
     ]
 
 
-def _analysed(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
+def _analysis(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]:
     """Metrics, suspects, groups of near duplicates and slices of all rows."""
-    groups = _marked(near_duplicates([line["text"] for line in lines]), lines)
-    found = {"groups": groups, "leaks": _leaks(groups, lines)}
+    groups = _groups(near_duplicates([line["text"] for line in lines]), lines)
+    duplicates = {"groups": groups, "leaks": _leaks(groups, lines)}
     if labels.problem_type == "regression":
         guess, truth = (np.array([line[name] for line in lines]) for name in ("prediction", "label"))
         metrics = classification_metrics(guess.reshape(len(lines), -1), truth, labels)
-        return {**found, "metrics": metrics, "suspects": [], "slices": [], "doubts": []}
+        return {**duplicates, "metrics": metrics, "suspects": [], "slices": [], "doubts": []}
     chances = np.array([line["probabilities"] for line in lines])
     places = {name: place for place, name in enumerate(labels.names)}
     if labels.problem_type == MULTI:
-        given, answers = (
+        truth, answers = (
             np.array([[name in line[key] for name in labels.names] for line in lines]).astype(float)
             for key in ("label", "prediction")
         )
         scores = chances - 0.5
     else:
-        given, scores = np.array([places[line["label"]] for line in lines]), chances
+        truth, scores = np.array([places[line["label"]] for line in lines]), chances
         likeliest = chances.argmax(axis=1)  # where no answer was given
         answers = np.array([places.get(line["prediction"], p) for line, p in zip(lines, likeliest, strict=True)])
     wrong = np.array([line["prediction"] != line["label"] for line in lines])
@@ -125,25 +128,25 @@ def _analysed(lines: Sequence[dict[str, Any]], labels: Labels) -> dict[str, Any]
     sliced |= {name: [line["sources"].get(name, "") for line in lines] for name in lines[0]["sources"]}
     sliced["label"] = [", ".join(line["label"]) if labels.problem_type == MULTI else line["label"] for line in lines]
     return {
-        **found,
-        "metrics": classification_metrics(scores, given, labels),
-        "suspects": suspects(chances, given, answers),
-        "doubts": _doubts(given, answers, labels),
+        **duplicates,
+        "metrics": classification_metrics(scores, truth, labels),
+        "suspects": suspects(chances, truth, answers),
+        "doubts": _doubts(truth, answers, labels),
         "slices": worst_slices(wrong, sliced),
         "wrong": float(wrong.mean()),
     }
 
 
-def _doubts(given: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]:
+def _doubts(truth: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]:
     """What keeps a list that these answers have made from being of use. (N,) classes, or (N, C) 0 and 1."""
-    given_by_class, answers_by_class = (
-        each if each.ndim == 2 else each[:, None] == np.arange(labels.size) for each in (given, answers)
+    truth_by_class, answers_by_class = (
+        each if each.ndim == 2 else each[:, None] == np.arange(labels.size) for each in (truth, answers)
     )
-    unknown = (given_by_class.sum(axis=0) >= FEWEST_ROWS) & ~answers_by_class.any(axis=0)
+    unknown = (truth_by_class.sum(axis=0) >= FEWEST_ROWS) & ~answers_by_class.any(axis=0)
     doubts = []
-    if skill(given, answers) < _WEAK:
-        right = (given_by_class == answers_by_class).all(axis=1).mean()
-        largest = np.unique(given, axis=0, return_counts=True)[1].max() / len(given)
+    if skill(truth, answers) < _WEAK:
+        right = (truth_by_class == answers_by_class).all(axis=1).mean()
+        largest = np.unique(truth, axis=0, return_counts=True)[1].max() / len(truth)
         doubts.append(
             f"do not rely on the list of wrong labels: the models are right about {100 * right:.1f} % of the rows, and "
             f"one answer for all would be about {100 * largest:.1f} %"
@@ -155,11 +158,11 @@ def _doubts(given: np.ndarray, answers: np.ndarray, labels: Labels) -> list[str]
     return [*doubts[:-1], *(f"{doubt}; {mends}" for doubt in doubts[-1:])]
 
 
-def _marked(groups: Sequence[Sequence[int]], lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(groups: Sequence[Sequence[int]], lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups of places -> their lines; those whose labels differ first, since one of them must be wrong."""
-    marked = [[lines[place] for place in group] for group in groups]
-    found = [{"lines": own, "differ": any(line["label"] != own[0]["label"] for line in own)} for own in marked]
-    return sorted(found, key=lambda group: not group["differ"])
+    rows = [[lines[place] for place in group] for group in groups]
+    marked = [{"lines": some, "differ": any(line["label"] != some[0]["label"] for line in some)} for some in rows]
+    return sorted(marked, key=lambda group: not group["differ"])
 
 
 def _leaks(groups: Sequence[dict[str, Any]], lines: Sequence[dict[str, Any]]) -> int:
@@ -172,15 +175,15 @@ def _label(places: Sequence[int], labels: Labels) -> Any:
     return names if labels.problem_type == MULTI else names[0]
 
 
-def _errors(lines: Sequence[dict[str, Any]], found: Sequence[Suspect], labels: Labels) -> list[dict[str, Any]]:
+def _errors(lines: Sequence[dict[str, Any]], errors: Sequence[Suspect], labels: Labels) -> list[dict[str, Any]]:
     return [
         {"id": line["id"], "text_digest": line["text_digest"], "label": _label(suspect.suggested, labels),
          "given": line["label"], "margin": round(suspect.margin, 6), "text": line["text"]}
-        for suspect in found for line in [lines[suspect.place]]
+        for suspect in errors for line in [lines[suspect.place]]
     ]  # fmt: skip
 
 
-def _shown(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, Any]:
+def _row(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, Any]:
     """A row of the page, with what its label may be changed to: the suggestion first."""
     chances = dict(zip(labels.names, line["probabilities"], strict=True))
     suggested = _label(suspect.suggested, labels)
@@ -188,10 +191,10 @@ def _shown(line: dict[str, Any], suspect: Suspect, labels: Labels) -> dict[str, 
     if labels.problem_type != MULTI:
         likely = sorted(chances, key=lambda name: -chances[name])[:_MOST_CHOICES]
         choices += [name for name in likely if name not in (suggested, line["label"])]
-    named = [line["label"], suggested] if labels.problem_type != MULTI else sorted({*line["label"], *suggested})
+    names = [line["label"], suggested] if labels.problem_type != MULTI else sorted({*line["label"], *suggested})
     return {
         **line,
         "suggested": suggested,
-        "chances": [(name, chances[name]) for name in named],
+        "chances": [(name, chances[name]) for name in names],
         "choices": [(json.dumps(choice, ensure_ascii=False), choice) for choice in choices],
     }

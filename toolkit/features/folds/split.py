@@ -30,7 +30,7 @@ def fold_folder(output_dir: str | Path, fold: int) -> Path:
 
 
 def unfinished(output_dir: str | Path) -> list[int]:
-    """Those whose model has not answered for its part yet, from 1."""
+    """Those whose part has no answers yet, from 1."""
     return [fold for fold in numbers(output_dir) if not (fold_folder(output_dir, fold) / PART).is_file()]
 
 
@@ -116,11 +116,11 @@ def _next(folder: Path, folds: int, digest: str) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             with replace_file(folder / FOLDS) as draft:
                 draft.write_text(json.dumps({"folds": folds, "digest": digest}), encoding="utf-8")
-    if not (left := unfinished(folder)):
+    if not (remaining := unfinished(folder)):
         raise UserError(
             f"--output_dir {folder}: all {folds} folds are done; `toolkit report {folder}` writes their page"
         )
-    return left[0]
+    return remaining[0]
 
 
 def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int) -> tuple[dict[str, Rows], str]:
@@ -137,9 +137,9 @@ def without_part(rows: Rows, targets: Targets, folds: int, fold: int, seed: int)
     with warnings.catch_warnings():  # a class with fewer rows than folds is not in each of them
         warnings.simplefilter("ignore", UserWarning)
         parts = list(kind(folds, shuffle=True, random_state=seed).split(np.zeros(count), classes))
-    train, held = parts[fold - 1]
-    note = f"fold {fold} of {folds}: {len(held)} of {count} rows are held back (seed {seed})"
-    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(held))}, note
+    train, part = parts[fold - 1]
+    note = f"fold {fold} of {folds}: {len(part)} of {count} rows are held back (seed {seed})"
+    return {"train": rows.take(np.sort(train)), "validation": rows.take(np.sort(part))}, note
 
 
 def text_digest(text: str) -> str:
@@ -153,10 +153,10 @@ def corrected(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
     Raises UserError naming the line and the row where the file does not fit.
     """
     places = {int(row): place for place, row in enumerate(rows.numbers)}
-    given = _corrections(Path(file))
-    texts = _texts_at({places[row] for _, row, _, _ in given if row in places}, rows)
-    encoded, kept, counts = rows.targets.copy(), np.ones(len(places), bool), {"changed": 0, "same": 0, "out": 0}
-    for line, row, digest, label in given:
+    corrections = _corrections(Path(file))
+    texts = _texts_at({places[row] for _, row, _, _ in corrections if row in places}, rows)
+    encoded, stays, counts = rows.targets.copy(), np.ones(len(places), bool), {"changed": 0, "same": 0, "out": 0}
+    for line, row, digest, label in corrections:
         where = f"--label_corrections {file}, {line}: row {row + 1} of {rows.table.name}"
         if row not in places:
             raise UserError(f"{where} is not among the training rows")
@@ -164,39 +164,41 @@ def corrected(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
         if text_digest(texts[place]) != digest:
             raise UserError(f"{where} holds another text than the one whose label was looked at: it is of other data")
         if label is None:
-            kept[place] = False
+            stays[place] = False
             counts["out"] += 1
             continue
         value = _encoded(label, targets, where)
         counts["same" if np.array_equal(value, encoded[place]) else "changed"] += 1
         encoded[place] = value
-    said = f"{counts['changed']} labels are changed, {counts['same']} are as they were, {counts['out']} rows left out"
-    changed, note = replace(rows, targets=encoded), f"{rows.table.name}: {said} (--label_corrections {file})"
-    return changed if kept.all() else changed.take(np.flatnonzero(kept)), note
+    summary = (
+        f"{counts['changed']} labels are changed, {counts['same']} are as they were, {counts['out']} rows left out"
+    )
+    changed, note = replace(rows, targets=encoded), f"{rows.table.name}: {summary} (--label_corrections {file})"
+    return changed if stays.all() else changed.take(np.flatnonzero(stays)), note
 
 
 def _encoded(label: Any, labels: Labels, where: str) -> Any:
     """A class's name, or a list of them (multi-label), as `Labels.encode` has it. Raises UserError for another."""
-    named = {name: place for place, name in enumerate(labels.names)}
-    wanted, multi = label if isinstance(label, list) else [label], labels.problem_type == MULTI
-    strange = [name for name in wanted if name not in named]
+    known = {name: place for place, name in enumerate(labels.names)}
+    names, multi = label if isinstance(label, list) else [label], labels.problem_type == MULTI
+    strange = [name for name in names if name not in known]
     if strange or labels.problem_type == "regression" or isinstance(label, list) != multi:
-        near = did_you_mean(str(strange[0]), named) if strange else ""
-        raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(named)}")
+        near = did_you_mean(str(strange[0]), known) if strange else ""
+        raise UserError(f"{where}: {label!r} is no label{near}: the classes are {listing(known)}")
     return (
-        np.isin(np.arange(labels.size), [named[name] for name in wanted]).astype(np.float32) if multi else named[label]
+        np.isin(np.arange(labels.size), [known[name] for name in names]).astype(np.float32) if multi else known[label]
     )
 
 
 def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:
     """The texts of some samples, second ones below the first, as reports show them."""
-    found, place = {}, 0
+    chosen, place = {}, 0
     for texts, pairs in rows.texts():
-        for own in range(len(texts)):
+        for index, text in enumerate(texts):
             if place in places:
-                found[place] = f"{texts[own]}\n{pairs[own]}" if pairs else texts[own]
+                chosen[place] = f"{text}\n{pairs[index]}" if pairs else text
             place += 1
-    return found
+    return chosen
 
 
 def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:
@@ -205,7 +207,7 @@ def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:
         lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--label_corrections {path} cannot be read: {error}") from None
-    found, seen = [], set()
+    corrections, rows = [], set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -224,8 +226,8 @@ def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:
                 f'--label_corrections {path}, line {number}: it must be {{"id": row from 0, "text_digest": "...", '
                 '"label": the right one, or null to leave the row out}, as report.html and label_errors.jsonl have them'
             )
-        if row in seen:
+        if row in rows:
             raise UserError(f"--label_corrections {path}, line {number}: row {row + 1} is there twice")
-        seen.add(row)
-        found.append((f"line {number}", row, digest, label))
-    return found
+        rows.add(row)
+        corrections.append((f"line {number}", row, digest, label))
+    return corrections

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.features.titles.settings import KIND, TitleDataSettings, TitleSettings
-from toolkit.utils.features import Feature, PagePart, Problem
+from toolkit.utils.features import Feature, PagePart
 
 
 class TitlesFeature(Feature):
     """Models that write titles."""
 
     tasks: ClassVar = {"title": TitleSettings}
-    problems: ClassVar = {"title_generation": Problem(metric="rougeL", hub_task="summarization")}
+    usual_metrics: ClassVar = {"title_generation": "rougeL"}
     first_settings = ("title_column",)
 
     def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
@@ -36,7 +36,7 @@ class TitlesFeature(Feature):
         return TitleAnswers()
 
     def page(self, page: Any) -> PagePart | None:
-        if page.record.problem_type not in self.problems:
+        if page.record.problem_type not in self.usual_metrics:
             return None
         from toolkit.features.titles.page import examples
 

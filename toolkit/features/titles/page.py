@@ -44,11 +44,11 @@ def examples(record: Record, folder: Path, texts: Sequence[str]) -> dict[str, An
     plain = [_plain(title.written) for title in titles]
     commonest = collections.Counter(title.written for title in titles if title.written).most_common(1)
     return {
-        "examples": {name: [*map(example, some)] for name, some in _handfuls(titles).items()},
+        "examples": {name: [*map(example, handful)] for name, handful in _handfuls(titles).items()},
         "num_titles": len(titles),
         "num_empty": plain.count(""),
-        "num_copies": sum(own == _plain(title.reference) for own, title in zip(plain, titles, strict=True)),
-        "num_lifted": sum(own != "" and own in _plain(text) for own, text in zip(plain, texts, strict=False)),
+        "num_copies": sum(text == _plain(title.reference) for text, title in zip(plain, titles, strict=True)),
+        "num_lifted": sum(title != "" and title in _plain(text) for title, text in zip(plain, texts, strict=False)),
         "commonest": [(shortened(written), count) for written, count in commonest if count > 1],
     }
 
