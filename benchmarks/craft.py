@@ -56,8 +56,6 @@ KINDS: dict[str, tuple[tuple[tuple[int, int], ...], list[Any], dict[str, list[An
             "r_drop_alpha": ["--r_drop_alpha", 1],
             "fgm_epsilon": ["--fgm_epsilon", 0.1],
             "fgm_epsilon-0.5": ["--fgm_epsilon", 0.5],
-            "pooling-mean": ["--pooling", "mean"],
-            "pooling-max": ["--pooling", "max"],
         },
     ),
 }

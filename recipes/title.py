@@ -20,22 +20,11 @@ from typing import Any
 
 import torch
 
+import toolkit
 from toolkit import config
-from toolkit.data.prepare import prepare_data
-from toolkit.data.tokens import Split, load_tokenizer
-from toolkit.evaluation import Evaluation, Outputs, evaluation_batches
 from toolkit.features.titles.evaluation import Writer, title_evaluation, title_metrics
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.settings import TitleSettings
-from toolkit.models.to_bigbird import long_model
-from toolkit.objective.losses import token_losses
-from toolkit.pretrained import layer_of, load_config
-from toolkit.run import Run
-from toolkit.training.estimate import fit_batch_size
-from toolkit.training.optimizer import make_optimizer, make_scheduler
-from toolkit.training.resume import precision_of
-from toolkit.training.steps import Steps
-from toolkit.training.strategy import align_strategy
 
 # What runs when neither data nor a model is named.
 DEMO = Path(__file__).with_name("title_demo.yaml")
@@ -44,34 +33,26 @@ DEMO = Path(__file__).with_name("title_demo.yaml")
 def main() -> None:
     settings = config.parse(TitleSettings, demo=DEMO, description=__doc__)
     training, generation, longest = settings.training, settings.generation, settings.data.max_target_length
-    accelerator = launch.make_accelerator(precision_of(training), layer_of(settings.model))
+    accelerator = toolkit.start_accelerator(settings)
+    pretrained = toolkit.long_model(settings.model, settings.data.max_length, accelerator)  # positions for all tokens
+    tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # texts and titles, once per machine
 
-    # An encoder with as many positions as the texts need, then texts and titles, each made once per machine
-    pretrained = long_model(settings.model, settings.data.max_length, accelerator)
-    tokenizer = load_tokenizer(pretrained)
-    data = prepare_data(settings, tokenizer, load_config(pretrained), accelerator)
-    tokenizer.model_max_length = data.max_length  # saved with the model: it is to cut texts as they were cut here
-
-    # Model and optimizer: the same weights in every process, then placed as the launch asks
+    # The same weights in every process, then placed as the launch asks
     model = load_title_model(settings.model, pretrained, generation, tokenizer, longest, training.seed)
-    optimizer = make_optimizer(model, training)
-    training = fit_batch_size(accelerator, model, data.train, tokenizer, training)  # --per_device_batch_size auto
-    steps = Steps(accelerator, data.train, tokenizer, training)
-    align_strategy(accelerator, model, optimizer, training, steps.schedule)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    scheduler = make_scheduler(optimizer, training, steps.schedule.total_steps)
+    optimizer = toolkit.make_optimizer(model, training)
+    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
 
     def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (B, T, V), (B, T) -> (B,)
-        return token_losses(logits, truth, training.label_smoothing_factor)  # sums over each title's tokens
+        return toolkit.token_losses(logits, truth, training.label_smoothing_factor)  # sums over each title's tokens
 
     def compute_metrics(titles: Sequence[str], references: Sequence[str]) -> dict[str, Any]:
         return title_metrics(titles, references, generation.rouge_segmenter)
 
     @torch.no_grad()
-    def evaluate(split: Split) -> Evaluation:
+    def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         model.eval()
-        writer, outputs = Writer(accelerator, model), Outputs(accelerator, split)  # each sample exactly once
-        for batch in evaluation_batches(accelerator, split, tokenizer, training):
+        writer, outputs = Writer(accelerator, model), toolkit.Outputs(accelerator, split)  # each sample exactly once
+        for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
             with accelerator.autocast():
                 encoded, mask = writer.encode(batch)  # the texts are read once for the loss and for the search
                 losses = loss_fn(writer.logits(batch, encoded, mask), batch.labels)  # (B,)
@@ -80,7 +61,7 @@ def main() -> None:
         return title_evaluation(outputs, tokenizer, compute_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the tokens of all its titles
-    run = Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title")
+    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="title")
     run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
     for step in run.steps():
         model.train()
@@ -91,8 +72,8 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: each where due
-    run.finish(evaluate)  # the best model, on the test rows where there are any
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: where due
+    run.finish(evaluate)  # of the best model, on the test rows where there are any
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ _CHINESE = "的是不好很坏书店酒房间电影我他在有一了服务差�
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start processes first: they take longest, and no worker of several should wait for them at the end."""
-    units = ("checkpoint", "data", "evaluation", "launch", "models", "report", "training", "utils")
+    units = ("checkpoint", "data", "evaluation", "launch", "models", "objective", "report", "training", "utils")
     items.sort(key=lambda item: item.path.parent.name in units)
 
 

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
              "toolkit.features.compare.command", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
-             "recipes.title", "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
+             "recipes.title", "toolkit.api", "toolkit.run", "toolkit.training.prepare", "toolkit.models.to_bigbird",
+             "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 

@@ -30,7 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit import launch
+import toolkit
+from toolkit import api, launch
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps
@@ -187,12 +188,10 @@ def main() -> None:
     allow_flex_attention()
     # a search for titles asks after each token whether all have ended
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.most)  # type: ignore[method-assign]
-    for name in ("cls", "bigbird", "title"):
-        recipe: Any = importlib.import_module(f"recipes.{name}")
-        loader = "load_title_model" if name == "title" else "load_classifier"
-        setattr(recipe, loader, on_device(getattr(recipe, loader)))
-        if name != "title":
-            recipe.with_teacher = on_cpu(recipe.with_teacher)
+    vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
+    title: Any = importlib.import_module("recipes.title")
+    title.load_title_model = on_device(title.load_title_model)
+    vars(api)["with_teacher"] = on_cpu(api.with_teacher)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])
     path.write_text(json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}), encoding="utf-8")

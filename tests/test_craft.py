@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections.abc import Callable
@@ -16,10 +15,7 @@ from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
 from tests.runs import WAYS, lines_of, losses_of
-from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.cli import build_parser
-from toolkit.features.predict.command import predict_file
 
 STEPS = 6
 COMMON = ["--eval_every", 3, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
@@ -40,12 +36,11 @@ JOBS: dict[str, list[Any]] = {
     "unfreeze": ["--unfreeze_every", 2, "--layerwise_lr_decay", 0.8, "--lr_scheduler_type", "constant_with_warmup",
                  "--warmup_steps", 2],
     "ema": ["--ema_decay", 0.6],
-    "pooling": ["--pooling", "mean"],
     "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
 }  # fmt: skip
 # refused there at the start, with a line: tests/training/test_optimizer.py
 REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor", "muon"))
-RESUMED = ("weights", "lion", "muon", "unfreeze", "ema", "pooling")
+RESUMED = ("weights", "lion", "muon", "unfreeze", "ema")
 MARKS = {"ddp x2": (), "zero2 x2": (), "zero3 x2": (pytest.mark.slow,), "fsdp2 x2": (pytest.mark.slow,)}
 TRIED = [pytest.param(way, marks=(pytest.mark.multiprocess, *marks)) for way, marks in MARKS.items()]
 Runs = Callable[[str], Path]
@@ -138,35 +133,6 @@ def test_layers_whose_turn_has_not_come_are_the_pretrained(way: str, runs_of: Ru
     trained = {name for name in before if not torch.equal(before[name], after[f"bert.{name}"])}
     assert trained == {name for name in before if not name.startswith(waiting)}
     assert "1 of 4 turns never come in 6 steps" in runs_of(way).with_suffix(".err").read_text(encoding="utf-8")
-
-
-def test_a_pooled_model_is_read_as_it_was_trained(runs_of: Runs, tmp_path: Path) -> None:
-    """By predict, convert and export; what `toolkit` says of transformers is tests/models/test_classifier.py's."""
-    run, rows = runs_of("single") / "pooling again", runs_of("single").parent / "rows.csv"
-    assert losses_of(run) != pytest.approx(losses_of(run.with_name("ema")), rel=1e-3)
-    identity = json.loads((run / "config.json").read_text())["identity"]  # what a resumed run must have
-    assert identity["pooling"] == "mean"
-    known = {line["id"]: line["probabilities"] for line in lines_of(run / "predictions.jsonl")}
-    convert(ConvertSettings(run / "checkpoints" / "last", tmp_path / "converted"))
-    assert (tmp_path / "converted" / "pooled.py").is_file()
-    pytest.importorskip("onnxruntime", reason="the extra `onnx` is not installed")
-    from toolkit.features.export.command import export
-
-    named = {"model": str(run / "model"), "out": tmp_path / "onnx", "to": "onnx", "int8": False, "max_drop": 0,
-             "max_changed": 0}  # fmt: skip
-    files = dict.fromkeys(("validation_file", "calibration_file", "text_column", "text_pair", "label_column",
-                           "max_length"))  # fmt: skip
-    export(argparse.Namespace(**named, **files))
-    assert json.loads((tmp_path / "onnx" / "config.json").read_text())["model_type"] == "bert"  # the graph pools
-    for folder in (run / "model", tmp_path / "onnx"):
-        words = ["predict", folder, rows, "--text_column", "text", "--output", tmp_path / f"{folder.name}.jsonl"]
-        predict_file(build_parser().parse_args([str(word) for word in [*words, "--mixed_precision", "no"]]))
-        found = [line["probabilities"] for line in lines_of(tmp_path / f"{folder.name}.jsonl")]
-        for row, chances in known.items():
-            assert found[row] == pytest.approx(chances, abs=1e-5)
-    card = (run / "model" / "README.md").read_text(encoding="utf-8")
-    assert 'pipeline("text-classification", model=model, trust_remote_code=True)' in card
-    assert "PooledBertForSequenceClassification" in card
 
 
 def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:

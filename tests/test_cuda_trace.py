@@ -24,7 +24,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "cls": ("cls", CLASSES),
     "cls regularized": ("cls", [*CLASSES, "--r_drop_alpha", 1, "--ema_decay", 0.9, "--loss", "focal"]),
     "cls lora": ("cls", [*CLASSES, "--lora_r", 2, "--gradient_checkpointing", "--class_weights", "balanced"]),
-    "cls mean": ("cls", [*CLASSES, "--pooling", "mean", "--max_grad_norm", 0]),
+    "cls unclipped": ("cls", [*CLASSES, "--max_grad_norm", 0]),
     "bigbird": ("bigbird", GATHERED),
     "bigbird full": ("bigbird", [*LONG, "--attn_implementation", "full", "--ema_decay", 0.9]),
     "title": ("title", ["--attn_implementation", "gathered"]),

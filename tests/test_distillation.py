@@ -29,7 +29,7 @@ from toolkit.evaluation.teacher import with_teacher
 from toolkit.models.classifier import load_classifier
 from toolkit.models.layers import keep_layers
 from toolkit.models.to_bigbird import long_model
-from toolkit.objective.losses import distillation_losses
+from toolkit.objective.distillation import distillation_losses
 from toolkit.pretrained import load_config
 
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", 22, "--max_steps", 8,
@@ -161,7 +161,7 @@ def test_teachers_that_cannot_teach(teacher: Path, tiny_model: Path, reviews: Pa
     (tmp_path / "names" / "config.json").write_text(json.dumps(config))
     cased = AutoTokenizer.from_pretrained(teacher, do_lower_case=False)
     cased.save_pretrained(tmp_path / "tokens")
-    assert "knows good, neg (single_label_classification), and the data have neg, pos" in failed(
+    assert "has good, neg (single_label_classification), and the data have neg, pos" in failed(
         *data, "--teacher", tmp_path / "names")  # fmt: skip
     assert "cuts texts into other tokens (or token types) than the student" in failed(
         *data, "--teacher", tmp_path / "tokens"

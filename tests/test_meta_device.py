@@ -31,7 +31,7 @@ CLS: dict[str, list[Any]] = {
     "class weights": [*CLASSES, "--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
     "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
     "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
-    "teacher": [*CLASSES, "--teacher", "TEACHER", "--pooling", "mean"],
+    "teacher": [*CLASSES, "--teacher", "TEACHER"],
     "layers": [*CLASSES, "--freeze_layers", 1, "--layerwise_lr_decay", 0.9, "--max_grad_norm", 0],
     "lion": [*CLASSES, "--optimizer", "lion", "--optimizer_args", "betas=(0.9,0.95)"],
 }

@@ -33,12 +33,11 @@ TERMS: dict[str, list[Any]] = {
     "smoothing": ["--label_smoothing_factor", 0.1],
     "lora": ["--lora_r", 3],
     "recompute": ["--gradient_checkpointing"],
-    "pooling": ["--pooling", "mean"],
 }
 SINGLE_LABEL = ["--label_column", "label"]
 SEVERAL_LABELS = ["--label_column", "tags", "--problem_type", "multi_label_classification"]
 REFUSED = {("r_drop", "teacher"), ("fgm", "teacher"), ("class_weights", "pos_weight"), ("pos_weight", "smoothing"),
-           ("focal", "smoothing"), ("freeze", "lora"), ("reinit", "lora"), ("lora", "pooling")}  # fmt: skip
+           ("focal", "smoothing"), ("freeze", "lora"), ("reinit", "lora")}  # fmt: skip
 ALONE = [(name,) for name in TERMS]
 PAIRS = list(itertools.combinations(TERMS, 2))
 SECOND_PASS = [pair for pair in PAIRS if {"r_drop", "fgm"} & set(pair) and {"recompute", "lora", "ema"} & set(pair)]

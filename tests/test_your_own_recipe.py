@@ -27,6 +27,7 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "focal": ("focal", ["--gamma", 1.5, "--rare_weight", 2]),
     "learned": ("learned", []),
     "learned again": ("learned", []),
+    "entropy": ("entropy", []),
     "contrastive": ("contrastive", []),
     "contrastive in fewer": ("contrastive", ["--per_device_batch_size", 22]),
     "metric": ("metric", ["--metric_for_best_model", "mcc"]),
@@ -191,8 +192,8 @@ WRONG: dict[str, tuple[str, str, str, str, tuple[str, ...]]] = {
         ("bert.embeddings.word_embeddings.weight", "--unfreeze_every"),
     ),
     "a sharded parameter in the loop": (
-        "zero3 x2", "learned", "return unwrapped(model).loss(logits, truth)",
-        "return unwrapped(model).loss(logits, truth) + unwrapped(model).loss.bias.sum()",
+        "zero3 x2", "learned", "step.mean(objective(batch, logits))",
+        "step.mean(objective(batch, logits) + toolkit.unwrapped(model).loss.bias.sum())",
         ("loss.bias", "docs/your-own-recipe.md"),
     ),
 }  # fmt: skip

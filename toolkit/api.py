@@ -1,4 +1,5 @@
-"""What a script or a notebook does without a recipe: settings, predictions, an evaluation, a conversion.
+"""What a script or a notebook does without a recipe: settings, predictions, an evaluation, a conversion; and the first
+lines of a recipe.
 
 `import toolkit` offers these, beside the building blocks of a recipe: docs/api.md.
 """
@@ -10,13 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
-from toolkit.config import build, tasks
+from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
+from toolkit.data.prepare import Prepared, prepare_data
+from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
+from toolkit.evaluation.teacher import with_teacher
 from toolkit.launch import failure_detector
+from toolkit.pretrained import layer_of, load_config
+from toolkit.training.resume import precision_of
 
 
 def settings(task: str = "cls", **values: Any) -> Any:
@@ -87,6 +95,24 @@ def _columns(texts: Any) -> tuple[list[str], ...]:
 def convert(checkpoint: str | Path, out: str | Path, **options: Any) -> list[str]:
     """`toolkit convert CHECKPOINT OUT`, with its options by name (`merge_lora=True`): the lines that it says."""
     return convert_checkpoint(ConvertSettings(Path(checkpoint), Path(out), **options))
+
+
+def start_accelerator(settings: Any) -> Accelerator:
+    """An `Accelerator` for the way this process was started, in the precision of the settings, verified
+    (`toolkit.launch.make_accelerator`)."""
+    return launch.make_accelerator(precision_of(settings.training), layer_of(settings.model))
+
+
+def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings | None = None) -> tuple[Any, Prepared]:
+    """(tokenizer, data): files -> columns -> tokens, made once per machine, with the outputs of a `--teacher`; all
+    processes call this. `model` is the one whose tokenizer reads the texts, where it is not `settings.model`."""
+    model = model or settings.model
+    tokenizer = load_tokenizer(model)
+    data = prepare_data(settings, tokenizer, load_config(model), accelerator)
+    if isinstance(settings, TaskSettings):
+        data = with_teacher(accelerator, settings, data, tokenizer)
+    tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
+    return tokenizer, data
 
 
 def wait_for_all() -> None:

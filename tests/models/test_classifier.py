@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
-    AutoModel,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedConfig,
     masking_utils,
 )
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from tests.architectures import make_architecture
 from tests.faults import refusal
 from tests.runs import edit_json
 from tests.splits import of_lengths
@@ -37,7 +29,7 @@ from toolkit.data.batches import Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import choose_max_length, load_tokenizer
 from toolkit.errors import UserError
-from toolkit.models.classifier import freeze_unused, load_classifier, load_saved_classifier, set_dropout
+from toolkit.models.classifier import freeze_unused, load_classifier, set_dropout
 from toolkit.pretrained import load_config
 
 THREE = Labels("single_label_classification", ("差", "中", "好"), ("label",))
@@ -65,97 +57,6 @@ def test_the_head_follows_the_seed_and_nothing_else(tiny_model: Path) -> None:
     torch.randn(100)
     assert torch.equal(load(tiny_model, seed=1).classifier.weight, first)
     assert not torch.equal(load(tiny_model, seed=2).classifier.weight, first)
-
-
-POOLS: list[Any] = ["BERT", "DistilBERT", "ALBERT", "DeBERTa-v3", "ModernBERT", "BigBird"]
-POOLS += [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("RoBERTa", "XLM-R", "ELECTRA", "ERNIE", "EuroBERT", "NomicBERT", "GTE", "Longformer")
-]
-NATIVE = ("ModernBERT", "EuroBERT")  # transformers has `cls` and `mean` of these
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_the_head_reads_what_pooling_says(name: str, tmp_path: Path) -> None:
-    """Padding changes nothing; what is saved says it, to us and to transformers, and `cls` undoes it."""
-    base = make_architecture(name, tmp_path / "base", ["a fine film", "the story goes on and on and on"])
-    ids, other = torch.arange(5, 13)[None], torch.arange(5, 18)[None]
-    both = {"input_ids": torch.cat([F.pad(ids, (0, 5), value=1), other]), "attention_mask": torch.ones(2, 13).long()}
-    both["attention_mask"][0, 8:] = 0
-    more = {"global_attention_mask": torch.eye(13).long()[[0, 0]]} if name == "Longformer" else {}
-    found = {}
-    with torch.no_grad():
-        for pooling in ("mean", "max", "cls"):
-            model = load(base, pooling=pooling).eval()
-            read = []
-            encoder = model.base_model
-            hook = encoder.register_forward_hook(lambda _, __, output, read=read: read.append(output[0][0]))
-            found[pooling] = model(**both).logits[:1]
-            hook.remove()
-            torch.testing.assert_close(model(input_ids=ids).logits, found[pooling], rtol=0, atol=1e-5)
-            native = pooling == "cls" or (name in NATIVE and pooling == "mean")
-            assert type(model).__name__.startswith("Pooled") != native
-            if not native:
-                plain = AutoModel.from_pretrained(base).eval()(**both, **more)[0][0, :8]
-                expected = plain.mean(dim=0) if pooling == "mean" else plain.max(dim=0).values
-                torch.testing.assert_close(read[0], expected[None], rtol=0, atol=1e-5)
-            saved = tmp_path / pooling
-            model.save_pretrained(saved, save_original_format=False)
-            again = load_saved_classifier(ModelSettings(model_name_or_path=str(saved))).eval()
-            assert type(again) is type(model)
-            torch.testing.assert_close(again(**both).logits[:1], found[pooling], rtol=0, atol=1e-6)
-    assert not torch.allclose(found["mean"], found["max"], atol=1e-5)
-    assert not torch.allclose(found["cls"], found["max"], atol=1e-5)
-    assert load(tmp_path / "max", pooling="cls").config.model_type == load(base).config.model_type
-    assert type(load(tmp_path / "max", pooling="cls")) is type(load(base))
-
-
-_PLAIN = """
-import json, sys, torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification, pipeline
-folder, text = sys.argv[1], "a fine film"
-for refused in (False, None):
-    try:
-        AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=refused)
-    except ValueError as error:
-        assert "trust_remote_code=True" in str(error), error
-    else:
-        raise AssertionError("loaded without a word")
-classify = pipeline("text-classification", model=folder, trust_remote_code=True, top_k=None, function_to_apply="none")
-model = classify.model
-assert model.config.pooling == "mean" and type(model).__name__ == "PooledBertForSequenceClassification"
-assert not any(name == "toolkit" for name in sys.modules)
-model.save_pretrained(folder + " again")
-AutoModelForSequenceClassification.from_pretrained(folder + " again", trust_remote_code=True)
-print(json.dumps({each["label"]: each["score"] for each in classify([text])[0]}))
-"""
-
-
-def test_plain_transformers_reads_a_pooled_model_or_refuses_it(tiny_model: Path, tmp_path: Path) -> None:
-    model, tokenizer = load(tiny_model, pooling="mean").eval(), AutoTokenizer.from_pretrained(tiny_model)
-    model.save_pretrained(tmp_path / "saved")
-    tokenizer.save_pretrained(tmp_path / "saved")
-    given = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    given.pop("PYTHONPATH", None)
-    done = subprocess.run([sys.executable, "-c", _PLAIN, tmp_path / "saved"], env=given, cwd=tmp_path, text=True,
-                          capture_output=True, stdin=subprocess.DEVNULL, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    with torch.no_grad():
-        logits = model(**tokenizer("a fine film", return_tensors="pt")).logits[0].tolist()
-    answers = done.stdout[done.stdout.rindex("{") :]  # behind the question whether to run the folder's code
-    assert json.loads(answers) == pytest.approx(dict(zip(THREE.names, logits, strict=True)), abs=1e-5)
-    # by the name of its family's class it loads, with a word
-    assert "pooled-bert" in PreTrainedConfig.get_config_dict(tmp_path / "saved")[0]["model_type"]
-    said = subprocess.run([sys.executable, "-c", "import sys, transformers; "
-                           "transformers.BertForSequenceClassification.from_pretrained(sys.argv[1])",
-                           tmp_path / "saved"], capture_output=True, text=True, check=False)  # fmt: skip
-    assert "model of type `pooled-bert` to instantiate a model of type `bert`" in said.stderr
-
-
-def test_where_pooling_cannot_be_chosen(tiny_model: Path, tmp_path: Path) -> None:
-    make_architecture("Qwen3", tmp_path, ["a fine film"])
-    assert "(qwen3) reads cannot be chosen; it can for albert, bert, big_bird" in fault_of(tmp_path, pooling="mean")
-    assert "--pooling max with --lora_r: an adapter does not say" in fault_of(tiny_model, pooling="max", lora_r=2)
 
 
 def test_the_encoder_is_the_checkpoints_in_float32_also_where_it_was_saved_in_half(

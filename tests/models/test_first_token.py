@@ -165,8 +165,8 @@ def test_copied_pickled_compiled_and_with_lora(tmp_path: Path) -> None:
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(1))
     expected = model(input_ids=ids).logits
     torch.save(model, tmp_path / "model.pt")
-    for each in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert width_of_last(each, "roberta") == 1
+    for each, width in ((copy.deepcopy(model), 1), (torch.load(tmp_path / "model.pt", weights_only=False), 9)):
+        assert width_of_last(each, "roberta") == width
         torch.testing.assert_close(each(input_ids=ids).logits, expected)
     states = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -21,11 +21,11 @@ IDS = torch.arange(2 * 61).view(2, 61) % 15 + 5
 INPUTS: dict[str, Any] = {"input_ids": IDS, "attention_mask": (torch.arange(61) < torch.tensor([[61], [40]])).long()}
 
 
-def load(name: str, folder: Path, pooling: Any) -> tuple[Any, Any]:
+def load(name: str, folder: Path) -> tuple[Any, Any]:
     """Ours, and transformers' class with the same weights."""
     make_architecture(name, folder, TEXTS * 20)
     attention = None if name == "BigBird" else "eager"  # which alone computes attention weights
-    settings = ModelSettings(model_name_or_path=str(folder), attn_implementation=attention, pooling=pooling)
+    settings = ModelSettings(model_name_or_path=str(folder), attn_implementation=attention)
     model = load_classifier(settings, LABELS, seed=1).eval()
     theirs = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
     theirs.config.pad_token_id = model.config.pad_token_id
@@ -36,20 +36,18 @@ def load(name: str, folder: Path, pooling: Any) -> tuple[Any, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "LoRA" not in name])
 def test_every_position_of_every_architecture(name: str, tmp_path: Path) -> None:
-    asked = ["output_hidden_states", "output_attentions"]
-    for pooling in (None, "mean") if name != "Qwen3" else (None,):
-        mine, theirs = load(name, tmp_path / str(pooling), pooling)
-        if name == "BigBird":
-            refusal(mine, **INPUTS, output_attentions=True, match="computes no attention weights")
-            asked = ["output_hidden_states"]
-        for option in asked:
-            found, expected = (model(**INPUTS, **{option: True}) for model in (mine, theirs))
-            key = option.removeprefix("output_")
-            assert len(found[key]) == len(expected[key]) > 0
-            torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)
-            if pooling is None:
-                torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
-        # what a head of one's own reads
-        states = [model.base_model(**INPUTS).last_hidden_state for model in (mine, theirs)]
-        assert states[0].shape[:2] == IDS.shape
-        torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)
+    options = ["output_hidden_states", "output_attentions"]
+    mine, theirs = load(name, tmp_path)
+    if name == "BigBird":
+        refusal(mine, **INPUTS, output_attentions=True, match="computes no attention weights")
+        options = ["output_hidden_states"]
+    for option in options:
+        outputs, expected = (model(**INPUTS, **{option: True}) for model in (mine, theirs))
+        key = option.removeprefix("output_")
+        assert len(outputs[key]) == len(expected[key]) > 0
+        torch.testing.assert_close(outputs[key], expected[key], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    # what a head of one's own reads
+    states = [model.base_model(**INPUTS).last_hidden_state for model in (mine, theirs)]
+    assert states[0].shape[:2] == IDS.shape
+    torch.testing.assert_close(*states, rtol=1e-4, atol=1e-5)

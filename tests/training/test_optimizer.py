@@ -225,7 +225,7 @@ def test_optimizers_by_name(asked: dict[str, Any], kind: type, expected: dict[st
         ({"optimizer": "sgd", "optimizer_args": "momentun=0.9"}, "momentun'; SGD takes momentum, dampening"),
         ({"optimizer": "torch.optim.Muon"}, "only supports 2D parameters.*--optimizer muon"),
         ({"optimizer": "torch.optim.LBFGS"}, "--optimizer torch.optim.LBFGS"),
-        ({"optimizer_args": "lr=1e-3"}, "lr is --learning_rate's"),
+        ({"optimizer_args": "lr=1e-3"}, "--learning_rate"),
         ({"optimizer_args": "eps=f(1)"}, "write momentum=0.9"),
         ({"optimizer_args": "0.9"}, "each argument has a name"),
         ({"optimizer_args": "eps=1)("}, "write momentum=0.9"),

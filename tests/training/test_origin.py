@@ -13,7 +13,7 @@ from toolkit.checkpoint import folder as folders
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.training.resume import Origin, choose_origin, precision_of
-from toolkit.training.run_folder import _open_folder
+from toolkit.training.run_folder import create_run_folder
 
 IDENTITY = {"recipe": "cls", "model": "bert", "labels": ["neg", "pos"], "data": "0a1b", "max_length": 128,
             "global_batch_size": 32, "group_by_length": True, "seed": 42, "lora_r": None}  # fmt: skip
@@ -123,4 +123,4 @@ def test_a_runs_file_that_leads_elsewhere_is_refused(there: bool, tmp_path: Path
         other.touch()
     (run / "metrics.jsonl").symlink_to(other)
     with pytest.raises(UserError, match=f"{run / 'metrics.jsonl'} is a link to {other}, outside"):
-        _open_folder(TrainingSettings(output_dir=str(run)), "cls", FACTS)
+        create_run_folder(TrainingSettings(output_dir=str(run)), "cls", FACTS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from toolkit.checkpoint.optimizer_state import kept_of, remember_groups
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
+from toolkit.utils.modules import unwrapped
 
 
 @dataclass
@@ -39,14 +39,6 @@ class Fragment:
     """What it keeps in another shape, such as Adafactor's rows and columns; whole parameters alone have it."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """Numbers and tensors of one, such as `step`; the same for parameters that are flattened together."""
-
-
-def unwrapped(model: Any) -> Any:
-    """The module that `Accelerator.prepare` wrapped, without importing DeepSpeed (1.5 s) as `unwrap_model` does."""
-    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", ())
-    while isinstance(model, (torch.nn.parallel.DistributedDataParallel, engine)):
-        model = model.module
-    return model
 
 
 def live_state(accelerator: Accelerator, model: Any, optimizer: Any = None) -> LiveState:

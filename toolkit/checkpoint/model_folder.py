@@ -21,11 +21,12 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from toolkit.checkpoint.live import live_state, reshard, tied_names, unwrapped
+from toolkit.checkpoint.live import live_state, reshard, tied_names
 from toolkit.checkpoint.lora import is_adapters, merged_name, saved_name, stays
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
 from toolkit.utils.files import refuse_link_out, replace_folder, write_new
+from toolkit.utils.modules import unwrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ADAPTER_FOLDER = "adapter"
@@ -177,6 +178,8 @@ def load_weights(accelerator: Accelerator, model: torch.nn.Module, folder: Path)
         return
     import deepspeed
 
+    engine: Any = model
+    engine.empty_partition_cache()  # a pass outside of the engine (FGM) may leave a weight that is being prefetched
     module = unwrapped(model)
     parameters = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
     with contextlib.ExitStack() as stack:

@@ -64,8 +64,6 @@ class ModelSettings(PretrainedSettings):
     """On the input of LoRA's matrices; 0 when not given, or `dropout` where that is given."""
     lora_target_modules: str | None = None
     """Layers with LoRA, `query,value` or `all-linear`; peft's choice for the architecture when not given."""
-    pooling: Literal["cls", "mean", "max"] | None = None
-    """What the head reads: the first token, the mean of all, or the greatest of all; as the model has it by default."""
     freeze_layers: int | None = Field(default=None, ge=0)
     """Do not train the embeddings and the first so many layers; 0 freezes the embeddings alone."""
     reinit_layers: int | None = Field(default=None, ge=1)

@@ -1,4 +1,4 @@
-"""What a teacher says of every training row, for a student to learn from: computed once, and kept in the cache."""
+"""A teacher's logits of every training row, for a student to learn from: computed once, and cached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from accelerate.utils import broadcast, gather_object
 
 from toolkit import launch
 from toolkit.config import ModelSettings, TaskSettings
-from toolkit.data.batches import Batch
 from toolkit.data.labels import Labels
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import LengthBuckets, Split, choose_max_length, fingerprint, load_tokenizer, tells_pairs_apart
@@ -22,7 +21,6 @@ from toolkit.errors import UserError, first_line, listing
 from toolkit.evaluation.answers import labels_of
 from toolkit.evaluation.outputs import predict
 from toolkit.models.classifier import load_saved_classifier
-from toolkit.objective.losses import distillation_losses
 from toolkit.pretrained import content_of
 from toolkit.utils.cache import cache_folder, damage_of, digest_of_text, made_once
 
@@ -33,7 +31,7 @@ def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepare
     """The data with the teacher's logits of every training row, where `--teacher` names one; all processes call this.
 
     Each row is computed exactly once, in any number of processes, and only where the cache lacks them. Raises UserError
-    for a teacher with other labels, or that reads other tokens.
+    for a teacher with other labels or another tokenizer.
     """
     name = settings.distillation.teacher
     if name is None:
@@ -46,18 +44,22 @@ def with_teacher(accelerator: Accelerator, settings: TaskSettings, data: Prepare
 
 
 def _logits_folder(accelerator: Accelerator, settings: TaskSettings, data: Prepared, tokenizer: Any, name: str) -> Path:
-    named = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
-    own, teacher = load_tokenizer(named), load_saved_classifier(named)
+    model = ModelSettings(model_name_or_path=name, tokenizer=settings.model.tokenizer)
+    own_tokenizer, teacher = load_tokenizer(model), load_saved_classifier(model)
     order = _order_of_classes(labels_of(teacher.config), data.labels, name)
-    _refuse_other_tokens(teacher.config, own, data, tokenizer, named)
+    _refuse_other_tokens(teacher.config, own_tokenizer, data, tokenizer, name)
     rows = hashlib.sha256(data.train.rows.tobytes()).hexdigest()
-    asked = [content_of(name), data.digest, rows, accelerator.mixed_precision, order]
-    digest = digest_of_text(repr(asked))
-    found = np.zeros((0, 0), np.float32)
+    sources = [content_of(name), data.digest, rows, accelerator.mixed_precision, order]
+    digest = digest_of_text(repr(sources))
+    logits = np.zeros((0, 0), np.float32)
     if not all(gather_object([damage_of(cache_folder() / "teachers" / digest) is None])):
-        launch.say(accelerator, f"computing what {name} says of {len(data.train)} training rows, once")
-        found = _logits(accelerator, teacher, data.train, own, settings, order)
-    return made_once("teachers", digest, lambda draft: np.save(draft / _FILE, found), accelerator, f"{name} as teacher")
+        launch.say(accelerator, f"computing the outputs of {name} for {len(data.train)} training rows, once")
+        logits = _logits(accelerator, teacher, data.train, own_tokenizer, settings, order)
+
+    def save(draft: Path) -> None:
+        np.save(draft / _FILE, logits)
+
+    return made_once("teachers", digest, save, accelerator, f"{name} as teacher")
 
 
 def _logits(
@@ -70,48 +72,37 @@ def _logits(
     )
     split = replace(train, buckets=LengthBuckets.of_model(teacher.config))
     with accelerator.autocast():
-        found = predict(
+        outputs = predict(
             accelerator, teacher.to(accelerator.device), split, tokenizer, size, training.max_tokens_per_batch
         )
     logits = torch.zeros(len(train), len(order), device=accelerator.device)
-    if found is not None:
+    if outputs is not None:
         # predicted in the order of the source
         places = np.argsort(np.argsort(train.rows, kind="stable"), kind="stable")
-        logits = torch.from_numpy(found[places][:, order]).to(accelerator.device)
+        logits = torch.from_numpy(outputs[places][:, order]).to(accelerator.device)
     return broadcast(logits).cpu().numpy()
 
 
 def _order_of_classes(teacher: Labels, labels: Labels, name: str) -> list[int]:
-    """Where each of the data's classes stands among the teacher's outputs."""
+    """The place of each of the data's classes among the teacher's outputs."""
     if teacher.problem_type != labels.problem_type or set(teacher.names) != set(labels.names):
         raise UserError(
-            f"--teacher {name} knows {listing(teacher.names)} ({teacher.problem_type}), and the data have "
+            f"--teacher {name} has {listing(teacher.names)} ({teacher.problem_type}), and the data have "
             f"{listing(labels.names)} ({labels.problem_type}): fine-tune it on these labels first, or correct id2label "
             "in its config.json"
         )
     return [teacher.names.index(each) for each in labels.names]
 
 
-def _refuse_other_tokens(config: Any, own: Any, data: Prepared, tokenizer: Any, named: ModelSettings) -> None:
-    name = named.model_name_or_path
-    types = "token_type_ids" in own.model_input_names and tells_pairs_apart(config)
-    if fingerprint(own) != fingerprint(tokenizer) or (data.text_pair and types != (data.train.token_types is not None)):
+def _refuse_other_tokens(config: Any, own_tokenizer: Any, data: Prepared, tokenizer: Any, name: str) -> None:
+    types = "token_type_ids" in own_tokenizer.model_input_names and tells_pairs_apart(config)
+    same_types = not data.text_pair or types == (data.train.token_types is not None)
+    if fingerprint(own_tokenizer) != fingerprint(tokenizer) or not same_types:
         raise UserError(
             f"--teacher {name} cuts texts into other tokens (or token types) than the student: take a student with the "
             "teacher's tokenizer (the model the teacher began as, with --num_hidden_layers 3, say)"
         )
     try:
-        choose_max_length(data.max_length, own, config, data.text_pair is not None)
+        choose_max_length(data.max_length, own_tokenizer, config, data.text_pair is not None)
     except UserError as error:
         raise UserError(f"--teacher {name}: {first_line(error)}") from error
-
-
-def distilled(
-    losses: torch.Tensor, logits: torch.Tensor, batch: Batch, labels: Labels, settings: TaskSettings
-) -> torch.Tensor:
-    """(B,) losses of the labels, (B, C) logits, and a batch with a teacher's -> (B,): (1 - alpha) labels + alpha
-    teacher; the losses as they are where there is no teacher."""
-    if "teacher" not in batch.columns:
-        return losses
-    (alpha, temperature), teacher = settings.distillation.mixture, batch.columns["teacher"]
-    return (1 - alpha) * losses + alpha * distillation_losses(logits, teacher, labels.problem_type, temperature)

@@ -21,7 +21,6 @@ from toolkit.models.exported import ExportedClassifier, exported_to
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
 from toolkit.models.lora import add_lora
-from toolkit.pooled import FAMILIES, pooled_config
 from toolkit.pretrained import (
     encoder_config,
     explained,
@@ -35,7 +34,7 @@ from toolkit.utils.compat import require
 
 
 class Classes(Protocol):
-    """What a classifier answers; the labels that the data have are such."""
+    """The classes of a classifier, as `toolkit.data.labels.Labels` has them."""
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -53,8 +52,7 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     """
     name, config = str(settings.model_name_or_path), load_config(settings)
     if config.is_encoder_decoder and config.model_type == "encoder-decoder":
-        raise UserError(f"--model_name_or_path {name} writes titles: recipes/title.py trains it further")
-    config = choose_pooling(config, settings)
+        raise UserError(f"--model_name_or_path {name} writes titles: train it with recipes/title.py")
     config.problem_type = labels.problem_type
     config.id2label = dict(enumerate(labels.names))
     config.label2id = {label: index for index, label in enumerate(labels.names)}
@@ -73,10 +71,10 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
             output_loading_info=True,
             **options,
         )
-    fresh = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
+    new = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     # a head (and a pooler) may be new
     prefix = f"{model.base_model_prefix}."
-    refuse_random(name, (key for key in fresh if key.startswith(prefix) and "pooler" not in key))
+    refuse_random(name, (key for key in new if key.startswith(prefix) and "pooler" not in key))
     if settings.num_hidden_layers:
         keep_layers(model, settings.num_hidden_layers, name)
     if settings.reinit_layers:
@@ -90,73 +88,49 @@ def load_classifier(settings: ModelSettings, labels: Classes, seed: int) -> Any:
     read_first_token_only(model)
     if settings.lora_r:
         with whole_weights():
-            model = add_lora(model, settings, fresh)
+            model = add_lora(model, settings, new)
         freeze_unused(model)
     return model
 
 
 def read_as_decoder(config: Any, name: str) -> None:
-    """What a decoder (Qwen3) needs to classify: a padding token, since its head reads the last other one, and no cache
-    of keys and values, which only writing needs. An encoder's config has the one, and does not use the other."""
+    """Sets what a decoder (Qwen3) needs to classify: a padding token, since its head reads the last other token, and no
+    cache of keys and values, which only generation needs. An encoder's config has the one and ignores the other."""
     config = config.get_text_config()
     if getattr(config, "pad_token_id", 0) is None:
         config.pad_token_id = load_plain_tokenizer(name).pad_token_id
     config.use_cache = False
 
 
-def choose_pooling(config: Any, settings: ModelSettings) -> Any:
-    """The config with `--pooling`. ModernBERT and EuroBERT have `cls` and `mean` themselves; what transformers has
-    not is the work of `toolkit.pooled`. Raises UserError for a model that neither knows."""
-    pooling, kind = settings.pooling, config.model_type
-    if pooling is None:
-        return config
-    if settings.lora_r:
-        raise UserError(
-            f"--pooling {pooling} with --lora_r: an adapter does not say what the head reads, and whoever puts it on "
-            "the base model would read it wrongly: leave one of them out"
-        )
-    if kind not in FAMILIES:
-        raise UserError(
-            f"--pooling {pooling}: what the head of {settings.model_name_or_path} ({kind}) reads cannot be chosen; it "
-            f"can for {listing(FAMILIES, 99)}. A model class of your own does it: docs/your-own-recipe.md (MeanPooled)"
-        )
-    if hasattr(config, "classifier_pooling"):
-        own = "mean" if pooling == "mean" else "bos" if kind == "eurobert" else "cls"
-        config = pooled_config(config, "cls")
-        config.classifier_pooling = own
-        return pooled_config(config, pooling) if pooling == "max" else config
-    return pooled_config(config, pooling)
-
-
 @functools.cache
 def trust_masks() -> None:
-    """transformers looks whether a mask hides anything, and whether ids without one are padded, and waits for the GPU
-    to know it, in each forward pass. Our masks always do: a batch without padding comes without one."""
+    """transformers tests whether a mask hides anything, and whether ids without a mask are padded, which synchronises
+    the GPU in each forward pass. Our masks always hide something: a batch without padding has none."""
     for name in ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"):
-        looks = require(masking_utils, name, "transformers")
-        setattr(masking_utils, name, partial(_look_on_cpu, looks))
+        check = require(masking_utils, name, "transformers")
+        setattr(masking_utils, name, partial(_check_on_cpu, check))
     warn = require(PreTrainedModel, "warn_if_padding_and_no_attention_mask", "transformers")
-    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda model, ids, mask: _look_on_cpu(
+    PreTrainedModel.warn_if_padding_and_no_attention_mask = lambda model, ids, mask: _check_on_cpu(
         partial(warn, model), ids, mask
     )
 
 
-def _look_on_cpu(look: Callable[..., Any], tensor: torch.Tensor | None, *more: Any, **options: Any) -> Any:
-    return (tensor is None or tensor.device.type == "cpu") and look(tensor, *more, **options)
+def _check_on_cpu(check: Callable[..., Any], tensor: torch.Tensor | None, *more: Any, **options: Any) -> Any:
+    return (tensor is None or tensor.device.type == "cpu") and check(tensor, *more, **options)
 
 
-def choose_attention(model: Any, asked: str | None) -> None:
-    """Gives a BigBird encoder in `model` the attention that was asked for; ours, exact and fast, when none was.
+def choose_attention(model: Any, attention: str | None) -> None:
+    """Gives a BigBird encoder in `model` this attention; by default ours, exact and fast.
 
-    `eager` is transformers' own. Other models have it already. Raises UserError for a name that BigBird does not have.
+    `eager` is transformers' own. Other models are not changed. Raises UserError for a name that BigBird does not have.
     """
     trust_masks()
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
     sparse = config.attention_type == "block_sparse"
-    if asked != "eager":
-        bigbird.install(model, asked or ("auto" if sparse else "full"))
+    if attention != "eager":
+        bigbird.install(model, attention or ("auto" if sparse else "full"))
         return
     for part in model.modules():  # transformers' own becomes full attention for good at its first short batch
         if sparse and isinstance(part, BigBirdModel) and not part.config.is_decoder:
@@ -173,22 +147,22 @@ def recompute_activations(name: str, model: Any) -> None:
 def freeze_unused(model: torch.nn.Module, **more: Any) -> list[str]:
     """Freezes the trained parameters that no output depends on (an unused pooler), and returns their names.
 
-    Data parallel training would stop at them, and sharded optimizers would decay them where one process leaves them
-    alone. Found in the graph of one short sample's logits, which costs a forward pass. `more` is what the model needs
-    beside `input_ids` (1, 8).
+    Data parallel training would stop at them, and sharded optimizers would decay them where one process does not
+    change them. They are found in the graph of one short sample's logits, which costs a forward pass. `more`: inputs of
+    the model besides `input_ids` (1, 8).
     """
     training, ones = model.training, torch.ones(1, 8, dtype=torch.long)
     with torch.random.fork_rng(devices=[]):
         logits = model.train()(input_ids=ones, attention_mask=ones, **more).logits
     model.train(training)
-    seen, left = set(), [logits.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [behind for behind, _ in node.next_functions]
-    used = {id(node.variable) for node in seen if hasattr(node, "variable")}
-    unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in used]
+    nodes, queue = set(), [logits.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            queue += [function for function, _ in node.next_functions]
+    leaves = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    unused = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in leaves]
     for name in unused:
         model.get_parameter(name).requires_grad_(False)
     return unused
@@ -217,7 +191,7 @@ def load_saved_classifier(settings: ModelSettings) -> Any:
 
 
 def set_dropout(config: Any, probability: float | None) -> None:
-    """Sets every dropout probability a config knows, whatever the family calls it; None leaves them alone."""
+    """Sets every dropout probability of a config, whatever the family calls it; None changes nothing."""
     if probability is None:
         return
     for name, value in config.to_dict().items():

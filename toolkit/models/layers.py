@@ -13,7 +13,7 @@ from toolkit.pretrained import whole_weights
 
 
 def outer_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What stands in a model's `ModuleList`s, but for those inside another layer."""
+    """The modules of a model's `ModuleList`s, except lists inside another layer."""
     return [layer for stack in _stacks(model) for layer in stack]
 
 
@@ -26,32 +26,32 @@ def distances(model: torch.nn.Module) -> dict[int, int]:
     """id of a parameter -> how far it is from the head: 0 for the head (a pooler, a last norm), 1 for the top layer,
     one more than there are layers for the embeddings. A decoder counts its own layers. Empty without layers."""
     stacks = _stacks(model)
-    found = {
+    distance_of = {
         id(parameter): len(stack) - place
         for stack in stacks
         for place, layer in enumerate(stack)
         for parameter in layer.parameters()
     }
     bottom, below = 1 + max(map(len, stacks), default=0), True
-    for name, parameter in model.named_parameters() if found else ():
-        below = below and id(parameter) not in found  # what comes before the first layer
-        if id(parameter) not in found:
-            found[id(parameter)] = bottom if below or "embed" in name else 0
-    return found
+    for name, parameter in model.named_parameters() if distance_of else ():
+        below = below and id(parameter) not in distance_of  # what comes before the first layer
+        if id(parameter) not in distance_of:
+            distance_of[id(parameter)] = bottom if below or "embed" in name else 0
+    return distance_of
 
 
 def keep_layers(model: Any, count: int, name: str) -> None:
-    """Leaves so many of a model's layers, evenly spaced from the first to the last, as DistilBERT began as six of
+    """Keeps so many of a model's layers, evenly spaced from the first to the last, as DistilBERT began as six of
     BERT's twelve (Sanh et al., 2019). Raises UserError where it has fewer, or one for all."""
     layers = _layers_of(model, count, "num_hidden_layers", name)
     total = len(layers)
-    kept = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    places = np.linspace(0, total - 1, count).round().astype(int).tolist()
     stack = next(part for part in model.modules() if isinstance(part, torch.nn.ModuleList) and [*part] == layers)
-    for place in sorted(set(range(total)) - set(kept), reverse=True):
+    for place in sorted(set(range(total)) - set(places), reverse=True):
         del stack[place]
-    for key, value in list(vars(model.config).items()):  # what it says of each layer
+    for key, value in list(vars(model.config).items()):  # its lists with an entry per layer
         if isinstance(value, list) and len(value) == total:
-            setattr(model.config, key, [value[place] for place in kept])
+            setattr(model.config, key, [value[place] for place in places])
     model.config.num_hidden_layers = count
     for place, layer in enumerate(stack):
         for part in filter(lambda part: hasattr(part, "layer_idx"), layer.modules()):
@@ -73,11 +73,11 @@ def renew_layers(model: Any, count: int, name: str, seed: int) -> None:
     layers = _layers_of(model, count, "reinit_layers", name)
     with torch.random.fork_rng(devices=[]), whole_weights():
         set_seed(seed)
-        fresh = type(model)(model.config)
-    for old, new in list(zip(layers, _longest(fresh), strict=True))[-count:]:
+        new_model = type(model)(model.config)
+    for old, new in list(zip(layers, _longest(new_model), strict=True))[-count:]:
         old.load_state_dict(new.state_dict())
     if pooler := getattr(model.base_model, "pooler", None):
-        pooler.load_state_dict(fresh.base_model.pooler.state_dict())
+        pooler.load_state_dict(new_model.base_model.pooler.state_dict())
 
 
 def _longest(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -85,9 +85,9 @@ def _longest(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _layers_of(model: Any, count: int, setting: str, name: str) -> list[torch.nn.Module]:
-    layers, said = _longest(model), getattr(model.config, "num_hidden_layers", 0)
-    if len(layers) < said:
-        raise UserError(f"--{setting} {count}: the {said} layers of {name} share their weights: leave it out")
+    layers, config_count = _longest(model), getattr(model.config, "num_hidden_layers", 0)
+    if len(layers) < config_count:
+        raise UserError(f"--{setting} {count}: the {config_count} layers of {name} share their weights: leave it out")
     if count > len(layers):
         raise UserError(f"--{setting} {count}: {name} has {len(layers)} layers: name at most that")
     return layers

@@ -14,16 +14,16 @@ from toolkit.errors import Faults, did_you_mean, listing
 ALL_LINEAR = "all-linear"  # peft's word
 
 
-def add_lora(model: Any, settings: ModelSettings, fresh: Iterable[str] = ()) -> Any:
+def add_lora(model: Any, settings: ModelSettings, new: Iterable[str] = ()) -> Any:
     """Freezes a classifier, adds LoRA to it in place, and returns the PeftModel around it.
 
-    What stands behind the encoder is trained whole, and so is a pooler whose parameters are among
-    `fresh`, those the checkpoint did not hold. Random numbers come from torch's generator: seed it.
+    The modules after the encoder are trained whole, and so is a pooler whose parameters are among
+    `new`, those that the checkpoint lacks. Random numbers come from torch's generator: seed it.
     Raises UserError for target modules that the model has not, or that are no linear layers.
     """
-    import peft  # takes a second: only for those who ask for it
+    import peft  # takes a second
 
-    whole = trained_whole(model, fresh)
+    whole = trained_whole(model, new)
     config = peft.LoraConfig(
         task_type=peft.TaskType.SEQ_CLS,
         r=settings.lora_r,
@@ -33,21 +33,21 @@ def add_lora(model: Any, settings: ModelSettings, fresh: Iterable[str] = ()) -> 
         modules_to_save=[name for name in whole if name not in ("classifier", "score")],  # which peft adds itself
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)  # peft uses an old name of transformers
         return peft.get_peft_model(model, config)
 
 
-def trained_whole(model: Any, fresh: Iterable[str] = ()) -> list[str]:
+def trained_whole(model: Any, new: Iterable[str] = ()) -> list[str]:
     """Modules without LoRA whose every parameter is trained: the head, and a pooler made anew."""
-    behind = [name for name, _ in model.named_children() if name != model.base_model_prefix]
-    heads = [name for name in behind if next(model.get_submodule(name).parameters(), None) is not None]
-    poolers = {key[: key.index("pooler")] + "pooler" for key in fresh if "pooler" in key}
-    used = {name for name in poolers if next(model.get_submodule(name).parameters()).requires_grad}
-    return [*heads, *sorted(used - set(heads))]
+    modules = [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    heads = [name for name in modules if next(model.get_submodule(name).parameters(), None) is not None]
+    poolers = {key[: key.index("pooler")] + "pooler" for key in new if "pooler" in key}
+    poolers = {name for name in poolers if next(model.get_submodule(name).parameters()).requires_grad}
+    return [*heads, *sorted(poolers - set(heads))]
 
 
-def target_modules(model: Any, asked: str | None, whole: Sequence[str]) -> list[str]:
-    """Names as peft takes them (the end of a module's path): those asked for, or peft's for this architecture, or
+def target_modules(model: Any, setting: str | None, whole: Sequence[str]) -> list[str]:
+    """Names as peft takes them (the end of a module's path): those of the setting, or peft's for this architecture, or
     of all linear layers that the output depends on. Raises UserError with every wrong name."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
@@ -57,22 +57,22 @@ def target_modules(model: Any, asked: str | None, whole: Sequence[str]) -> list[
         if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and not _within(name, whole)
     }
     every = sorted({name.rsplit(".", 1)[-1] for name in linear})
-    if asked is None:
+    if setting is None:
         usual = USUAL.get(model.config.model_type)
         return list(usual) if isinstance(usual, list) and any(_ends(name, usual) for name in linear) else every
-    names = [name for part in asked.split(",") if (name := part.strip())]
+    names = [name for part in setting.split(",") if (name := part.strip())]
     if names == [ALL_LINEAR]:
         return every
-    faults, known = Faults(), f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
+    faults, choices = Faults(), f"its linear layers are {listing(every, 20)}, or {ALL_LINEAR} for all of them"
     if not names:
-        faults.add(f"--lora_target_modules names nothing: {known}")
+        faults.add(f"--lora_target_modules names nothing: {choices}")
     for name in names:
-        found = {path for path, _ in model.named_modules() if _ends(path, [name])}
-        if not found & linear:
+        paths = {path for path, _ in model.named_modules() if _ends(path, [name])}
+        if not paths & linear:
             near = did_you_mean(name, every)
-            faults.add(f"--lora_target_modules {name}: no linear layer of the encoder has this name{near}; {known}")
-        elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in found):
-            faults.add(f"--lora_target_modules {name} is also the name of what is no linear layer; {known}")
+            faults.add(f"--lora_target_modules {name}: no linear layer of the encoder has this name{near}; {choices}")
+        elif any(not isinstance(model.get_submodule(path), torch.nn.Linear) for path in paths):
+            faults.add(f"--lora_target_modules {name} is also the name of what is no linear layer; {choices}")
     faults.raise_if_any()
     return names
 

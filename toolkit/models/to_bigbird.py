@@ -90,11 +90,11 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_kind(source, config)
     _check_length(source, config.max_position_embeddings, sizes)
     with writing(output), replace_folder(output, overwrite) as draft:
-        parameters, said = _write(source, draft, sizes)
+        parameters, heads = _write(source, draft, sizes)
     return [
         f"wrote {output}: a BigBird of {parameters:,} parameters and {sizes.max_length} positions (the BERT had "
         f"{config.max_position_embeddings}), sparse above {sizes.sparse_above} tokens",
-        said,
+        heads,
         f"next: python recipes/bigbird.py --model_name_or_path {shlex.quote(str(output))} --train_file YOUR_FILE.csv",
     ]
 
@@ -102,8 +102,8 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
 def long_model(settings: Settings, max_length: int | None, accelerator: Accelerator | None = None) -> Settings:
     """The settings with a BigBird in place of a BERT, of 4096 positions or `max_length` tokens if that is more.
 
-    It is made once per machine and kept in the cache; all processes must call this. A BigBird, and no model, are
-    left alone. Raises UserError for other models.
+    It is written once per machine, to the cache; all processes must call this. A BigBird, and no model, are
+    returned as they are. Raises UserError for other models.
     """
     if settings.model_name_or_path is None:
         return settings
@@ -112,8 +112,8 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
         return settings
     _check_kind(name, config)
     usual = SparseSizes()
-    wanted = max(usual.max_length, max_length or 0, config.max_position_embeddings)
-    sizes = usual._replace(max_length=-(-wanted // usual.block_size) * usual.block_size)
+    length = max(usual.max_length, max_length or 0, config.max_position_embeddings)
+    sizes = usual._replace(max_length=-(-length // usual.block_size) * usual.block_size)
 
     with explained(name):
         folder_name = _folder_name(name, sizes)
@@ -122,26 +122,26 @@ def long_model(settings: Settings, max_length: int | None, accelerator: Accelera
 
 
 def _folder_name(name: str, sizes: SparseSizes) -> str:
-    """Of the content, and told apart by a reader: a model card calls its base model by this."""
+    """A digest of the content, with a readable beginning: a model card names its base model so."""
     base = re.sub(r"[^\w.-]", "-", Path(name.removeprefix(PREFIX)).absolute().name)
     digits = hashlib.sha256(f"{_LAYOUT} {sizes} {content_of(name)}".encode()).hexdigest()[:16]
     return f"{base}-bigbird-{sizes.max_length}-{digits}"
 
 
 def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
-    """Fills an empty folder, and returns the number of parameters and what became of the heads.
+    """Fills an empty folder, and returns the number of parameters and which heads it has.
 
     Raises UserError when the source cannot be loaded or does not fit.
     """
     tokenizer = load_plain_tokenizer(name)
-    bert, fresh, unknown = _load(name)
-    pooler, mlm, nsp = (not _within(fresh, prefix) for prefix in (_POOLER, *_HEADS.values()))
+    bert, new, unknown = _load(name)
+    pooler, mlm, nsp = (not _within(new, prefix) for prefix in (_POOLER, *_HEADS.values()))
     heads = (("MLM", "NSP") if nsp and pooler else ("MLM",)) if mlm else ()
     config = _config_of(bert, tokenizer, sizes)
     family = _FAMILIES[heads]
-    weights = {key: weight for key, weight in bert.state_dict().items() if key not in fresh}
-    kept = ("bert.", *(_HEADS[head] for head in heads))
-    left = sorted({*unknown, *(key for key in weights if not key.startswith(kept) and key != _DECODER)})
+    weights = {key: weight for key, weight in bert.state_dict().items() if key not in new}
+    prefixes = ("bert.", *(_HEADS[head] for head in heads))
+    dropped = sorted({*unknown, *(key for key in weights if not key.startswith(prefixes) and key != _DECODER)})
     tensors = _renamed(name, weights, family, config, pooler)
     config.architectures, config.dtype = [family.__name__], str(bert.dtype).removeprefix("torch.")
     # `save_pretrained` writes in the first process of a group only, and says nothing in the others
@@ -152,10 +152,11 @@ def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
         raise OSError(errno.EIO, str(error)) from error
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
     _finish(name, folder)
-    said = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept" if heads else "the BERT has no MLM head to keep"
-    said += "" if pooler else "; no pooler, which the BERT has not"
-    said += f"; left behind: {listing(left, 4)}" if left else ""
-    return sum(tensor.numel() for tensor in tensors.values()), said
+    head_names = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept"
+    message = head_names if heads else "the BERT has no MLM head to keep"
+    message += "" if pooler else "; no pooler, which the BERT has not"
+    message += f"; left behind: {listing(dropped, 4)}" if dropped else ""
+    return sum(tensor.numel() for tensor in tensors.values()), message
 
 
 def _within(names: Iterable[str], prefix: str) -> list[str]:
@@ -173,25 +174,25 @@ def _load(name: str) -> tuple[Any, set[str], list[str]]:
             model_path(name), dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
         )
     mismatched, unknown = [key for key, *_ in loading["mismatched_keys"]], sorted(loading["unexpected_keys"])
-    fresh = {*loading["missing_keys"], *mismatched}
-    pooler = _within(fresh, _POOLER)
-    lost = set(_within(fresh, "bert.")) - set(pooler) | set(_within(mismatched, "bert."))
+    new = {*loading["missing_keys"], *mismatched}
+    pooler = _within(new, _POOLER)
+    lost = set(_within(new, "bert.")) - set(pooler) | set(_within(mismatched, "bert."))
     lost |= set(pooler) if len(pooler) == 1 else set()  # half of it
     lost |= {key for key in unknown if _ENCODER.match(key)}  # layers that the config does not count
     refuse_random(name, lost)
-    return bert, fresh, unknown
+    return bert, new, unknown
 
 
 def _config_of(bert: Any, tokenizer: Any, sizes: SparseSizes) -> BigBirdConfig:
     """BERT's sizes and its tokenizer's ids; BigBird's own defaults are those of another vocabulary."""
-    kept = {name: getattr(bert.config, name) for name in _COPIED}
-    # told by the weights: transformers leaves an output layer of its own untied, whatever the config says
-    kept["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
-    if kept["pad_token_id"] is None:
-        kept["pad_token_id"] = tokenizer.pad_token_id
+    options = {name: getattr(bert.config, name) for name in _COPIED}
+    # by the weights: transformers leaves an output layer of its own untied, whatever the config says
+    options["tie_word_embeddings"] = bert.get_output_embeddings().weight is bert.get_input_embeddings().weight
+    if options["pad_token_id"] is None:
+        options["pad_token_id"] = tokenizer.pad_token_id
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
     return BigBirdConfig(
-        **kept,
+        **options,
         max_position_embeddings=sizes.max_length,
         attention_type="block_sparse",
         block_size=sizes.block_size,
@@ -216,37 +217,37 @@ def _renamed(name: str, weights: dict[str, Tensor], family: Any, config: BigBird
     prefix = "bert." if family is BigBirdModel else ""
     table = "bert.embeddings.position_embeddings.weight"
     rows = torch.arange(config.max_position_embeddings) % weights[table].shape[0]
-    found = {key.replace("bert.pooler.dense.", _POOLER): weight for key, weight in weights.items()}
-    found[table] = weights[table][rows]
+    renamed = {key.replace("bert.pooler.dense.", _POOLER): weight for key, weight in weights.items()}
+    renamed[table] = weights[table][rows]
     shapes = {
         key: parameter.shape
         for key, parameter in model.named_parameters()
         if pooler or not f"{prefix}{key}".startswith(_POOLER)  # a random one would pass for pretrained
     }
-    wrong = [key for key, shape in shapes.items() if getattr(found.get(prefix + key), "shape", None) != shape]
-    if wrong:
-        raise UserError(f"{name}: {listing(wrong, 3)} do not fit a BigBird: is it a BERT of transformers?")
-    return {key: found[prefix + key].contiguous() for key in shapes}
+    misfits = [key for key, shape in shapes.items() if getattr(renamed.get(prefix + key), "shape", None) != shape]
+    if misfits:
+        raise UserError(f"{name}: {listing(misfits, 3)} do not fit a BigBird: is it a BERT of transformers?")
+    return {key: renamed[prefix + key].contiguous() for key in shapes}
 
 
 def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) -> None:
-    """Keeps BERT's, and makes sure that it is what AutoTokenizer finds beside a BigBird's config, not BigBird's own.
+    """Saves BERT's, and verifies that AutoTokenizer loads it beside a BigBird's config, not BigBird's own.
 
-    Raises UserError when it reads a text otherwise.
+    Raises UserError when it tokenizes a text otherwise.
     """
     tokenizer.model_max_length = max_length
-    read = tokenizer(list(_PROBES)).input_ids  # also takes off a truncation that tokenizer.json may have brought
+    ids = tokenizer(list(_PROBES)).input_ids  # also takes off a truncation that tokenizer.json may have brought
     tokenizer.save_pretrained(folder)
-    again = load_plain_tokenizer(str(folder))
-    if type(again) is not type(tokenizer) or again(list(_PROBES)).input_ids != read:
+    reloaded = load_plain_tokenizer(str(folder))
+    if type(reloaded) is not type(tokenizer) or reloaded(list(_PROBES)).input_ids != ids:
         raise UserError(
-            f"{name}: its tokenizer, a {type(tokenizer).__name__}, is a {type(again).__name__} after saving and may "
+            f"{name}: its tokenizer, a {type(tokenizer).__name__}, is a {type(reloaded).__name__} after saving and may "
             "read texts otherwise: name its class as tokenizer_class in its tokenizer_config.json"
         )
 
 
 def _finish(name: str, folder: Path) -> None:
-    """Files for everybody to read, and a note of what was written."""
+    """Files for everybody to read, and a list of what was written."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.iterdir():
@@ -257,7 +258,7 @@ def _finish(name: str, folder: Path) -> None:
 
 
 def _check_kind(name: str, config: Any) -> None:
-    """Raises UserError for a model whose weights do not mean in a BigBird what they mean in it."""
+    """Raises UserError for a model whose weights would compute something else in a BigBird."""
     kind = config.model_type
     if kind == "big_bird":
         raise UserError(f"{name} is a BigBird already, of {config.max_position_embeddings} positions: use it as it is")
@@ -277,11 +278,11 @@ def _check_kind(name: str, config: Any) -> None:
 
 
 def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
-    """Raises UserError for lengths that make no sense together; `positions` are the BERT's."""
+    """Raises UserError for lengths that do not fit together; `positions` are the BERT's."""
     length, block, random = sizes
-    given = f"--block_size {block} and --num_random_blocks {random}"
+    pattern = f"--block_size {block} and --num_random_blocks {random}"
     if block < 1 or random < 1:
-        raise UserError(f"{given}: both are at least 1; 64 and 3 are usual")
+        raise UserError(f"{pattern}: both are at least 1; 64 and 3 are usual")
     fault = ""
     if length < positions:
         fault = f"less than the {positions} positions {name} has: ask for more, or cut texts when they are tokenized"
@@ -289,7 +290,7 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
         fault = f"no multiple of --block_size {block}: take {-(-length // block) * block}"
     elif length <= sizes.sparse_above:
         fault = (
-            f"too short for the sparse pattern: with {given} texts of up to {sizes.sparse_above} tokens get full "
+            f"too short for the sparse pattern: with {pattern} texts of up to {sizes.sparse_above} tokens get full "
             f"attention; take {sizes.sparse_above + block} or more, or smaller blocks"
         )
     if fault:
@@ -300,12 +301,12 @@ def _check_length(name: str, positions: int, sizes: SparseSizes) -> None:
                 plan.random_blocks(plan.Pattern(0, 1, block, random, length, width, training=True))
     except ValueError as error:
         raise UserError(
-            f"{given} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer"
+            f"{pattern} want more random blocks than BigBird draws from (the first 1024 tokens): take fewer"
         ) from error
 
 
 def _check_place(output: Path, overwrite: bool) -> None:
-    """Raises UserError when something is there that must not be replaced."""
+    """Raises UserError for what must not be replaced."""
     if os.path.lexists(output) and (not output.is_dir() or output.is_symlink()):
         raise UserError(f"{output} is there and is not a folder: name another output")
     present = sorted(output.iterdir()) if output.exists() else []
@@ -314,7 +315,7 @@ def _check_place(output: Path, overwrite: bool) -> None:
     if foreign := [path.name for path in present if not _is_ours(path)]:
         raise UserError(
             f"{output} holds {listing(foreign, 3)}, not as {_MADE_BY} wrote it, and --overwrite would remove that: "
-            "name another folder, or take it away yourself"
+            "name another folder, or remove it yourself"
         )
 
 

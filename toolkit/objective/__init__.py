@@ -1,1 +1,47 @@
-"""What is minimised: losses and optional terms."""
+"""What training minimises: the losses of the labels, and optional terms, each of which wraps the objective before it.
+
+objective = make_objective(settings, model, data)
+losses = objective(batch, logits)                     # (B,), to train on
+losses = objective.losses(logits, batch.labels)       # (B,), of the labels alone, for an evaluation
+objective = objective.plus(term)                      # adds term(batch, logits), (B,), a term of your own
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from toolkit.config import TaskSettings
+from toolkit.objective.adversarial import Adversarial
+from toolkit.objective.base import Losses, Objective
+from toolkit.objective.distillation import Distillation
+from toolkit.objective.losses import sample_losses
+from toolkit.objective.r_drop import RDrop
+
+
+def make_objective(settings: TaskSettings, model: Any, data: Any, losses: Losses | None = None) -> Objective:
+    """The objective of a classification or regression: `losses` (those of the settings by default) of the labels, with
+    a teacher, R-Drop and FGM where the settings have them.
+
+    `model` is prepared; `data` (`Prepared`) has the labels and `pos_weight`. Each term looks at each sample alone, and
+    is the same however a global batch is cut into micro-batches. Raises UserError for a term that does not fit the
+    model or the labels.
+    """
+    problem_type, terms = data.labels.problem_type, settings.objective
+    objective = Objective(
+        losses
+        or partial(
+            sample_losses,
+            problem_type=problem_type,
+            label_smoothing=settings.training.label_smoothing_factor,
+            focal_gamma=terms.gamma,
+            pos_weight=data.pos_weight,
+        )
+    )
+    if settings.distillation.teacher:
+        objective = Distillation(objective, problem_type, *settings.distillation.mixture)
+    if terms.r_drop_alpha:
+        objective = RDrop(objective, model, problem_type, terms.r_drop_alpha)
+    if terms.fgm_epsilon:
+        objective = Adversarial(objective, model, terms.fgm_epsilon)
+    return objective

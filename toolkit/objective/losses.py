@@ -53,22 +53,3 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: fl
     """
     losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(dim=1)  # (B, T) -> (B,)
-
-
-def distillation_losses(
-    logits: torch.Tensor, teacher: torch.Tensor, problem_type: ProblemType, temperature: float
-) -> torch.Tensor:
-    """(B, C) logits of a student and of its teacher -> (B,) float32 losses.
-
-    The Kullback-Leibler divergence of what both say at this temperature, times its square, so that gradients keep
-    their size (Hinton et al., 2015, "Distilling the Knowledge in a Neural Network"); of several labels the mean over
-    them, as one yes or no each; of numbers the squared error.
-    """
-    logits = logits.float()
-    if problem_type == "regression":
-        return (logits - teacher).square().mean(dim=-1)
-    logits, teacher = logits / temperature, teacher / temperature
-    if problem_type == "multi_label_classification":
-        logits, teacher = (torch.stack([each, torch.zeros_like(each)], dim=-1) for each in (logits, teacher))
-    apart = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
-    return temperature**2 * apart.reshape(len(apart), -1).mean(dim=-1)

@@ -127,8 +127,6 @@ class RunSummary:
         if not config.is_file():  # no class of transformers
             return "the weights, and what the model's own class saved"
         content = json.loads(config.read_text(encoding="utf-8"))
-        if "auto_map" in content:
-            return "loads with AutoModelForSequenceClassification.from_pretrained(..., trust_remote_code=True)"
         return f"loads with {content['architectures'][0]}.from_pretrained"
 
     def _checkpoints(self, folder: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""A moving average of the weights (`--ema_decay`), kept where the strategy keeps the weights it trains.
+"""A moving average of the weights (`--ema_decay`), stored where the strategy stores the weights it trains.
 
-It is one more thing that the optimizer keeps of each weight, under the key `ema`: so it is sharded, saved and resumed
-as the moments are, under every strategy and from one to another.
+It is one more entry of the optimizer's state of each weight, `ema`: so it is sharded, saved and resumed as the moments
+are, under every strategy and from one to another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
-        """Takes in the weights after so many updates of them. A short run would keep too much of its beginning: as in
+        """Adds the weights after so many updates of them. In a short run the first weights would count too much: as in
         TensorFlow's `ExponentialMovingAverage` the decay is at most (1 + updates) / (10 + updates)."""
         if self._trained is None:  # once: maps of all parameters are made for it
             live = self._live()
@@ -41,7 +41,7 @@ class Average:
 
     @contextlib.contextmanager
     def as_weights(self, steps: int) -> Iterator[None]:
-        """In here the model computes with the average, and is saved as that."""
+        """A context in which the model computes with the average, and is saved as that."""
         self._exchange(steps)
         try:
             yield
@@ -50,7 +50,7 @@ class Average:
 
     @torch.no_grad()
     def _exchange(self, steps: int) -> None:
-        """The weights and their average change places, to the bit."""
+        """Swaps the weights and their average, bit for bit."""
         live = self._live()
         live.before_loading()
         for holder, _ in live.holders():

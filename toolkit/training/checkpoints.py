@@ -1,4 +1,4 @@
-"""When a run saves itself, and what: see `toolkit.training.resume` for how it goes on from that."""
+"""When a run saves a checkpoint, and what it holds. `toolkit.training.resume` restores it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import broadcast_object_list, gather_object
 
 from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, unwrapped, whole_shape
+from toolkit.checkpoint.live import LiveState, live_state, persistent_buffers, tied_names, whole_shape
 from toolkit.checkpoint.machines import collect, far_ranks
 from toolkit.checkpoint.model_folder import lora_config, write_adapter_config
 from toolkit.checkpoint.optimizer_state import remember_groups
@@ -39,6 +39,7 @@ from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
 from toolkit.utils.files import finite, flush_path, write_new
+from toolkit.utils.modules import unwrapped
 
 
 class Checkpoints:
@@ -75,14 +76,14 @@ class Checkpoints:
 
     @functools.cached_property
     def _far(self) -> dict[int, int]:
-        """See `far_ranks`; all processes ask alike."""
+        """See `far_ranks`; all processes call this."""
         return far_ranks(self.accelerator, self.path)
 
     def save_if_due(self, metrics: StepMetrics, evaluation_left: bool = False) -> dict[str, Any]:
         """Saves where a checkpoint is due after this step: every `checkpoint_every` steps, at the best and the last
-        one, and where a stop signal came. Returns what the step's line says of it.
+        one, and where a stop signal came. Returns its entries of the step's line.
 
-        `evaluation_left`: a resumed run is to begin with an evaluation.
+        `evaluation_left`: a resumed run begins with an evaluation.
         """
         if self._pending is not None and self._pending.done():
             self.wait()
@@ -115,7 +116,7 @@ class Checkpoints:
     def _write(
         self, folder: Path, metrics: StepMetrics
     ) -> tuple[dict[str, Any], list[dict[str, dict[str, Any]]], list[Draft]]:
-        """(the manifest, what each process has written, what this one is still to write)."""
+        """(the manifest, the entries of what each process has written, what this one has yet to write)."""
         accelerator, rank = self.accelerator, self.accelerator.process_index
         if rank in (0, self._far.get(rank)):
             folders.begin(folder)
@@ -123,7 +124,7 @@ class Checkpoints:
         state = self.live()
         manifest = self._manifest(state, metrics)
         drafts: list[Draft] = []
-        mine: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         if state.strategy_files == "deepspeed":
             engine: Any = self.model  # writes its own files, with `latest`, which its own tools read
             tag, exclude = f"global_step{metrics.step}", bool(manifest["excluded"])
@@ -131,16 +132,16 @@ class Checkpoints:
         else:
             drafts = drafts_of(state, set(manifest["excluded"]), rank)
         if state.strategy_files == "slices":
-            mine = {draft.name: write(draft, folder) for draft in drafts}
+            entries = {draft.name: write(draft, folder) for draft in drafts}
             drafts = []
         write_new(folder / random_file(rank), json.dumps(random_states(accelerator)))
         if accelerator.is_main_process:
             self._write_model_folder(folder / "model")
-        mine |= folders.described(folder, [name for name in written_by(folder, rank) if name not in mine])
-        return manifest, gather_object([mine]), drafts
+        entries |= folders.described(folder, [name for name in written_by(folder, rank) if name not in entries])
+        return manifest, gather_object([entries]), drafts
 
     def _complete(self, folder: Path, manifest: dict[str, Any], drafts: list[Draft]) -> None:
-        """Writes what is left on rank 0, from which on the checkpoint counts."""
+        """Writes the rest, on rank 0; from then on the checkpoint counts."""
         with _writing(folder):
             manifest["files"] |= {draft.name: write(draft, folder) for draft in drafts}
             folders.publish(folder, manifest)
@@ -153,10 +154,10 @@ class Checkpoints:
         return self.settings.checkpoint_in_background and strategy_files == "whole"
 
     def _write_model_folder(self, folder: Path) -> None:
-        """What a conversion needs besides the weights."""
+        """Config and tokenizer, for a conversion."""
         module = unwrapped(self.model)
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "save_pretrained"):  # a model class of one's own may have none
+        if hasattr(config, "save_pretrained"):  # a user's model class may have none
             config.save_pretrained(folder)
         if getattr(config, "is_encoder_decoder", False):  # how long its texts are, and how they are searched for
             module.generation_config.save_pretrained(folder)
@@ -197,22 +198,22 @@ class Checkpoints:
         }
 
     def _flush_log(self) -> dict[str, int]:
-        """Brings the run's own files to the disk before a checkpoint counts. Returns how many lines each has."""
+        """Flushes the run's own files to the disk before a checkpoint counts. Returns how many lines each has."""
         config, *lines = (self.path.with_name(name) for name in ("config.json", "metrics.jsonl", "eval.jsonl"))
-        found = [path for path in (config, *lines) if path.is_file()]
-        for path in found:
+        files = [path for path in (config, *lines) if path.is_file()]
+        for path in files:
             flush_path(path)
         flush_path(self.path.parent)
-        return {path.name: path.read_bytes().count(b"\n") if path in found else 0 for path in lines}
+        return {path.name: path.read_bytes().count(b"\n") if path in files else 0 for path in lines}
 
     def point_best(self) -> None:
-        """Lets `best` name the checkpoint of the best step, where it is there."""
+        """Points `best` to the checkpoint of the best step, where there is one."""
         if self.accelerator.is_main_process:
             folders.point_best(self.path, self.best.step)
 
     def notes(self) -> list[str]:
-        """What is asked for and cannot be, and where checkpoints lie: a line each. Raises UserError, at the start and
-        not at the first save, where checkpoints are asked for and this strategy's state cannot be saved."""
+        """Settings without effect, and where checkpoints lie: a line each. Raises UserError, at the start and not at
+        the first save, where this strategy's state cannot be saved."""
         if not (self.settings.checkpoint_every or self.settings.checkpoint_in_background):
             return []
         state, lines = self.live(), []
@@ -238,15 +239,16 @@ class Checkpoints:
             for trains in (True, False)
         )
         frozen = 0 if lora_config(state.module) else frozen
-        size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and two numbers more, as AdamW keeps
-        if not there and state.strategy_files == "deepspeed":  # which keeps what the model computes in as well
+        size = there[0] if there else 12 * trained + 4 * frozen  # the weights, and AdamW's two moments
+        if not there and state.strategy_files == "deepspeed":  # which saves the weights in the computing precision, too
             size += next(state.module.parameters()).element_size() * (trained + frozen)
-        # those that are kept, the best one, and the next before the oldest goes
+        # the newest ones, the best one, and the next before the oldest is removed
         most = self.steps.schedule.total_steps // (self.settings.checkpoint_every or 1) + 2
         return folders.size_note(self.path, size, min(self.settings.keep_checkpoints + 2, most), free + sum(there))
 
     def wait(self) -> None:
-        """Until what is being written in the background is on the disk. Raises UserError where it could not be."""
+        """Waits until the checkpoint that is written in the background is on the disk. Raises UserError where it cannot
+        be."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -254,8 +256,8 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where the disk does not take a checkpoint, of which nothing is left then. PyTorch, which writes
-    DeepSpeed's files, says so in its own way."""
+    """Raises UserError where a checkpoint cannot be written, after removing what there is of it. PyTorch, which writes
+    DeepSpeed's files, raises a RuntimeError of its own."""
     try:
         yield
     except (OSError, RuntimeError) as error:

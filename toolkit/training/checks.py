@@ -1,4 +1,4 @@
-"""What a recipe that somebody has edited may get wrong about parameters and optimizers, found before a wrong step."""
+"""Errors of an edited recipe about parameters and optimizers, raised before a wrong step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.config import TrainingSettings
 from toolkit.errors import Faults, UserError, listing
 from toolkit.launch import say
 from toolkit.training.optimizer import DISTANCE
 from toolkit.training.optimizer_trial import pieces_fault, use_fault
+from toolkit.utils.modules import unwrapped
 
 _LOSS_PARAMETERS = "docs/your-own-recipe.md, A loss with parameters of its own"
 _HOW_TO_FREEZE = (
@@ -27,23 +27,23 @@ _HOW_TO_FREEZE = (
     "one after the other, pass --unfreeze_every N"
 )
 _MOST_NAMES = 4
-_MADE_FOR_PIECES = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")  # in C++ and CUDA
+_FOR_PIECES = ("deepspeed.ops.adam", "deepspeed.ops.adagrad", "deepspeed.ops.lion")  # in C++ and CUDA
 
 
 def optimizer_faults(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Faults:
-    """Why this optimizer cannot be used in the loop, or not under this strategy, which cuts parameters."""
+    """Why this optimizer cannot be used in the loop, or not under this strategy, which shards parameters."""
     name, plugin, faults = type(optimizer).__name__, accelerator.state.deepspeed_plugin, Faults()
     offloads = getattr(plugin, "offload_optimizer_device", None) == "cpu"
     device = torch.device("cpu") if offloads else accelerator.device
     stage = plugin.zero_stage if plugin else 0
     if why := use_fault(optimizer, device):
         faults.add(
-            f"{name} cannot take a step as `optimizer.step()` in the loop asks for one: {why}. Take one that needs "
+            f"{name} cannot take a step by `optimizer.step()` in the loop: {why}. Take one that needs "
             "nothing but the gradients of all parameters (--optimizer adamw, lion, muon or sgd)"
         )
     elif stage and isinstance(optimizer, torch.optim.Adagrad):
         why, way = "DeepSpeed makes an Adagrad anew, without its groups", "ddp or fsdp2"
-    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_MADE_FOR_PIECES):
+    elif (stage or accelerator.is_fsdp2) and not type(optimizer).__module__.startswith(_FOR_PIECES):
         why, way = pieces_fault(optimizer, device, stage), "ddp"
         if why and stage and not pieces_fault(optimizer, device, 0):
             way = "ddp or fsdp2"
@@ -62,15 +62,20 @@ def check_parameters(
     total_steps: int,
 ) -> None:  # fmt: skip
     """Raises UserError unless the optimizer, not yet prepared, trains the very parameters of the model that require
-    gradients. `refuse_changes` holds the model to it."""
+    gradients. Later `refuse_changes` raises where that is no longer so."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    held = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+    parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     faults = Faults()
-    if foreign := [each for key, each in held.items() if key not in names]:
-        faults.add(f"the optimizer has {_not_the_models(foreign)}")
-    if frozen := [names[key] for key, each in held.items() if key in names and not each.requires_grad]:
+    if shapes := [f"of shape {tuple(each.shape)}" for key, each in parameters.items() if key not in names]:
+        faults.add(
+            f"the optimizer has parameters that are not the model's ({_some(shapes)}): each process would train its "
+            f"own, and no checkpoint would hold them. Make them a part of the model ({_LOSS_PARAMETERS})"
+        )
+    if frozen := [names[key] for key, each in parameters.items() if key in names and not each.requires_grad]:
         faults.add(f"the optimizer has parameters that are frozen: {_some(frozen)}. {_HOW_TO_FREEZE}")
-    if missing := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]:
+    if missing := [
+        name for name, each in model.named_parameters() if each.requires_grad and id(each) not in parameters
+    ]:
         faults.add(f"the optimizer lacks parameters that require gradients: {_some(missing)}. {_HOW_TO_FREEZE}")
     scalars = [name for name, each in model.named_parameters() if not each.dim()]
     if accelerator.is_fsdp2 and scalars:
@@ -92,7 +97,8 @@ def check_parameters(
 
 
 _AT_START: WeakKeyDictionary[torch.nn.Module, tuple[list[tuple[str, bool]], list[Any]]] = WeakKeyDictionary()
-"""A model before `accelerator.prepare` -> its parameters' names and whether they were trained; the parameters after."""
+"""A model before `accelerator.prepare` -> its parameters' names and whether they were trained; the parameters after. By
+model, since the loop passes nothing but the model from there to a step."""
 
 
 def refuse_changes(model: Any) -> None:
@@ -110,36 +116,9 @@ def refuse_changes(model: Any) -> None:
         )
 
 
-def refuse_others(model: Any, losses: torch.Tensor) -> None:
-    """Raises UserError where losses depend on parameters that are not the model's (of another optimizer, say)."""
-    own = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
-    if any(isinstance(parameter, DTensor) for parameter in own.values()):
-        return  # FSDP2 computes with others than these
-    nodes, seen, others = [losses.grad_fn], set(), []
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
-        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in own:
-            others.append(leaf)
-    if others:
-        raise UserError(f"the loss has {_not_the_models(others)}")
-
-
-def _not_the_models(parameters: list[Any]) -> str:
-    shapes = _some([f"of shape {tuple(each.shape)}" for each in parameters])
-    return (
-        f"parameters that are not the model's ({shapes}): each process would train its own, and no checkpoint would "
-        f"hold them. Make them a part of the model ({_LOSS_PARAMETERS})"
-    )
-
-
 def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """In here, computing with a parameter that ZeRO-3 or FSDP2 has sharded raises UserError, but in the model's
-    forward. ZeRO-3 leaves it empty: a sum of it is 0, and most else an error of shapes. Each operation costs more."""
+    """A context in which computing with a parameter that ZeRO-3 or FSDP2 has sharded raises UserError, except in the
+    model's forward. ZeRO-3 leaves it empty: a sum of it is 0, and most else an error of shapes."""
     parameters = unwrapped(model).named_parameters()
     names = {id(each): name for name, each in parameters if hasattr(each, "ds_status") or isinstance(each, DTensor)}
     return _RefuseShards(model, names) if names else contextlib.nullcontext()
@@ -152,8 +131,8 @@ class _RefuseShards(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._hooks = [
-            self.model.register_forward_pre_hook(self._leave),
-            self.model.register_forward_hook(self._return, always_call=True),
+            self.model.register_forward_pre_hook(self._suspend),
+            self.model.register_forward_hook(self._resume, always_call=True),
         ]
         return super().__enter__()
 
@@ -162,15 +141,15 @@ class _RefuseShards(TorchFunctionMode):
             hook.remove()
         super().__exit__(*error)
 
-    def _leave(self, *_: Any) -> None:
+    def _suspend(self, *_: Any) -> None:
         super().__exit__(None, None, None)
 
-    def _return(self, *_: Any) -> None:
+    def _resume(self, *_: Any) -> None:
         super().__enter__()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        used = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names]
-        sharded = [self.names[id(each)] for each in used if isinstance(each, DTensor) or not _is_whole(each)]
+        parameters = [each for each in tree_leaves((args, kwargs)) if id(each) in self.names]
+        sharded = [self.names[id(each)] for each in parameters if isinstance(each, DTensor) or not _is_whole(each)]
         if not sharded or _called_by_strategy():
             return function(*args, **(kwargs or {}))
         try:

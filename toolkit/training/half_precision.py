@@ -3,8 +3,8 @@
 DeepSpeed by itself rounds the weights to 16 bits, makes its fp32 masters from the rounded ones, and computes the
 residual stream, adds micro-batches up and reduces in 16 bits; so does accelerate with FSDP2, but for the masters. Here
 both are given a model in fp32 whose forward pass runs under torch's autocast, as `Accelerator.prepare` has it for DDP.
-`half_precision_weights` gives their own way, for less memory and traffic, with masters that begin from the weights as
-they were.
+`half_precision_weights` leaves it their way, for less memory and traffic, with masters that start from the unrounded
+weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings: TrainingSettings) -> None:
-    """Lets the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError for
+    """Makes the next `accelerator.prepare` shard a model that computes in this run's precision. Raises UserError for
     weights in fp16 where DeepSpeed has none."""
     half, zero = settings.half_precision_weights, accelerator.state.deepspeed_plugin
     if half and not (zero or accelerator.is_fsdp2):
@@ -40,10 +40,10 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
         half = half or enabled_in_deepspeed_config() is not None
         if half and accelerator.mixed_precision == "fp16":
             _refuse_unsupported_fp16()
-        _prepare_once(accelerator, model, _with_masters if half else _with_autocast)
+        _wrap_next_prepare(accelerator, model, _with_masters if half else _with_autocast)
     elif accelerator.is_fsdp2 and not half:
         _autocast(accelerator, model)
-        # weights gathered in 16 bits would leave autocast nothing to keep in fp32: twice the error of one process
+        # with weights gathered in 16 bits autocast has nothing in fp32: twice the error of one process
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
 
@@ -57,7 +57,7 @@ def _refuse_unsupported_fp16() -> None:
         )
 
 
-def _prepare_once(accelerator: Accelerator, model: torch.nn.Module, wrapped: Callable[..., Any]) -> None:
+def _wrap_next_prepare(accelerator: Accelerator, model: torch.nn.Module, wrapped: Callable[..., Any]) -> None:
     prepare = accelerator.prepare
 
     def prepare_wrapped(*objects: Any, **options: Any) -> Any:
@@ -70,7 +70,7 @@ def _prepare_once(accelerator: Accelerator, model: torch.nn.Module, wrapped: Cal
 
 @contextlib.contextmanager
 def _with_autocast(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """The engine is made in fp32; for accelerate the precision stays what it is. fp16's loss scale is DeepSpeed's own,
+    """The engine is created in fp32; accelerate's precision does not change. fp16's loss scale is DeepSpeed's own,
     which skips the same steps in every process: that of its `torch_autocast` section (0.19.8) is never lowered."""
     precision = accelerator.mixed_precision
     section = accelerator.state.deepspeed_plugin.deepspeed_config[precision]
@@ -96,7 +96,7 @@ def _with_autocast(accelerator: Accelerator, model: torch.nn.Module) -> Iterator
             torch.float16, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
         )
         engine.optimizer.dynamic_loss_scale = scaler.dynamic
-        scaler.raise_error_at_min_scale = False  # too many skipped steps are ours to report (`Step.refuse_non_finite`)
+        scaler.raise_error_at_min_scale = False  # `Step.refuse_non_finite` reports too many skipped steps
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _autocast(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _with_masters(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """DeepSpeed makes its masters from weights that it has rounded: the real ones are put back."""
+    """DeepSpeed copies its masters from weights that it has rounded: the unrounded ones are restored."""
     weights = {name: parameter.data for name, parameter in model.named_parameters()}
     yield
     for part in live_state(accelerator, accelerator.deepspeed_engine_wrapped.engine).fragments():

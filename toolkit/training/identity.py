@@ -24,7 +24,7 @@ def identity_of(accelerator: Accelerator, settings: Any, data: Prepared, recipe:
         "recipe": recipe,
         "model": content(str(model.model_name_or_path)),
         **({"teacher": content(distillation.teacher)} if distillation and distillation.teacher else {}),
-        **{name: value for name in ("num_hidden_layers", "pooling") if (value := getattr(model, name, None))},
+        **({"num_hidden_layers": layers} if (layers := getattr(model, "num_hidden_layers", None)) else {}),
         **data.facts,
         "data": data.digest,
         "max_length": data.max_length,

@@ -1,4 +1,4 @@
-"""Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"), which PyTorch does not bring."""
+"""Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"), which PyTorch does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of a momentum: one number kept for each weight, where AdamW keeps two. Decay is decoupled."""
+    """The sign of a momentum: one moment per weight, where AdamW has two. Decay is decoupled."""
 
     def __init__(
         self, params: Iterable[Any], lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0

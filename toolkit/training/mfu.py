@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.pretrained import full_attention_up_to
+from toolkit.utils.modules import unwrapped
 
 # Dense bf16 or fp16 operations a second, as NVIDIA's data sheets have them (without sparsity).
 _PEAK_TERAFLOPS = {

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim import Muon as TorchMuon
 
 HIDDEN = "hidden_matrices"
-"""The key of a parameter group that says whether Muon trains it."""
+"""The key of a parameter group: whether Muon trains it."""
 
 
 class Muon(Optimizer):
@@ -31,13 +31,13 @@ class Muon(Optimizer):
     ) -> None:
         """`params`: groups, those of matrices of the hidden layers with `HIDDEN` true."""
         groups = list(params)
-        hidden, others = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
+        hidden, rest = ([group for group in groups if group.get(HIDDEN, False) is kind] for kind in (True, False))
         self._muon = TorchMuon(
             hidden or [{"params": []}], lr, weight_decay, momentum, nesterov, ns_steps=ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )  # fmt: skip
-        self._adamw = AdamW(others or [{"params": []}], lr, betas, eps, weight_decay)
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})  # the parts have filled in what is theirs
+        self._adamw = AdamW(rest or [{"params": []}], lr, betas, eps, weight_decay)
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})  # both have filled in their defaults
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -25,7 +25,7 @@ from toolkit.training.muon import HIDDEN, Muon
 _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 DISTANCE = "layers_from_head"
-"""The key of a parameter group that says when its turn is, with `--unfreeze_every`."""
+"""The key of a parameter group that holds its distance from the head, for `--unfreeze_every`."""
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -39,9 +39,9 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.optim.Optimizer:
     """`--optimizer` for the trained parameters. Raises UserError for one that cannot be made."""
     name = settings.optimizer
-    kind, given = _optimizer_class(name), _arguments(settings.optimizer_args)
+    kind, arguments = _optimizer_class(name), _arguments(settings.optimizer_args)
     if kind is torch.optim.AdamW:
-        given = {"fused": True} | given
+        arguments = {"fused": True} | arguments
     groups = parameter_groups(
         model,
         settings.weight_decay,
@@ -51,12 +51,12 @@ def make_optimizer(model: torch.nn.Module, settings: TrainingSettings) -> torch.
         muon=kind is Muon,
     )
     try:
-        return kind(groups, lr=settings.learning_rate, **given)
+        return kind(groups, lr=settings.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
-        takes = [known for known in inspect.signature(kind).parameters if known not in ("params", "lr", "weight_decay")]
-        asked = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
-        instead = "; --optimizer muon gives it the matrices of layers" if kind is torch.optim.Muon else ""
-        raise UserError(f"{asked}: {first_line(error)}; {kind.__name__} takes {', '.join(takes)}{instead}") from error
+        names = [word for word in inspect.signature(kind).parameters if word not in ("params", "lr", "weight_decay")]
+        setting = f"--optimizer {name} --optimizer_args {settings.optimizer_args}"
+        hint = "; --optimizer muon gives it the matrices of layers" if kind is torch.optim.Muon else ""
+        raise UserError(f"{setting}: {first_line(error)}; {kind.__name__} takes {', '.join(names)}{hint}") from error
 
 
 def _optimizer_class(name: str) -> Any:
@@ -64,8 +64,8 @@ def _optimizer_class(name: str) -> Any:
         return _OPTIMIZERS[name.lower()]
     module, _, attribute = name.rpartition(".")
     if not module:
-        known = [*_OPTIMIZERS, "MODULE.CLASS"]
-        raise UserError(f"--optimizer {name}{did_you_mean(name, known)}: there are {', '.join(known)}")
+        names = [*_OPTIMIZERS, "MODULE.CLASS"]
+        raise UserError(f"--optimizer {name}{did_you_mean(name, names)}: there are {', '.join(names)}")
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -82,15 +82,15 @@ def _arguments(text: str | None) -> dict[str, Any]:
         assert isinstance(call, ast.Call)
         if call.args or any(word.arg is None for word in call.keywords) or not isinstance(call.func, ast.Name):
             raise ValueError("each argument has a name")
-        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError, AssertionError) as error:
         raise UserError(
             f"--optimizer_args {text}: {first_line(error)}; write momentum=0.9,nesterov=True or betas=(0.9,0.95)"
         ) from error
     for name, setting in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        if name in given:
-            raise UserError(f"--optimizer_args {text}: {name} is --{setting}'s: give it there")
-    return given
+        if name in arguments:
+            raise UserError(f"--optimizer_args {text}: {name} is a setting of its own: pass --{setting}")
+    return arguments
 
 
 def parameter_groups(

@@ -1,9 +1,9 @@
-"""Whether an optimizer can be used in the loop, and computes the same from pieces of parameters: tried, not guessed.
+"""Whether an optimizer can be used in the loop, and computes the same from shards of parameters: a trial decides.
 
 ZeRO lays the parameters of a group end to end, cuts that anywhere and gives each process a piece, and steps one group
-after the other. FSDP2 cuts each parameter by rows. What updates weight by weight sees no difference. What looks at a
+after the other. FSDP2 cuts each parameter by rows. What updates weight by weight sees no difference. What uses a
 parameter's rows, columns, norm or number of dimensions, at all parameters together, or counts its calls, becomes
-another optimizer, and nothing says so. So it takes a few steps on small parameters, whole and in pieces.
+another optimizer without an error. So it takes a few steps on small parameters, whole and in pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.errors import first_line
 
 # (the most rows of a small parameter, steps). RAdam changes its update at the 6th step, a Lookahead at the 5th or 6th,
 # SOAP and AdaShift at the 11th. Adafactor's kin keep rows and columns from 128 on; of a piece so long Shampoo would
-# keep a matrix of gigabytes, but the few rows before have found it out
+# keep a matrix of gigabytes, but the first trial has refused it
 _TRIALS = ((12, 12), (130, 3))
 _MOST = 2  # parameters of a group, and groups that differ in nothing but their learning rate
 _TOLERANCE = 1e-4  # of an update's norm: what fp32 rounds away is a hundredth of that
@@ -34,7 +34,7 @@ Cut = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class _CannotTryError(Exception):
-    """It keeps what was made for the real parameters."""
+    """Its state belongs to the real parameters."""
 
 
 def use_fault(optimizer: Optimizer, device: torch.device) -> str:
@@ -137,7 +137,7 @@ def _step(optimizer: Optimizer, stage: int) -> None:
 
 def _set_gradients(optimizer: Optimizer, number: int) -> None:
     """Of step `number`: rows unlike in size; every other time at right angles to the weights, as those before a norm
-    are (AdamP looks for that); far smaller and far larger ones, for what clips."""
+    are (AdamP tests for that); far smaller and far larger ones, for what clips."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             rows = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)
@@ -149,13 +149,13 @@ def _set_gradients(optimizer: Optimizer, number: int) -> None:
 
 
 def _differs(trial: Optimizer, whole: Optimizer, before: list[list[torch.Tensor]], cut: Cut) -> bool:
-    for group, source, begun in zip(trial.param_groups, whole.param_groups, before, strict=True):
-        for tensors in zip(group["params"], cut(source["params"]), cut(begun), strict=True):
+    for group, source, start in zip(trial.param_groups, whole.param_groups, before, strict=True):
+        for tensors in zip(group["params"], cut(source["params"]), cut(start), strict=True):
             piece, expected, first = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
             rounded = 1e-6 * expected.norm()
             if not (piece.detach() - expected).norm() <= _TOLERANCE * (expected - first).norm() + rounded:
                 return True
-        # a step size that it finds itself may be too small yet to be seen (D-Adaptation, Prodigy)
+        # a step size that it estimates itself may still be too small to show (D-Adaptation, Prodigy)
         if any(not math.isclose(_number(group.get(key)), _number(source[key]), rel_tol=_TOLERANCE) for key in source):
             return True
     return False
@@ -169,7 +169,7 @@ def _number(value: Any) -> float:
 def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
     """The optimizer as it is, but for its parameters: a few small ones of the same kinds. Raises _CannotTryError."""
     if hasattr(optimizer, "__del__"):  # a copy's end would be the end of what it holds
-        raise _CannotTryError("it holds something outside of Python, and cannot be copied for a trial")
+        raise _CannotTryError("it owns resources outside of Python, and cannot be copied for a trial")
     memo: dict[int, Any] = {id(each): torch.empty(0) for group in optimizer.param_groups for each in group["params"]}
     state: dict[Any, Any] = defaultdict(dict)
     groups, alike = [], Counter[str]()
@@ -179,13 +179,15 @@ def _copy_of(optimizer: Optimizer, device: torch.device, rows: int) -> Any:
             continue
         alike[kind] += 1
         small = [_small(parameter, device, rows) for parameter in group["params"][:_MOST]]
-        for parameter, made in zip(group["params"], small, strict=False):
-            memo[id(parameter)] = made
+        for parameter, copied in zip(group["params"], small, strict=False):
+            memo[id(parameter)] = copied
             if parameter in optimizer.state:
-                state[made] = _shrunk(optimizer.state[parameter], parameter, made)
+                state[copied] = _shrunk(optimizer.state[parameter], parameter, copied)
         count = len(group["params"])
-        own = {key: value[: len(small)] if _is_per_parameter(value, count) else value for key, value in group.items()}
-        groups.append({**copy.deepcopy({**own, "params": []}), "params": small})
+        options = {
+            key: value[: len(small)] if _is_per_parameter(value, count) else value for key, value in group.items()
+        }
+        groups.append({**copy.deepcopy({**options, "params": []}), "params": small})
         if isinstance(group.get("lr"), float):
             groups[-1]["lr"] = 0.03 if group["lr"] < 0.03 else group["lr"]  # of 5e-5 fp32 would round much away
         memo[id(group)] = groups[-1]
@@ -202,10 +204,10 @@ def _small(parameter: torch.Tensor, device: torch.device, rows: int) -> torch.nn
     return torch.nn.Parameter(values.to(device))
 
 
-def _shrunk(kept: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter since it was made, as Adagrad its sum."""
+def _shrunk(state: dict[str, Any], parameter: torch.Tensor, small: torch.Tensor) -> dict[str, Any]:
+    """The state that an optimizer creates of a parameter at construction, as Adagrad its sum."""
     shrunk = {}
-    for key, value in kept.items():
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
             shrunk[key] = torch.full_like(small, value.flatten()[0].item(), dtype=value.dtype, requires_grad=False)
         elif isinstance(value, torch.Tensor) and value.dim():
@@ -227,6 +229,6 @@ def _clone(optimizer: Optimizer, memo: dict[int, Any]) -> Any:
             _clone(value, memo)
         if isinstance(value, torch.Tensor) and value.dim() and id(value) not in memo:
             raise _CannotTryError("it keeps tensors beside its state")
-    own = {key: value for key, value in vars(optimizer).items() if key != "step"}  # which a schedule wraps
-    vars(clone).update(copy.deepcopy(own, memo))
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "step"}  # which a schedule wraps
+    vars(clone).update(copy.deepcopy(attributes, memo))
     return clone

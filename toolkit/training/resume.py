@@ -1,18 +1,19 @@
-"""How a run goes on from a checkpoint, taken under any launch.
+"""Resuming from a checkpoint that was saved under any launch.
 
-`choose_origin` says what `--resume` means for the checkpoints that are there; `Resume` reads the newest sound one
-and puts it into model, optimizer, schedule and random generators.
+`choose_origin` finds the checkpoints that `--resume` names; `resume_newest` restores the newest sound one into model,
+optimizer, schedule and random generators.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 
 from toolkit import launch
@@ -28,6 +29,7 @@ from toolkit.errors import UserError, first_line
 from toolkit.launch import restarts
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.optimizer import set_schedule
+from toolkit.training.steps import Steps
 from toolkit.training.strategy import set_scaler
 from toolkit.utils.files import read_table
 
@@ -38,7 +40,7 @@ class Origin:
 
     candidates: list[Path] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    """Why newer checkpoints were passed over, one line each."""
+    """Why newer checkpoints were skipped, one line each."""
 
     def within(self, before: Path, after: Path) -> Origin:
         """The same after a folder was renamed."""
@@ -51,22 +53,22 @@ class Origin:
 
 
 def precision_of(settings: TrainingSettings) -> str:
-    """`--mixed_precision`; where that is auto and the run goes on from a checkpoint, what this was trained in."""
-    goes_on = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    if settings.mixed_precision != "auto" or not goes_on:
+    """`--mixed_precision`; where that is auto and the run resumes from a checkpoint, the checkpoint's."""
+    resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
+    if settings.mixed_precision != "auto" or not resumes:
         return settings.mixed_precision
     if settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt():
         return "auto"
-    own = Path(settings.output_dir or ".") / "checkpoints"
-    with contextlib.suppress(UserError, OSError):  # told of by `choose_origin`
-        place = own if settings.resume == "auto" else _place_of(settings.resume, own)
-        found = [place] if (place / folders.MANIFEST).is_file() else folders.complete(place)
-        return str(folders.read_manifest(found[0]).get("mixed_precision", "auto")) if found else "auto"
+    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
+    with contextlib.suppress(UserError, OSError):  # `choose_origin` reports it
+        place = checkpoints if settings.resume == "auto" else _place_of(settings.resume, checkpoints)
+        folder = place if (place / folders.MANIFEST).is_file() else next(iter(folders.complete(place)), None)
+        return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
 
 
 def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> Origin:
-    """What `--resume` means here.
+    """The checkpoints that `--resume` names.
 
     Raises UserError when there is nothing at PATH, nothing sound at all, or the checkpoint belongs to another job.
     """
@@ -105,153 +107,150 @@ def _place_of(resume: str, checkpoints: Path) -> Path:
 
 def _refuse_other_job(folder: Path, facts: Mapping[str, Any]) -> None:
     saved = folders.read_manifest(folder)
-    was, now = dict(saved["identity"]), facts["identity"]
-    explained = {
+    before, now = dict(saved["identity"]), facts["identity"]
+    sources = {
         "data": ([field.name for field in dataclasses.fields(DataSettings)], "the files, or the tokenizer,"),
         "model": (["model_name_or_path"], "its files"),
     }
-    why: list[str] = []
-    for name, (names, files) in explained.items():  # digests say that something differs; the settings perhaps why
-        if was.pop(name, now.get(name)) != now.get(name):
+    reasons: list[str] = []
+    for name, (names, files) in sources.items():  # a digest shows that something differs; the settings perhaps why
+        if before.pop(name, now.get(name)) != now.get(name):
             settings = {key: value for key, value in facts["settings"].items() if key in names}
-            changed = folders.differences(saved["settings"], settings)
-            why += changed or [f"the {name} differs: the content of {files} has changed"]
-    found = list(dict.fromkeys([*folders.differences(was, now), *why]))
-    if found:
+            changes = folders.differences(saved["settings"], settings)
+            reasons += changes or [f"the {name} differs: the content of {files} has changed"]
+    if reasons := list(dict.fromkeys([*folders.differences(before, now), *reasons])):
         raise UserError(
-            f"{folder} belongs to another job: {'; '.join(found)}. Give the settings it was made with, choose another "
-            "--output_dir, or pass --overwrite_output_dir to move that run aside and start again"
+            f"{folder} belongs to another job: {'; '.join(reasons)}. Give the settings it was made with, choose "
+            "another --output_dir, or pass --overwrite_output_dir to move that run aside and start again"
         )
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path
     manifest: Mapping[str, Any]
     ours: bool
-    """Whether the checkpoint is this run's own."""
+    """Whether it is this run's own."""
     lines: list[str]
     """For the user."""
 
 
-class Resume:
-    """Puts a checkpoint's state into a run; every process calls every method."""
+def resume_newest(checkpoints: Checkpoints, origin: Origin) -> Resumed | None:
+    """Restores the newest sound checkpoint; all processes call this.
 
-    def __init__(self, checkpoints: Checkpoints, origin: Origin) -> None:
-        self.checkpoints, self.origin = checkpoints, origin
-        self.accelerator, self.path = checkpoints.accelerator, checkpoints.path
-        self.steps, self.best = checkpoints.steps, checkpoints.best
+    Returns None where the run starts at step 0. Raises UserError when none of several is sound.
+    """
+    skipped = [f"checkpoint {why}: skipped" for why in origin.skipped]
+    for folder in origin.candidates:
+        with _opened(checkpoints, folder) as (here, fault):
+            if not fault:
+                return _resume_from(checkpoints, folder, here, skipped)
+        skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
+    if origin.candidates:
+        raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(skipped))
+    for line in skipped:
+        launch.say(checkpoints.accelerator, line)
+    return None
 
-    def from_newest(self) -> Resumed | None:
-        """Puts the newest sound checkpoint's state into model, optimizer, schedule and random generators.
 
-        Returns None where the run starts at step 0. Raises UserError when none of several is sound.
-        """
-        lines = [f"checkpoint {why}: skipped" for why in self.origin.skipped]
-        for folder in self.origin.candidates:
-            with self._opened(folder) as (here, fault):
-                if not fault:
-                    return self._resume_from(folder, here, lines)
-            lines.append(f"checkpoint {folder.name}: {fault}: skipped")
-        if self.origin.candidates:
-            raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(lines))
-        for line in lines:
-            launch.say(self.accelerator, line)
-        return None
+@contextlib.contextmanager
+def _opened(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Gives (the folder in which this process finds the checkpoint, why it cannot be read, the same in all)."""
+    accelerator = checkpoints.accelerator
+    fault = broadcast_object_list([folders.fault_of(folder) if accelerator.is_main_process else ""])[0]
+    if fault:
+        yield folder, fault
+        return
+    with brought(accelerator, folder, checkpoints.path) as here:
+        # each process verifies a part of the files, which brings them into memory for the loading
+        names = sorted(folders.read_manifest(here)["files"])[accelerator.process_index :: accelerator.num_processes]
+        faults = gather_object([folders.checksum_fault(here, names)])
+        yield here, next(filter(None, faults), "")
 
-    @contextlib.contextmanager
-    def _opened(self, folder: Path) -> Iterator[tuple[Path, str]]:
-        """Gives (where this process finds the checkpoint, why nothing can be read from it, the same to all)."""
-        fault = broadcast_object_list([folders.fault_of(folder) if self.accelerator.is_main_process else ""])[0]
-        if fault:
-            yield folder, fault
-            return
-        with brought(self.accelerator, folder, self.path) as here:
-            # each process reads a part of the files through, and so brings them into memory for the loading
-            names = sorted(folders.read_manifest(here)["files"])
-            mine = names[self.accelerator.process_index :: self.accelerator.num_processes]
-            faults = gather_object([folders.checksum_fault(here, mine)])
-            yield here, next((fault for fault in faults if fault), "")
 
-    def _resume_from(self, folder: Path, here: Path, lines: list[str]) -> Resumed:
-        """`here`: where this process finds the checkpoint `folder` of rank 0."""
-        accelerator, total = self.accelerator, self.steps.schedule.total_steps
-        manifest = folders.read_manifest(here)
-        step, world = int(manifest["step"]), manifest["world"]
-        changed = folders.differences(manifest["settings"], self.checkpoints.facts["settings"])
-        changed = [line for line in changed if not line.startswith(_NOT_TOLD)]
-        changed += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
-        _refuse_without_effect(folder, step, total, changed)
-        self.best.restore(manifest["best"])
-        lines += self._make_best_model_again(folder)
-        restore(self.checkpoints.live(), open_checkpoint(here), step)
-        if ours := folder.parent.resolve() == self.path.resolve():
-            self.checkpoints.point_best()
-        set_schedule(self.checkpoints.scheduler, int(manifest["scheduler_steps"]))
-        set_scaler(accelerator, self.checkpoints.optimizer, manifest["loss_scale"])
-        self.steps.done = step
-        self._set_randomness(here, world)
-        by = f"{manifest['strategy']}, {world} process{'es' * (world > 1)}"
-        lines.append(f"resuming from {folder}: step {step} of {total} (saved by {by})")
-        if changed:
-            lines.append(f"settings that changed since: {'; '.join(changed)}")
-        return Resumed(folder, manifest, ours, lines)
+def _resume_from(checkpoints: Checkpoints, folder: Path, here: Path, skipped: list[str]) -> Resumed:
+    """`here`: where this process finds the checkpoint `folder` of rank 0."""
+    accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
+    manifest, total = folders.read_manifest(here), steps.schedule.total_steps
+    step, world = int(manifest["step"]), manifest["world"]
+    changes = folders.differences(manifest["settings"], checkpoints.facts["settings"])
+    changes = [line for line in changes if not line.startswith(_WITHOUT_EFFECT)]
+    changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
+    _refuse_without_effect(folder, step, total, changes)
+    best.restore(manifest["best"])
+    lines = [*skipped, *_restore_best_model(checkpoints, folder)]
+    restore(checkpoints.live(), open_checkpoint(here), step)
+    if ours := folder.parent.resolve() == checkpoints.path.resolve():
+        checkpoints.point_best()
+    set_schedule(checkpoints.scheduler, int(manifest["scheduler_steps"]))
+    set_scaler(accelerator, checkpoints.optimizer, manifest["loss_scale"])
+    steps.done = step
+    steps.set_randomness = randomness_of(here, world, accelerator, steps)
+    strategy = f"{manifest['strategy']}, {world} process{'es' * (world > 1)}"
+    lines.append(f"resuming from {folder}: step {step} of {total} (saved by {strategy})")
+    if changes:
+        lines.append(f"settings that changed since: {'; '.join(changes)}")
+    return Resumed(folder, manifest, ours, lines)
 
-    def _make_best_model_again(self, folder: Path) -> list[str]:
-        """The run's model/ may be newer than the checkpoint, or not there: then it is made again from the
-        best checkpoint. Where that is gone the next evaluation is the best one so far."""
-        model_folder, step = self.path.with_name("model"), self.best.step
-        there = broadcast_object_list([model_folder_step(model_folder)])[0]
-        if not step or there == step:
-            return []
-        # not by the link, which may already name one after this checkpoint
-        with self._opened(folders.step_folder(folder.parent, step)) as (here, fault):
-            if fault:
-                self.best.forget()
-                return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
-            restore(self.checkpoints.live(), open_checkpoint(here), step)
-        model, dtype = self.checkpoints.model, self.checkpoints.settings.save_dtype
-        save_model(self.accelerator, model, self.checkpoints.tokenizer, model_folder, step, dtype)
+
+def _restore_best_model(checkpoints: Checkpoints, folder: Path) -> list[str]:
+    """The run's model/ may be newer than the checkpoint, or missing: then it is written from the best checkpoint.
+    Where that is gone the next evaluation is the best one so far."""
+    model_folder, best = checkpoints.path.with_name("model"), checkpoints.best
+    saved_step = broadcast_object_list([model_folder_step(model_folder)])[0]
+    if not best.step or saved_step == best.step:
         return []
-
-    def _set_randomness(self, folder: Path, world: int) -> None:
-        """The very dropout that would have come; in a world of another size, one that has not been yet."""
-        steps, seed = self.steps, self.steps.settings.seed
-        path = folder / random_file(self.accelerator.process_index)
-        if world == self.accelerator.num_processes and path.is_file():
-            states = read_table(path, {})
-
-            def set_randomness() -> None:
-                try:
-                    set_random_states(states)
-                except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-                    raise UserError(f"{path} holds no states of random generators ({first_line(error)})") from error
-
-            steps.set_randomness = set_randomness
-        else:
-            steps.set_randomness = lambda: set_seed((seed + 1_000_003 * steps.done) % 2**31, device_specific=True)
+    # not by the link, which may already name one after this checkpoint
+    with _opened(checkpoints, folders.step_folder(folder.parent, best.step)) as (here, fault):
+        if fault:
+            step = best.step
+            best.forget()
+            return [f"the best model so far, of step {step}, is gone: the next evaluation counts as the best"]
+        restore(checkpoints.live(), open_checkpoint(here), best.step)
+    dtype = checkpoints.settings.save_dtype
+    save_model(checkpoints.accelerator, checkpoints.model, checkpoints.tokenizer, model_folder, best.step, dtype)
+    return []
 
 
-def _refuse_without_effect(folder: Path, step: int, total: int, changed: list[str]) -> None:
-    """A run that has taken all its steps can be shown again, not trained otherwise."""
+def randomness_of(folder: Path, world: int, accelerator: Accelerator, steps: Steps) -> Callable[[], None]:
+    """What sets the random generators as the checkpoint has them; in a world of another size, to numbers that have not
+    been drawn yet."""
+    path, seed = folder / random_file(accelerator.process_index), steps.settings.seed
+    if world != accelerator.num_processes or not path.is_file():
+        return lambda: set_seed((seed + 1_000_003 * steps.done) % 2**31, device_specific=True)
+    states = read_table(path, {})
+
+    def set_randomness() -> None:
+        try:
+            set_random_states(states)
+        except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
+            raise UserError(f"{path} holds no states of random generators ({first_line(error)})") from error
+
+    return set_randomness
+
+
+def _refuse_without_effect(folder: Path, step: int, total: int, changes: list[str]) -> None:
+    """A run that has taken all its steps can be evaluated again, not trained otherwise."""
     if step > total:
         raise UserError(
             f"{folder} has taken {step} steps, but the settings ask for {total} in total: raise --max_steps (or "
             "--num_train_epochs), choose another --output_dir, or pass --overwrite_output_dir"
         )
-    if step == total and changed:
+    if step == total and changes:
         raise UserError(
             f"{folder.parent.parent} is a finished run, and what changed since would have no effect "
-            f"({'; '.join(changed)}): choose another --output_dir, pass --overwrite_output_dir to move it aside, "
+            f"({'; '.join(changes)}): choose another --output_dir, pass --overwrite_output_dir to move it aside, "
             "or raise --max_steps (or --num_train_epochs)"
         )
 
 
 # Settings that say where and how often, not what is trained: of files and models the content is compared, of the
 # precision which one ran.
-_NOT_TOLD = ("output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
-             "keep_checkpoints ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ",
-             "label_names_file ", "logging_steps ", "mixed_precision ", "tune_thresholds ", "positive_class ",
-             "calibrate ", "abstain_below ", "label_corrections ", "baselines ")  # fmt: skip
+_WITHOUT_EFFECT = (
+    "output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
+    "keep_checkpoints ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ", "label_names_file ",
+    "logging_steps ", "mixed_precision ", "tune_thresholds ", "positive_class ", "calibrate ", "abstain_below ",
+    "label_corrections ", "baselines ",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The folder of a run: made, locked, gone on with or moved aside."""
+"""The folder of a run: created, locked, resumed in, or moved aside."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,45 @@ from toolkit.launch import restarts
 from toolkit.training.resume import Origin, choose_origin
 from toolkit.utils.files import refuse_link_out, remove_drafts
 
-_MARKS = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
+_FILES = ("config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl", "model", "checkpoints", "report.html")
 
 
+@dataclass(frozen=True)
 class RunFolder:
     """The opened folder of a run."""
 
-    def __init__(
-        self, accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
-    ) -> None:
-        """Opens `--output_dir`; all processes call this. `facts` are what a checkpoint must have in common with this
-        run.
+    path: Path
+    origin: Origin
+    """The checkpoints from which the run may resume."""
+    lock: FileLock | None = None
+    """On the main process, for as long as this object lives: two runs in one folder would undo each other."""
 
-        Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
-        """
-        path, origin, fault = Path(), Origin(), ""
-        if accelerator.is_main_process:
-            try:
-                path, origin, self._lock = _open_folder(settings, recipe, facts)
-                # the lock is held as long as this process lives: two runs in one folder would undo each other
-            except UserError as error:
-                fault = str(error)
-        path, origin, fault = broadcast_object_list([(path, origin, fault)])[0]
-        if fault:
-            raise UserError(fault)
-        self.path = path
-        self.model = path / "model"
-        self.origin = origin
-        """The checkpoints from which the run may go on."""
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
 
 
-def _open_folder(
-    settings: TrainingSettings, recipe: str, facts: dict[str, Any]
-) -> tuple[Path, Origin, FileLock | None]:
-    """The run's folder, made or found, where the run starts, and the lock on it. Raises UserError."""
+def open_run_folder(
+    accelerator: Accelerator, settings: TrainingSettings, recipe: str, facts: dict[str, Any]
+) -> RunFolder:
+    """Opens `--output_dir`; all processes call this. `facts`: what a checkpoint must have in common with this run.
+
+    Raises UserError where the folder holds a run that is not to be resumed, or cannot be.
+    """
+    folder, fault = None, ""
+    if accelerator.is_main_process:
+        try:
+            folder = create_run_folder(settings, recipe, facts)
+        except UserError as error:
+            fault = str(error)
+    path, origin, fault = broadcast_object_list([(folder and folder.path, folder and folder.origin, fault)])[0]
+    if fault:
+        raise UserError(fault)
+    return folder or RunFolder(path, origin)
+
+
+def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, Any]) -> RunFolder:
+    """The run's folder, created and locked, on the main process. Raises UserError."""
     if restarts.most_restarts() and not settings.checkpoint_every:
         raise UserError(
             "--max_restarts resumes from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
@@ -65,42 +71,42 @@ def _open_folder(
     path = Path(settings.output_dir or f"runs/{recipe}-{stamp}")
     if not settings.output_dir and not restarts.attempt():
         path = _unused(path)
-    if restarts.attempt() and complete(path / "checkpoints"):  # of the attempt before, which goes before what was asked
+    if restarts.attempt() and complete(path / "checkpoints"):  # of the previous attempt, whatever --resume says
         settings = dataclasses.replace(settings, resume="auto", overwrite_output_dir=False)
     if path.exists() and not path.is_dir():
         raise UserError(f"--output_dir {path} is a file")
-    lock = _locked(path)
-    held = [mark for mark in _MARKS if (path / mark).exists()]
-    for mark in _MARKS:
-        if not (path / mark).is_dir():  # a folder may lie on another disk
-            refuse_link_out(path / mark, path)
-    if held == ["config.json"] and "identity" in _config_of(path):
-        held = []  # of a run that failed before its first step: nothing of it is lost
-    moved = bool(held) and settings.overwrite_output_dir
-    # a checkpoint inside a folder that is moved aside is found where it was
+    lock = _lock(path)
+    for name in _FILES:
+        if not (path / name).is_dir():  # a folder may lie on another disk
+            refuse_link_out(path / name, path)
+    content = [name for name in _FILES if (path / name).exists()]
+    if content == ["config.json"] and "identity" in _config_of(path):
+        content = []  # of a run that failed before its first step: nothing of it is lost
+    moves_aside = bool(content) and settings.overwrite_output_dir
+    # a checkpoint inside a folder that is moved aside is still found
     resume = "no" if settings.overwrite_output_dir and settings.resume == "auto" else settings.resume
     origin = choose_origin(resume, path / "checkpoints", facts)
-    if held and not moved and not _goes_on(path, settings, origin, facts):
-        raise UserError(_why_held(path, held, settings.resume, origin))
+    if content and not moves_aside and not _continues(path, settings, origin, facts):
+        raise UserError(_why_refused(path, content, settings.resume, origin))
     try:
-        if moved:
+        if moves_aside:
             aside = _unused(path.with_name(f"{path.name}.old-{stamp}"))
             path.rename(aside)
             origin = origin.within(path, aside)
         path.mkdir(parents=True, exist_ok=True)
-        if lock is None or moved:
-            lock = _locked(path)
+        if lock is None or moves_aside:
+            lock = _lock(path)
         (path / ".writable").touch()
         (path / ".writable").unlink()
-        if held and not moved:
+        if content and not moves_aside:
             remove_drafts(path)  # of a killed process
     except OSError as error:
         raise UserError(f"--output_dir {path} cannot be written ({error.strerror}): name another folder") from error
-    return path, origin, lock
+    return RunFolder(path, origin, lock)
 
 
-def _locked(path: Path) -> FileLock | None:
-    """A lock on a folder that is there, or None. Raises UserError where a running process holds it."""
+def _lock(path: Path) -> FileLock | None:
+    """A lock on an existing folder, or None. Raises UserError where a running process holds it."""
     if not path.is_dir():
         return None
     lock = FileLock(path / ".lock", timeout=0)
@@ -108,26 +114,26 @@ def _locked(path: Path) -> FileLock | None:
         lock.acquire()
     except Timeout:
         world = _config_of(path).get("world", {})
-        who = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
+        holder = f" (process {world['pid']} on {world['host']})" if "pid" in world else ""
         raise UserError(
-            f"--output_dir {path}: another run is writing to it{who}: choose another folder, or stop that run first"
+            f"--output_dir {path}: another run is writing to it{holder}: choose another folder, or stop that run first"
         ) from None
     except (OSError, NotImplementedError):
-        return None  # a file system without locks; one that cannot be written is told of below
+        return None  # a file system without locks; one that cannot be written is reported by `create_run_folder`
     return lock
 
 
 def _config_of(path: Path) -> dict[str, Any]:
     """The sections of config.json of the run that is in the folder; none where it cannot be read."""
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+    return {key: value for key, value in config.items() if isinstance(value, dict)} if isinstance(config, dict) else {}
 
 
-def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
-    start = f"--output_dir {path} already holds a run ({', '.join(held)})"
+def _why_refused(path: Path, content: list[str], resume: str, origin: Origin) -> str:
+    start = f"--output_dir {path} already holds a run ({', '.join(content)})"
     aside = "choose another folder, or pass --overwrite_output_dir to move that run aside"
     if resume == "no" and complete(path / "checkpoints"):
         return f"{start} with checkpoints: drop --resume no to continue from them, {aside}"
@@ -138,15 +144,15 @@ def _why_held(path: Path, held: list[str], resume: str, origin: Origin) -> str:
     return f"{start} without a checkpoint: {aside}"
 
 
-def _goes_on(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
-    """Whether the run in this folder is the one to go on with: from a checkpoint of its own, or from the
-    beginning where it was ended before its first one was complete."""
+def _continues(path: Path, settings: TrainingSettings, origin: Origin, facts: dict[str, Any]) -> bool:
+    """Whether the run in this folder continues: from a checkpoint of its own, or from the beginning where it ended
+    before its first one was complete."""
     if origin.candidates:
         return (path / "checkpoints").resolve() in origin.candidates[0].resolve().parents
     if settings.resume != "auto" or not settings.checkpoint_every or (path / "report.html").exists():
         return False
     if complete(path / "checkpoints"):
-        return False  # there is one, which is damaged: whoever mends it would find it gone
+        return False  # a damaged one, which somebody may want to repair
     before = _config_of(path)
     return bool(before.get("settings", {}).get("checkpoint_every")) and before.get("identity") == facts["identity"]
 

@@ -36,10 +36,10 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
-from toolkit.training.checks import refuse_changes, refuse_others, refuse_shards
+from toolkit.training.checks import refuse_changes, refuse_shards
 from toolkit.utils import memory
 
-# How often a GPU is waited for, where --logging_steps does not say: what a stop signal may wait for, too.
+# How often a GPU is synchronised where --logging_steps is not given; a stop signal waits as long.
 _GATHER_SECONDS = 1.0
 # Each step that fp16 skips halves the loss scale, which begins at 2**16: after 16 it is 1.
 _MOST_SKIPPED = 15
@@ -94,8 +94,7 @@ class StepMetrics:
     mfu: float | None
     """Of all devices (`toolkit.training.mfu`); None where their peak is not known."""
     peak_memory_bytes: int
-    """The most any process has held since training began or last evaluated: device memory, or resident memory on a
-    CPU."""
+    """The most of any process since training began or last evaluated: device memory, or resident memory on a CPU."""
 
 
 @dataclass
@@ -126,9 +125,7 @@ class Step:
     _losses: list[torch.Tensor] = field(default_factory=list)
     _ids: list[torch.Tensor] = field(default_factory=list)
     _refusal: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Of sharded parameters in a loss."""
-    _first_model: torch.nn.Module | None = None
-    """The model, in the first micro-batch of a run: there a loss is looked at."""
+    """Of sharded parameters in a loss: in the first micro-batch of a run."""
 
     @property
     def evaluates(self) -> bool:
@@ -137,7 +134,7 @@ class Step:
         return self.number % schedule.eval_every == 0 or self.number == schedule.total_steps
 
     @functools.cached_property
-    def mine(self) -> list[np.ndarray]:
+    def local_samples(self) -> list[np.ndarray]:
         """The samples of each of this process's micro-batches."""
         accelerator, settings = self.steps.accelerator, self.steps.settings
         rank, world = accelerator.process_index, accelerator.num_processes
@@ -149,15 +146,15 @@ class Step:
         each where `sync_each_batch` says so. Raises UserError where `requires_grad` of its parameters has changed."""
         accelerator = self.steps.accelerator
         refuse_changes(model)
-        after = [*self.mine[1:], self.following.mine[0] if self.following else None]
-        for indices, following in zip(self.mine, after, strict=True):
-            accelerator.sync_gradients = indices is self.mine[-1]
+        after = [*self.local_samples[1:], self.following.local_samples[0] if self.following else None]
+        for indices, following in zip(self.local_samples, after, strict=True):
+            accelerator.sync_gradients = indices is self.local_samples[-1]
             self._batch = self.steps.ahead.batch(indices, following)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._refusal:
-                if not self.steps.begun:
-                    self.steps.begun, self._first_model = True, model
+                if not self.steps.has_started:
+                    self.steps.has_started = True
                     self._refusal.enter_context(refuse_shards(model))
                 yield self._batch
 
@@ -182,14 +179,11 @@ class Step:
             raise RuntimeError("step.mean() belongs inside `for batch in step.micro_batches(model)`")
         if losses.shape != batch.weights.shape:
             raise UserError(
-                f"step.mean() wants one loss per sample, shape {tuple(batch.weights.shape)}, and got "
+                f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        if self._first_model is not None:
-            refuse_others(self._first_model, losses)
-            self._refusal.close()
-            self._first_model = None
-        weighted = losses * batch.weights  # (B,); 1, or its class's; 0: it only keeps the processes in step
+        self._refusal.close()
+        weighted = losses * batch.weights  # (B,); 1, or its class's; 0: padding, where another process has a sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
         averaged_over = accelerator.num_processes * accelerator.gradient_accumulation_steps
@@ -228,7 +222,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """What was held before counts no more: on CUDA, and on a CPU where Linux lets a process say so (proc(5))."""
+    """Measures the peak from here on: on CUDA, and on a CPU under Linux (proc(5))."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
@@ -249,40 +243,40 @@ class Steps:
         self.skipped = 0
         """How many of the last had a gradient that was not finite."""
         self.stop_signal = 0
-        """The number of a stop signal that any process got (SIGTERM, SIGUSR1, Ctrl-C)."""
+        """The number of a stop signal that any process received (SIGTERM, SIGUSR1, Ctrl-C)."""
         self.utilization: Callable[[np.ndarray, float], float] | None = None
         """(lengths of texts, seconds) -> the MFU of a training on them."""
         self.signals = StopSignals(accelerator.is_main_process)
-        self.begun = False
+        self.has_started = False
         """Whether there was a micro-batch."""
-        self.set_randomness: Callable[[], None] = self._fresh_randomness
+        self.set_randomness: Callable[[], None] = self._seed_dropout
         self._pending: list[Step] = []
         self._at_once, self._seconds_per_step = settings.logging_steps or 1, math.inf
 
-    def _fresh_randomness(self) -> None:
-        """The weights are made; from here on each process has its own dropout."""
+    def _seed_dropout(self) -> None:
+        """The weights exist; from here on each process draws dropout of its own."""
         set_seed(self.settings.seed + int(os.environ.get(OTHER_RANDOMNESS) or 0), device_specific=True)
 
     def __iter__(self) -> Iterator[Step]:
         """Yields the steps after those that are `done`, in the global order of samples, which depends on the seed
-        and the epoch only. While it runs, a stop signal is kept until the step is done."""
+        and the epoch only. Meanwhile a stop signal waits until the step is done."""
         self.set_randomness()
         device = self.accelerator.device
         reset_peak_memory(device)  # of the data, a teacher, or the search for a batch that fits
         with self.signals:
-            left = self._left()
-            step = next(left, None)
+            remaining = self._remaining()
+            step = next(remaining, None)
             while step is not None:
-                step.following, step.started = next(left, None), time.perf_counter()
+                step.following, step.started = next(remaining, None), time.perf_counter()
                 yield step
                 if step.evaluates:
                     reset_peak_memory(device)
                 step = step.following
 
-    def _left(self) -> Iterator[Step]:
+    def _remaining(self) -> Iterator[Step]:
         per_epoch, train, settings = self.schedule.steps_per_epoch, self.train, self.settings
-        left = range(self.done, self.schedule.total_steps)
-        for epoch, numbers in itertools.groupby(left, lambda number: number // per_epoch):
+        steps = range(self.done, self.schedule.total_steps)
+        for epoch, numbers in itertools.groupby(steps, lambda number: number // per_epoch):
             size, by_length = settings.global_batch_size, settings.group_by_length
             order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.chances)
             for number in numbers:
@@ -291,9 +285,9 @@ class Steps:
                 yield Step(self, number + 1, indices, int(tokens), denominator.item())
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
-        """Yields what to record of this step and of those before it that were not gathered: nothing in most steps where
-        `logging_steps` is more than 1. Then alone is the device waited for, and then all processes learn of a stop
-        signal; all of them call this.
+        """Yields the metrics of this step and of those before it that were not gathered: nothing in most steps where
+        `logging_steps` is more than 1. Gathering synchronises the device, and shares a stop signal with all processes;
+        all of them call this.
 
         Raises UserError, in every process, at the first step whose loss or gradient is not finite.
         """
@@ -311,19 +305,20 @@ class Steps:
 
     def _gather(self, finished: list[Step], signal: int) -> None:
         """One small collective and one copy to the host, for any number of steps."""
-        device, count, begun = self.accelerator.device, len(finished), time.perf_counter()
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS knows no float64
-        others = torch.tensor([peak_memory_bytes(device), signal, self._seconds_per_step], dtype=dtype, device=device)
+        device, count, start = self.accelerator.device, len(finished), time.perf_counter()
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        numbers = [peak_memory_bytes(device), signal, self._seconds_per_step]
+        process = torch.tensor(numbers, dtype=dtype, device=device)
         sums = [torch.stack([loss.sum(dtype=dtype) for loss in step._losses]).sum() for step in finished]
         norms = [_whole(step.grad_norm).to(device, dtype) for step in finished]
         computed = torch.tensor([step._computed_tokens for step in finished], dtype=dtype, device=device)
-        local = torch.cat([others, torch.stack([*sums, *norms]), computed])
+        local = torch.cat([process, torch.stack([*sums, *norms]), computed])
         ranks = self.accelerator.gather(local[None]).tolist()  # (processes, 3 + 3 steps)
         launch.explain_failures()  # what fails from here on is no longer a micro-batch's
         peak, self.stop_signal = (int(max(rank[place] for rank in ranks)) for place in (0, 1))
         if self.settings.logging_steps is None and device.type != "cpu":
             self._at_once = max(1, int(_GATHER_SECONDS / ranks[0][2]))
-        seconds = time.perf_counter() - begun + sum(step.seconds for step in finished)
+        seconds = time.perf_counter() - start + sum(step.seconds for step in finished)
         self._seconds_per_step = seconds / count
         samples, tokens = sum(len(step.indices) for step in finished), sum(step.tokens for step in finished)
         lengths = self.train.lengths[np.concatenate([step.indices for step in finished])]

@@ -1,4 +1,4 @@
-"""The strategy's own config brought in line with the settings, and the loss scale that fp16 keeps under each."""
+"""The strategy's own config set to match the settings, and the state of fp16's loss scale under each strategy."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _MOST_GRAPHS = 32
 def align_strategy(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: Any, settings: TrainingSettings, schedule: Schedule
 ) -> None:
-    """Tells the accelerator the accumulation, and a DeepSpeed config what the settings mean, where `auto`
-    would mean something else (clipping at 1.0, whatever was asked) or nothing (a `model` without a config).
+    """Sets the accelerator's accumulation, and the values of a DeepSpeed config where `auto` would become something
+    else than the settings (clipping at 1.0, whatever they are) or nothing (a `model` without a config).
 
     Raises UserError with every number of that file that contradicts the settings, for an optimizer that cannot be used
     (`optimizer_faults`), and for one that trains other parameters than the model's (`check_parameters`).
     """
     accelerator.gradient_accumulation_steps = schedule.accumulation
-    if accelerator.ddp_handler is not None:  # running means are rank 0's; constants need no broadcast at each step
+    if accelerator.ddp_handler is not None:  # running means are rank 0's; constants are not broadcast at each step
         running = (buffer.is_floating_point() for _, buffer in persistent_buffers(model))
         accelerator.ddp_handler.broadcast_buffers = any(running)
-    if accelerator.scaler is not None:  # to a fused kernel it leaves skipping a step, and nothing else would know of it
+    if accelerator.scaler is not None:  # a fused kernel would skip a step, and the schedule would count it
         optimizer._step_supports_amp_scaling = False
     check_parameters(accelerator, model, optimizer, settings, schedule.total_steps)
     faults = optimizer_faults(accelerator, optimizer)
@@ -57,7 +57,7 @@ def align_strategy(
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # reads the norm, and waits for the update
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     config = plugin.deepspeed_config
-    meant: dict[str, float | bool] = {
+    values: dict[str, float | bool] = {
         "gradient_clipping": settings.max_grad_norm,
         "gradient_accumulation_steps": schedule.accumulation,
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -68,15 +68,15 @@ def align_strategy(
         "train_batch_size": f"--global_batch_size {settings.global_batch_size}",
         "train_micro_batch_size_per_gpu": f"--per_device_batch_size {settings.per_device_batch_size}",
     }
-    for key, value in meant.items():
+    for key, value in values.items():
         if config.get(key, "auto") not in ("auto", value):
             source = names.get(key, "the settings")
-            faults.add(f'the DeepSpeed config says "{key}": {config[key]}, and {source}: write "auto" in that file')
+            faults.add(f'the DeepSpeed config has "{key}": {config[key]}, and {source}: write "auto" in that file')
     for key in ("optimizer", "scheduler", "torch_autocast"):
         if key in config:
             faults.add(f'the DeepSpeed config has a section "{key}": remove it, the settings decide')
     faults.raise_if_any()
-    config.update(meant)
+    config.update(values)
     config["zero_allow_untested_optimizer"] = True  # any optimizer of a recipe, not only DeepSpeed's list
     if not hasattr(getattr(model, "config", None), "hidden_size"):
         _fill_sizes(config["zero_optimization"], model)
@@ -105,7 +105,7 @@ def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:
     elif getattr(config, "is_encoder_decoder", False):
         why = f"a {type(model).__name__} keeps keys and values that grow with each token of a title"
     elif getattr(encoder_config(config), "attention_type", "") == "block_sparse":
-        why = "BigBird's sparse attention chooses its blocks anew for each length (its kernel is compiled anyway)"
+        why = "BigBird's sparse attention has other blocks for each length (its kernel is compiled anyway)"
     if why:
         raise UserError(f"--torch_compile cannot be used: {why}; or leave it out")
     if accelerator.device.type == "cpu":
@@ -141,7 +141,7 @@ def scaler_state(accelerator: Accelerator, optimizer: Any) -> dict[str, Any] | N
 
 
 def set_scaler(accelerator: Accelerator, optimizer: Any, state: Mapping[str, Any] | None) -> None:
-    """Under another strategy the scale alone is taken over: it finds the rest within a few steps."""
+    """Restores it; under another strategy the scale alone: the rest adapts within a few steps."""
     scaler = _deepspeed_scaler(optimizer)
     if state is None or not math.isfinite(state["cur_scale"]):
         return

@@ -35,8 +35,6 @@ _KINDS: Kinds = {
 def check_model_config(config: Mapping[str, Any], where: object) -> None:
     """Raises UserError for what no model can have, in the parts of an encoder-decoder too."""
     check_values(config, _KINDS, where)
-    if str(config.get("model_type")).startswith("pooled-") and config.get("pooling") not in ("mean", "max"):
-        raise UserError(f"{where}: pooling is {config.get('pooling')!r:.60} and should be mean or max")
     for key, value in config.items():
         if "dropout" in key and type(value) in (int, float) and not 0 <= value <= 1:
             raise UserError(f"{where}: {key} is {json.dumps(value)[:60]} and should be a number from 0 to 1")

@@ -13,14 +13,15 @@ from tests.runs import ROOT, Finished, start
 from tests.test_your_own_recipe import PAGES, edited, edits_of
 
 CLS = "recipes/cls.py"
-BACKWARD = "accelerator.backward(step.mean(losses))  #"
-LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            losses = distilled("
+LOSSES = "objective(batch, logits)"
+BACKWARD = f"accelerator.backward(step.mean({LOSSES}))  #"
+LOGITS = "            logits = model(**batch.inputs).logits  # (B, C)\n            accelerator"
 DROPOUT = LOGITS.replace("  # (B, C)\n", "\n            logits = torch.dropout(logits, 0.1, True)\n")
 # name -> (what the recipe says and what it says instead, a part of the reason, the run that shows it)
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
-    "mean": ({BACKWARD: "step.mean(losses), accelerator.backward(losses.mean())  #"},
+    "mean": ({BACKWARD: f"step.mean({LOSSES}), accelerator.backward({LOSSES}.mean())  #"},
              "backward of a mean over the micro-batch", "other-micro-batches"),
-    "divided": ({BACKWARD: "accelerator.backward(step.mean(losses / len(losses)))  #"},
+    "divided": ({BACKWARD: f"accelerator.backward(step.mean({LOSSES} / len(logits)))  #"},
                 "divided by the micro-batch's size", "other-micro-batches"),
     "randomness": ({LOGITS: DROPOUT}, "random numbers of its own", "other-randomness"),
     "unwrapped": ({LOGITS: LOGITS.replace("model(", "accelerator.unwrap_model(model)(")},

@@ -117,7 +117,7 @@ def check_config(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any
     """
     faults = Faults()
     rows, heads = {}, {}
-    family = str(config.get("model_type")).removeprefix("pooled-")  # toolkit.pooled, whose torch is left out here
+    family = str(config.get("model_type"))
     if family in _KNOWN:
         key = "n_layers" if family == "distilbert" else "num_hidden_layers"
         found = sorted({int(match[1]) for name in shapes if (match := _LAYER.search(name))})
@@ -175,11 +175,10 @@ _BUILD = """
 import collections, json, os, resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (16 << 30,) * 2)
 os.environ.update(TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")
-import torch, transformers, toolkit.pooled
-toolkit.pooled.know(transformers.PreTrainedConfig.get_config_dict(sys.argv[1])[0].get("model_type"))
+import torch, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=False)
 name = config.architectures[0]
-kind = getattr(transformers, name, None) or getattr(toolkit.pooled, name)
+kind = getattr(transformers, name)
 with torch.device("meta"):
     state = kind(config).state_dict(keep_vars=True)
 shapes = {name: list(tensor.shape) for name, tensor in state.items()}

@@ -36,7 +36,6 @@ from toolkit.evaluation.outputs import predict
 from toolkit.evaluation.saved_model import quoting_of_run
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.models.exported import FILES, INPUTS, ExportedClassifier, exported_to, require_packages
-from toolkit.pooled import pooled_config
 from toolkit.pretrained import load_config, quiet_transformers
 from toolkit.utils.files import replace_folder, writing
 
@@ -285,8 +284,7 @@ def _quiet() -> Iterator[None]:
 
 def _finish(draft: Path, source: Path, model: Any, tokenizer: Any, options: Any, said: str) -> None:
     """config.json with the label names, the tokenizer, what the model's folder decides by, and its card."""
-    pools = hasattr(model.config, "pooling")  # and so does the graph: its readers need not know
-    (pooled_config(model.config, "cls") if pools else model.config).save_pretrained(draft)
+    model.config.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     if (source / DECISIONS).is_file():
         shutil.copyfile(source / DECISIONS, draft / DECISIONS)

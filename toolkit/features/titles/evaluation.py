@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
-from toolkit.checkpoint.live import unwrapped
 from toolkit.config import ModelSettings
 from toolkit.data.batches import Batch
 from toolkit.data.progress import PartOfProgress, Progress
@@ -23,6 +22,7 @@ from toolkit.features.titles import rouge
 from toolkit.features.titles.data import TitleSplit
 from toolkit.features.titles.model import load_saved_title_model
 from toolkit.features.titles.readable import readable
+from toolkit.utils.modules import unwrapped
 
 _USUAL_LENGTH = 33  # of a model that was saved elsewhere and does not say
 

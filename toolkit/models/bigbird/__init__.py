@@ -6,8 +6,8 @@
     model = bigbird.install(AutoModelForSequenceClassification.from_pretrained("some-bigbird"))
 
 The numbers are those of transformers' block_sparse attention, in training and evaluation, random plan included; the
-dense [S, S] weights, which it builds and throws away on each forward, are not built, and numpy's generator is left
-alone. A batch too short for the pattern (704 tokens or fewer at block 64 and 3 random blocks) runs full attention, and
+dense [S, S] weights, which it builds and throws away on each forward, are not built, and numpy's generator does not
+change. A batch too short for the pattern (704 tokens or fewer at block 64 and 3 random blocks) runs full attention, and
 later ones run sparse again. `save_pretrained` writes an ordinary BigBird.
 """
 
@@ -30,7 +30,7 @@ def install(model: Model, attention: str = "auto") -> Model:
     """Gives every BigBird encoder in `model` the fast attention, in place, and returns `model`.
 
     `model` is any BigBird of transformers (with any head, bare, wrapped, or the encoder of an EncoderDecoderModel;
-    decoders are left alone). `attention`:
+    decoders are not changed). `attention`:
 
     - `auto`: by the device of each batch: `flex` on CUDA, `gathered` elsewhere.
     - `gathered`, `flex`: one way to compute the same sparse attention.
@@ -61,17 +61,9 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
                             "attention_type='block_sparse', or install attention='full'")  # fmt: skip
         encoder.set_attention_type("block_sparse")  # a short batch may have changed it, for good
     for part in (encoder, *(layer.attention for layer in encoder.encoder.layer)):
+        # a subclass of the very class: parameters, hooks, copies and `isinstance` stay as they are, and transformers'
+        # decorators, which record hidden states and read the config, apply to methods
         part.__class__ = BigBirdModel if part is encoder else SparseAttention
         part.fast_attention = attention
     # hidden states are recorded by the name of the class, which transformers enters when it builds one
     require(output_capturing, "_CAN_RECORD_REGISTRY", "transformers")[encoder] = encoder._can_record_outputs
-
-
-def uninstall(model: Model) -> Model:
-    """Gives transformers' own attention back, in place, and returns `model`."""
-    for part in model.modules():
-        if isinstance(part, SparseAttention):
-            part.__class__ = theirs.BigBirdAttention
-        elif isinstance(part, BigBirdModel):
-            part.__class__ = theirs.BigBirdModel
-    return model

@@ -72,10 +72,10 @@ def _rows(queries: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Ten
     heads, rows, _ = table.shape
     samples, _, blocks, block, _ = k.shape
     of_head = torch.arange(heads, device=table.device).view(-1, 1, 1) * blocks
-    picked = (table + of_head).flatten()
+    places = (table + of_head).flatten()
     # index_select, not indexing: its gradient adds the rows up without sorting them first
     keys, values = (
-        x.flatten(1, 2).index_select(1, picked).reshape(samples * heads, rows, -1, x.shape[-1]) for x in (k, v)
+        x.flatten(1, 2).index_select(1, places).reshape(samples * heads, rows, -1, x.shape[-1]) for x in (k, v)
     )  # (B * nh, R, W * b, hs)
     mask = None
     if bias is not None:
@@ -85,7 +85,7 @@ def _rows(queries: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Ten
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel is to be had."""
+    """flex_attention with a block mask, over 4 samples or one at a time; `gathered` where no kernel compiles."""
     if torch.compiler.is_compiling():  # a mask would have to be built within the graph, in every layer
         return gathered(query, key, value, bias, pattern)
     mask, repeats = mask_of(pattern, query.device, torch.promote_types(query.dtype, torch.float32))
@@ -152,12 +152,13 @@ def _make_mask(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> tu
     def reads(sample: Any, head: Any, query: Any, key: Any) -> Any:
         return read[head, query // block, key // block]
 
-    made: Any = BlockMask
+    block_mask: Any = BlockMask
     size = (width * block, width * block)
-    blocks = made(size, *partial_keys, *keys, *partial_queries, *queries, BLOCK_SIZE=(block, block), mask_mod=reads)
+    inputs = (*partial_keys, *keys, *partial_queries, *queries)
+    blocks = block_mask(size, *inputs, BLOCK_SIZE=(block, block), mask_mod=reads)
     repeats = count.to(dtype).clamp(min=1).log() if may_repeat(pattern) else no_repeats
-    taken = [read, *queries, *keys, *([repeats] if may_repeat(pattern) else [])]
-    return Mask(blocks, repeats), sum(tensor.nbytes for tensor in taken)
+    tensors = [read, *queries, *keys, *([repeats] if may_repeat(pattern) else [])]
+    return Mask(blocks, repeats), sum(tensor.nbytes for tensor in tensors)
 
 
 def _ordered(read: Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class BigBirdModel(theirs.BigBirdModel):
         """
         if options.get("output_attentions", self.config.output_attentions):
             raise UserError("the fast BigBird attention computes no attention weights: leave output_attentions "
-                            "out, or call toolkit.models.bigbird.uninstall(model) first")  # fmt: skip
+                            "out, or load the model with --attn_implementation eager")  # fmt: skip
         if attention_mask is not None and attention_mask.dim() != 2:
             raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}: BigBird takes (samples, tokens)")
         if (input_ids is None) == (inputs_embeds is None):

@@ -74,34 +74,34 @@ def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Te
     """The key blocks that each query block reads, kept on the device.
 
     `second` (nh, 2, 4 + r) holds those of query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) those of the
-    blocks between. Nobody may write into them.
+    blocks between. They must not be written to.
     """
-    blocks, drawn = pattern.length // pattern.block, random_blocks(pattern)
+    blocks, draws = pattern.length // pattern.block, random_blocks(pattern)
     middle = np.arange(2, blocks - 2)
     ends = np.zeros_like(middle)
     fixed = {
         "second": np.array([[0, 1, 2, blocks - 1], [0, blocks - 3, blocks - 2, blocks - 1]]),
         "middle": np.stack([ends, middle - 1, middle, middle + 1, ends + blocks - 1], axis=-1),
     }
-    random = {"second": drawn[:, [0, -1]], "middle": drawn[:, 1:-1]}
+    random = {"second": draws[:, [0, -1]], "middle": draws[:, 1:-1]}
     # ordinary tensors although the first caller may be in inference mode: later ones may train
     with torch.inference_mode(False):
-        made = {
+        arrays = {
             name: np.concatenate([np.broadcast_to(part, (pattern.heads, *part.shape)), random[name]], axis=-1)
             for name, part in fixed.items()
         }
-        return {name: torch.tensor(table).to(device) for name, table in made.items()}
+        return {name: torch.tensor(table).to(device) for name, table in arrays.items()}
 
 
 def counts(pattern: Pattern, width: int, device: torch.device | str) -> Tensor:
     """How often each query block reads each key block: (nh, width, width). Blocks from n on are padding, of which each
     reads itself."""
-    blocks, made = pattern.length // pattern.block, tables(pattern, device)
+    blocks, blocks_of = pattern.length // pattern.block, tables(pattern, device)
     read = torch.eye(width, dtype=torch.int32, device=device).repeat(pattern.heads, 1, 1)
     read[:, :blocks, :blocks] = 0
     read[:, [0, blocks - 1], :blocks] = 1
-    for rows, table in ((read[:, 1 : blocks - 1 : blocks - 3], made["second"]),
-                        (read[:, 2 : blocks - 2], made["middle"])):  # fmt: skip
+    for rows, table in ((read[:, 1 : blocks - 1 : blocks - 3], blocks_of["second"]),
+                        (read[:, 2 : blocks - 2], blocks_of["middle"])):  # fmt: skip
         rows.scatter_add_(-1, table, torch.ones_like(table, dtype=torch.int32))
     return read
 
@@ -111,11 +111,11 @@ def planned(like: Tensor, pattern: list[int], what: str) -> Tensor:
     """One of `tables` on the device of `like`.
 
     An operator, so that torch.compile neither traces numpy's draws nor freezes them for one length; a copy, so
-    that nothing compiled writes into what is kept.
+    that compiled code cannot write to the cached table.
     """
     seed, heads, block, random, longest, length, training = pattern
-    made = tables(Pattern(seed, heads, block, random, longest, length, bool(training)), like.device)
-    return made[what].clone()
+    blocks_of = tables(Pattern(seed, heads, block, random, longest, length, bool(training)), like.device)
+    return blocks_of[what].clone()
 
 
 @planned.register_fake

@@ -1,4 +1,4 @@
-"""toolkit/objective/regularize.py: R-Drop's divergence, and texts that are moved against the model."""
+"""toolkit/objective: R-Drop's divergence, texts that FGM moves against the model, a term of one's own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.training.test_optimizer import tiny
-from toolkit.config import ObjectiveSettings
+from toolkit.config import TaskSettings, build
+from toolkit.data.labels import Labels
 from toolkit.errors import UserError
+from toolkit.objective import Objective, make_objective
+from toolkit.objective.adversarial import Adversarial
 from toolkit.objective.losses import sample_losses
-from toolkit.objective.regularize import Regularizer, divergence
+from toolkit.objective.r_drop import divergence
 
 SINGLE, MULTI = "single_label_classification", "multi_label_classification"
 
@@ -45,11 +48,16 @@ def batch_of(rows: list[list[int]]) -> Any:
 ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
 
 
-def trained(model: Any, batch: Any, **asked: Any) -> torch.Tensor:
+def objective_of(model: Any, problem_type: Any = SINGLE, **terms: Any) -> Objective:
+    settings = build(TaskSettings, {"model_name_or_path": "m", "train_file": "t.csv", **terms})
+    data = SimpleNamespace(labels=Labels(problem_type, ("a", "b", "c"), ("label",)), pos_weight=None)
+    return make_objective(settings, model, data)
+
+
+def trained(model: Any, batch: Any, **terms: Any) -> torch.Tensor:
     """The (B,) losses of a training pass."""
-    regularize = Regularizer(model, loss_fn, ObjectiveSettings(**asked), SINGLE)
-    logits = model(**batch.inputs).logits
-    return regularize(batch, logits, loss_fn(logits, batch.labels))
+    objective = objective_of(model, **terms)
+    return objective(batch, model(**batch.inputs).logits)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -87,13 +95,18 @@ def test_r_drop_adds_the_divergence_of_two_dropouts() -> None:
     assert (divergence(one, two, SINGLE) > 0).all()
 
 
-def test_nothing_is_added_where_nothing_is_asked() -> None:
-    losses = torch.ones(3)
-    assert Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(), SINGLE)(batch_of(ROWS), losses, losses) is losses
+def test_a_term_of_ones_own_is_added_to_training_alone() -> None:
+    batch, outputs = batch_of(ROWS), logits(3)[:3]
+    plain = objective_of(None)
+    objective = plain.plus(lambda batch, logits: logits[:, 0])
+    expected = loss_fn(outputs, batch.labels)
+    torch.testing.assert_close(plain(batch, outputs), expected)
+    torch.testing.assert_close(objective(batch, outputs), expected + outputs[:, 0])
+    torch.testing.assert_close(objective.losses(outputs, batch.labels), expected)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UserError, match="compares probabilities of classes"):
-        Regularizer(tiny("bert"), loss_fn, ObjectiveSettings(r_drop_alpha=1), "regression")
+def test_terms_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UserError, match="--r_drop_alpha"):
+        objective_of(tiny("bert"), "regression", r_drop_alpha=1)
     with pytest.raises(UserError, match="Linear has no input embeddings"):
-        Regularizer(torch.nn.Linear(2, 2), loss_fn, ObjectiveSettings(fgm_epsilon=1), SINGLE)
+        Adversarial(Objective(loss_fn), torch.nn.Linear(2, 2), 1)

@@ -1,0 +1,48 @@
+"""The losses of the labels, and what an optional term wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> (B,) losses, one for each sample."""
+
+
+class Batch(Protocol):
+    """What a term reads of a micro-batch."""
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def columns(self) -> Mapping[str, Tensor]: ...
+
+
+class Objective:
+    """The losses of the labels alone. An optional term is a subclass that wraps another objective."""
+
+    def __init__(self, losses: Losses) -> None:
+        self.losses = losses
+
+    def __call__(self, batch: Any, logits: Tensor) -> Tensor:
+        """A micro-batch and the model's logits for it -> (B,), the losses to train on."""
+        return self.losses(logits, batch.labels)
+
+    def plus(self, term: Callable[[Any, Tensor], Tensor]) -> Objective:
+        """This objective with `term(batch, logits)`, (B,), added."""
+        return _Sum(self, term)
+
+
+class _Sum(Objective):
+    def __init__(self, objective: Objective, term: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__(objective.losses)
+        self.objective, self.term = objective, term
+
+    def __call__(self, batch: Any, logits: Tensor) -> Tensor:
+        return self.objective(batch, logits) + self.term(batch, logits)

@@ -1,0 +1,39 @@
+"""A teacher's outputs as a second target (Hinton et al., 2015, "Distilling the Knowledge in a Neural Network")."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.config import ProblemType
+from toolkit.objective.base import Batch, Objective
+
+
+class Distillation(Objective):
+    """(1 - alpha) x the objective + alpha x the distance to the teacher's logits, which each batch carries."""
+
+    def __init__(self, objective: Objective, problem_type: ProblemType, alpha: float, temperature: float) -> None:
+        super().__init__(objective.losses)
+        self.objective, self.problem_type, self.alpha, self.temperature = objective, problem_type, alpha, temperature
+
+    def __call__(self, batch: Batch, logits: Tensor) -> Tensor:
+        teacher = batch.columns["teacher"]  # (B, C)
+        distances = distillation_losses(logits, teacher, self.problem_type, self.temperature)
+        return (1 - self.alpha) * self.objective(batch, logits) + self.alpha * distances
+
+
+def distillation_losses(logits: Tensor, teacher: Tensor, problem_type: ProblemType, temperature: float) -> Tensor:
+    """(B, C) logits of a student and of its teacher -> (B,) float32 losses.
+
+    The Kullback-Leibler divergence of both at this temperature, times its square, so that gradients keep their size; of
+    several labels the mean over them, each a choice of two; of numbers the squared error.
+    """
+    logits = logits.float()
+    if problem_type == "regression":
+        return (logits - teacher).square().mean(dim=-1)
+    logits, teacher = logits / temperature, teacher / temperature
+    if problem_type == "multi_label_classification":
+        logits, teacher = (torch.stack([each, torch.zeros_like(each)], dim=-1) for each in (logits, teacher))
+    divergences = F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    return temperature**2 * divergences.reshape(len(divergences), -1).mean(dim=-1)
