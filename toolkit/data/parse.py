@@ -283,7 +283,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     items = dict(pairs)
     if len(items) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice in an object")
     return items
 
 
