@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,7 +195,9 @@ def collator(split: Split, side: str = "right", pad: int = 7) -> Collator:
     ],
 )
 def test_padding(split: Split, side: str, ids: list[list[int]], mask: list[list[int]]) -> None:
-    batch = collator(split, side)(np.array([2, 0]))
+    extra = np.arange(24, dtype=np.float32).reshape(12, 2)
+    batch = collator(replace(split, columns={"extra": extra}), side)(np.array([2, 0]))
+    assert batch.columns["extra"].tolist() == [[4, 5], [0, 1]]
     assert batch.inputs["input_ids"].tolist() == ids
     assert batch.inputs["attention_mask"].tolist() == mask
     assert {tensor.dtype for tensor in batch.inputs.values()} == {torch.int64}

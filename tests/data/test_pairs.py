@@ -100,7 +100,7 @@ def test_a_model_of_one_type_is_given_none(prepared: Callable[..., Any], monkeyp
     monkeypatch.setattr(MODEL, "type_vocab_size", 1, raising=False)
     data = prepared(ROWS, text_pair="answer")
     assert data.train.token_types is None
-    assert any("a separator alone tells the two texts" in note for note in data.notes)
+    assert any("one token type" in note for note in data.notes)
 
 
 def test_a_run_and_its_predictions(tiny_model: Path, tmp_path: Path, write_rows: Callable[..., str]) -> None:

@@ -1,4 +1,4 @@
-"""Uneven classes: how many rows each has, what a row of it weighs in the loss, and how often it is drawn."""
+"""Uneven classes: how many rows each has, its weight in the loss, and how often its rows are drawn."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from toolkit.errors import Faults, UserError, did_you_mean, listing
 _BETA = 0.999
 _UNEVEN = 3.0
 _RARE_SHARE = 0.1
-_MOST_NAMED = 8
+_MAX_LISTED = 8
 
 
-def refuse_unfit(labels: Labels, asked: ObjectiveSettings) -> None:
+def refuse_unfit(labels: Labels, objective: ObjectiveSettings) -> None:
     """Raises UserError with every setting that these labels leave without a meaning."""
     faults, kind = Faults(), labels.problem_type.replace("_", " ")
-    given = {"class_weights": asked.class_weights, "pos_weight": asked.pos_weight, "sampling": asked.sampling}
-    instead: dict[str, str | None] = {}
     if labels.problem_type == "regression":
-        instead = dict.fromkeys(given, "it is for classes")
-        if asked.loss != "cross_entropy":
-            faults.add(f"--loss {asked.loss} is for classes, and this is regression: leave it out")
+        instead = dict.fromkeys(("class_weights", "pos_weight", "sampling"), "it is for classes")
+        if objective.loss != "cross_entropy":
+            faults.add(f"--loss {objective.loss} is for classes, and this is regression: leave it out")
     elif labels.problem_type == "multi_label_classification":
         instead = {"class_weights": "use --pos_weight, which weighs where a label is present",
                    "sampling": "a row has no single class to be drawn by; use --pos_weight"}  # fmt: skip
     else:
         instead = {"pos_weight": "use --class_weights"}
     for name, why in instead.items():
-        if given[name]:
-            faults.add(f"--{name} {given[name]} does not fit {kind}: {why}")
+        if value := getattr(objective, name):
+            faults.add(f"--{name} {value} does not fit {kind}: {why}")
     faults.raise_if_any()
 
 
@@ -47,41 +45,41 @@ def class_counts(labels: Labels, split: Split) -> np.ndarray:
     return np.bincount(split.labels, minlength=labels.size)
 
 
-def balanced(splits: dict[str, Split], labels: Labels, asked: ObjectiveSettings) -> dict[str, Split]:
+def balanced(splits: dict[str, Split], labels: Labels, objective: ObjectiveSettings) -> dict[str, Split]:
     """The splits with a weight for each row (`--class_weights`), the training rows with how likely each is drawn
     (`--sampling`). Both follow from the training rows alone."""
     counts = class_counts(labels, splits["train"])
-    if asked.class_weights:
-        weights = _class_weights(asked.class_weights, counts, labels.names).astype(np.float32)
+    if objective.class_weights:
+        weights = _class_weights(objective.class_weights, counts, labels.names).astype(np.float32)
         splits = {name: replace(split, weights=weights[split.labels]) for name, split in splits.items()}
-    if asked.sampling:
-        share = (counts > 0) / (counts > 0).sum() if asked.sampling == "balanced" else np.sqrt(counts)
+    if objective.sampling:
+        share = (counts > 0) / (counts > 0).sum() if objective.sampling == "balanced" else np.sqrt(counts)
         each = share / share.sum() / np.maximum(counts, 1)
         splits |= {"train": replace(splits["train"], chances=each[splits["train"].labels])}
     return splits
 
 
-def positive_weights(train: Split, labels: Labels, asked: ObjectiveSettings) -> np.ndarray | None:
-    """(classes,) float32: what a label that is present weighs in the loss (`--pos_weight`); 1 for one that is not."""
-    if not asked.pos_weight:
+def positive_weights(train: Split, labels: Labels, objective: ObjectiveSettings) -> np.ndarray | None:
+    """(classes,) float32: the weight in the loss of a label that is present (`--pos_weight`); 1 for one that is not."""
+    if not objective.pos_weight:
         return None
-    if asked.pos_weight != "balanced":
-        return _named("pos_weight", asked.pos_weight, labels.names).astype(np.float32)
+    if objective.pos_weight != "balanced":
+        return _weights_by_name("pos_weight", objective.pos_weight, labels.names).astype(np.float32)
     counts = class_counts(labels, train)
     return np.where(counts > 0, (len(train) - counts) / np.maximum(counts, 1), 1).astype(np.float32)
 
 
-def _class_weights(asked: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+def _class_weights(setting: str, counts: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
     """(classes,) float64; the mean over training rows is 1 for those that follow from the counts."""
-    if asked not in ("balanced", "effective"):
-        return _named("class_weights", asked, names)
+    if setting not in ("balanced", "effective"):
+        return _weights_by_name("class_weights", setting, names)
     rows = np.maximum(counts, 1)
-    weights = 1 / rows if asked == "balanced" else (1 - _BETA) / (1 - _BETA**rows)
+    weights = 1 / rows if setting == "balanced" else (1 - _BETA) / (1 - _BETA**rows)
     return np.where(counts > 0, weights * counts.sum() / (weights * counts).sum(), 1)
 
 
-def _named(setting: str, text: str, names: tuple[str, ...]) -> np.ndarray:
-    """`A=2.0,B=1.0` -> (classes,) float64; a class that is not named has 1."""
+def _weights_by_name(setting: str, text: str, names: tuple[str, ...]) -> np.ndarray:
+    """`A=2.0,B=1.0` -> (classes,) float64; a class without a weight has 1."""
     weights, faults = dict.fromkeys(names, 1.0), Faults()
     for part in text.split(","):
         name, _, number = (word.strip() for word in part.rpartition("="))
@@ -99,28 +97,28 @@ def _named(setting: str, text: str, names: tuple[str, ...]) -> np.ndarray:
     return np.array(list(weights.values()))
 
 
-def describe(train: Split, labels: Labels, asked: ObjectiveSettings) -> tuple[list[str], str]:
-    """(lines on the classes of the training rows and what was asked for them, the advice that nobody asked for)."""
-    counts, weigh = class_counts(labels, train), positive_weights(train, labels, asked)
+def describe(train: Split, labels: Labels, objective: ObjectiveSettings) -> tuple[list[str], str]:
+    """(lines on the classes of the training rows and the settings for them, advice where there is no setting)."""
+    counts, pos_weights = class_counts(labels, train), positive_weights(train, labels, objective)
     if not len(counts):
         return [], ""
     order = [int(place) for place in np.argsort(-counts, kind="stable")]
     lines = [f"rows of each class in train: {_listed(order, labels.names, counts, '{:d}')}"]
-    if asked.class_weights:
-        weights = _class_weights(asked.class_weights, counts, labels.names)
+    if objective.class_weights:
+        weights = _class_weights(objective.class_weights, counts, labels.names)
         lines.append(f"a row weighs in the loss (--class_weights): {_listed(order, labels.names, weights, '{:.3g}')}")
-    if weigh is not None:
-        lines.append(f"a present label weighs (--pos_weight): {_listed(order, labels.names, weigh, '{:.3g}')}")
-    if asked.sampling:
+    if pos_weights is not None:
+        lines.append(f"a present label weighs (--pos_weight): {_listed(order, labels.names, pos_weights, '{:.3g}')}")
+    if objective.sampling:
         drawn = np.bincount(train.labels, weights=train.chances, minlength=labels.size) * 100
         lines.append(f"an epoch draws (--sampling), in %: {_listed(order, labels.names, drawn, '{:.3g}')}")
-    if asked.class_weights and asked.sampling == "balanced":
+    if objective.class_weights and objective.sampling == "balanced":
         lines.append("--class_weights and --sampling balanced both raise the rare classes: one of them is usual")
-    return lines, "" if asked.changes_classes else _advice(order, counts, len(train), labels)
+    return lines, "" if objective.changes_classes else _advice(order, counts, len(train), labels)
 
 
 def _listed(order: list[int], names: tuple[str, ...], numbers: np.ndarray, written: str) -> str:
-    shown = order if len(order) <= _MOST_NAMED else [*order[: _MOST_NAMED // 2], -1, *order[-_MOST_NAMED // 2 :]]
+    shown = order if len(order) <= _MAX_LISTED else [*order[: _MAX_LISTED // 2], -1, *order[-_MAX_LISTED // 2 :]]
     return ", ".join("..." if place < 0 else f"{names[place]} {written.format(numbers[place])}" for place in shown)
 
 

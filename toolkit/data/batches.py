@@ -1,4 +1,4 @@
-"""How a batch is chosen: an epoch's samples -> global batches -> each process's micro-batches -> tensors.
+"""Sampling and collating: an epoch's samples -> global batches -> each process's micro-batches -> tensors.
 
 1. `GlobalBatches`: the samples of each optimizer step of an epoch. They depend on the seed, the epoch and the lengths
    of the texts only, not on the number of processes.
@@ -28,7 +28,7 @@ _WINDOW_BATCHES = 50
 # Sizes of GPU matrix products that are multiples of 8 are faster; nothing on a CPU gains.
 _GPU_MULTIPLE = 8
 IGNORED = -100
-"""A label that no loss is taken of, as in torch and transformers."""
+"""A label without a loss, as in torch and transformers."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class GlobalBatches(Sequence[np.ndarray]):
     """Sample indices of each global batch of an epoch: every sample once, or as many draws with replacement by
     `chances` (samples,). The last batch may be smaller.
 
-    Beside one number for each sample nothing is made before it is asked for: an epoch of many samples begins at once.
+    Only one number for each sample is computed at once, the rest when it is indexed: an epoch of many samples starts at
+    once.
     """
 
     def __init__(

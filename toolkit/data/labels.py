@@ -86,14 +86,14 @@ class Labels(Targets):
         parts = [np.array(read(cells, numbers), dtype) for numbers, cells in _cells(table, self.columns, rows)]
         return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
-    def _class_ids(self, known: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
-        """`known` holds the values that earlier rows had: a class is looked up once, not in each of its rows."""
+    def _class_ids(self, ids: dict[Any, int], table: Table, cells: list[Any], rows: np.ndarray) -> list[int]:
+        """`ids`: of the values that earlier rows had, so that a class is looked up once, not in each of its rows."""
         keys = cells if cells and isinstance(cells[0], str) else list(map(repr, cells))
-        if not known.keys() >= set(keys):
+        if not ids.keys() >= set(keys):
             for key, cell, row in zip(keys, cells, rows.tolist(), strict=True):
-                if key not in known:
-                    known[key] = self._id(cell, table.where(row))
-        return [known[key] for key in keys]
+                if key not in ids:
+                    ids[key] = self._id(cell, table.where(row))
+        return [ids[key] for key in keys]
 
     def all_missing(self, table: Table) -> bool:
         if not set(self.columns) <= set(table.rows.column_names):

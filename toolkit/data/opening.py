@@ -1,4 +1,4 @@
-"""A file -> its bytes, unpacked, and its text, with what does not decode named by its line."""
+"""A file -> its bytes, unpacked, and its text, with errors that name the line that does not decode."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _CHUNK_BYTES = 1 << 20
 
 def most_bytes(*paths: Path) -> int:
     """What packed files may become: more is more likely a trap than data."""
-    asked = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
+    setting = os.environ.get("TOOLKIT_MAX_UNPACKED_BYTES", "")
     packed = sum(path.stat().st_size for path in paths)
-    return int(asked) if asked.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
+    return int(setting) if setting.isdecimal() else max(_UNPACKED_BYTES, _UNPACKED_RATIO * packed)
 
 
 def too_large(path: Path, most: int) -> UserError:
@@ -77,11 +77,11 @@ class _Unpacked(io.RawIOBase):
 def open_text(path: Path, encoding: str, newline: str = "") -> io.TextIOWrapper:
     """As `open` does. Raises UserError, and UnicodeError while it is read."""
     # a byte order mark is no part of the first column's name
-    known = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
+    codec = "utf-8-sig" if encoding.lower().replace("_", "-") in ("utf-8", "utf8") else encoding
     try:
-        return io.TextIOWrapper(io.BufferedReader(_Unpacked(path), _CHUNK_BYTES), known, newline=newline)
+        return io.TextIOWrapper(io.BufferedReader(_Unpacked(path), _CHUNK_BYTES), codec, newline=newline)
     except LookupError as error:
-        raise UserError(f"--encoding {encoding}: Python knows no such encoding") from error
+        raise UserError(f"--encoding {encoding}: Python has no such encoding") from error
 
 
 def lines_of(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
@@ -104,7 +104,7 @@ def bad_encoding(path: Path, encoding: str) -> str:
     decoders = {name: codecs.getincrementaldecoder(name)() for name in (encoding, *_LIKELY_ENCODINGS)}
     replacing = codecs.getincrementaldecoder(encoding)("replace")
     fed = line = bad = foreign = 0
-    begins, said = b"", ""
+    begins, fault = b"", ""
     with io.BufferedReader(_Unpacked(path), _CHUNK_BYTES) as file:
         while chunk := file.read(_CHUNK_BYTES):
             begins = begins or chunk[:4]
@@ -115,19 +115,19 @@ def bad_encoding(path: Path, encoding: str) -> str:
                 except UnicodeError as error:
                     del decoders[name]
                     if name == encoding:
-                        given, start = getattr(error, "object", chunk), getattr(error, "start", 0)
-                        place = fed - len(given) + start
+                        decoded, start = getattr(error, "object", chunk), getattr(error, "start", 0)
+                        place = fed - len(decoded) + start
                         number = line + chunk.count(b"\n", 0, max(0, place - fed + len(chunk))) + 1
                         where = f"{path}, line {number}, byte {place + 1} of the file"
-                        said = f"{where}: not {encoding} (0x{given[start]:02x})"
+                        fault = f"{where}: not {encoding} (0x{decoded[start]:02x})"
             line += chunk.count(b"\n")
             text = replacing.decode(chunk, final)
             bad, foreign = bad + text.count("\ufffd"), foreign + sum(not character.isascii() for character in text)
     if begins == b"PK\x03\x04":
         return f"{path} is an Excel book (or another zip), not text: save it as `CSV UTF-8` there"
     if begins[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return f"{said}: pass --encoding utf-16"
+        return f"{fault}: pass --encoding utf-16"
     fits = next((name for name in decoders if name != encoding), None)
     if fits != "utf-8" and (bad == 1 or bad < foreign / 2):
-        return f"{said}; {bad} such places in the file, which is {encoding} otherwise: mend those"
-    return f"{said}: {f'pass --encoding {fits}' if fits else 'convert it, or pass its --encoding'}"
+        return f"{fault}; {bad} such places in the file, which is {encoding} otherwise: mend those"
+    return f"{fault}: {f'pass --encoding {fits}' if fits else 'convert it, or pass its --encoding'}"

@@ -36,12 +36,12 @@ FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 
 
 def format_of(path: Path) -> str:
-    """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending no reader knows."""
+    """`reviews.csv.gz` -> `.csv`. Raises UserError for an ending without a reader."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in OPENERS:
         suffixes.pop()
     if not suffixes or suffixes[-1] not in FORMATS:
-        raise UserError(f"{path}: cannot tell its format: name it {', '.join(FORMATS)} (also with .gz after it)")
+        raise UserError(f"{path}: its format is unclear: name it {', '.join(FORMATS)} (also with .gz after it)")
     return suffixes[-1]
 
 
@@ -109,7 +109,7 @@ def read_json(path: Path) -> list[Any]:
 
 
 def _parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
-    """A file of a few kB may name gigabytes: what it says of itself is looked at first, and need not be true."""
+    """A file of a few kB may describe gigabytes: its own statistics are checked first, and need not be true."""
     import pyarrow
     import pyarrow.parquet
 
@@ -136,7 +136,7 @@ def _parquet(path: Path) -> Iterator[pyarrow.RecordBatch]:
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises UserError for column names that stand twice, or that no table can have, and for too many."""
+    """Raises UserError for column names that occur twice, or that no table can have, and for too many."""
     if len(names) > _MOST_COLUMNS:
         raise UserError(
             f"{path} has {len(names)} columns, and at most {_MOST_COLUMNS} are read: keep those with the texts and the "
@@ -251,8 +251,8 @@ def _height(row: list[str]) -> int:
 def _refuse_swallowed(
     path: Path, lines: list[str], separator: str, rows: list[list[str]], starts: Sequence[int], filled: int
 ) -> None:
-    """A quote that is not closed can end at another row's by chance. Then each line of the cell is a row as it stands:
-    it has the header's cells, and in some column a value that rows near it have there."""
+    """A quote that is not closed can end at another row's by chance. Then each line of the cell is a row by itself:
+    it has the header's cells, and in some column a value that other rows have there."""
     heights = list(map(_height, rows))
     width = max(map(len, rows))
     for place, row in enumerate(rows):
@@ -263,11 +263,11 @@ def _refuse_swallowed(
         if {len(part) for part in parts} != {width}:
             continue
         for column in range(width):
-            known = {
+            values = {
                 row[column] for other, row in enumerate(rows)
                 if filled + other and heights[other] == 1 and column < len(row)
             }  # fmt: skip
-            if all(part[column].strip() and part[column] in known for part in parts):
+            if all(part[column].strip() and part[column] in values for part in parts):
                 number = filled + sum(map(_is_filled, rows[:place]))
                 raise UserError(
                     f"{path}, line {starts[place]} (row {number}): a double quote that begins a cell takes in the rows "
@@ -309,17 +309,17 @@ def _json(path: Path, encoding: str) -> Iterator[Any]:
     except UnicodeError:
         raise
     except (ValueError, IndexError, RecursionError):
-        pass  # no list, or a broken one: whole, it can be told what it is, and where it is broken
+        pass  # no list, or a broken one: read whole, so that the fault is named
     yield from _whole_json(path, encoding)
 
 
 def _items(file: IO[str]) -> Iterator[Any]:
-    """The items of a list of JSON, read as they are asked for. Raises ValueError, IndexError and RecursionError where
+    """The items of a list of JSON, read as they are consumed. Raises ValueError, IndexError and RecursionError where
     the file holds anything else."""
     text, place = file.read(_JSON_CHARACTERS).lstrip(), 0
     if not text.startswith("["):
         raise ValueError
-    while text[place] != "]":  # it is what stands before an item
+    while text[place] != "]":  # the character before an item
         try:
             item, end = _DECODER.raw_decode(text, _end_of_space(text, place + 1))
             if text[end := _end_of_space(text, end)] not in ",]":

@@ -1,4 +1,4 @@
-"""How far a job is that takes longer than five seconds, on stderr."""
+"""The progress of a job that takes longer than five seconds, on stderr."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ FIRST_SECONDS, LINE_SECONDS, SCREEN_SECONDS = 5.0, 15.0, 0.5
 
 
 class Progress:
-    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`: a line that renews itself in a terminal, and one now and
-    then where stderr is a file."""
+    """`validation: 1200 of 5000 rows, 150 rows/s, 00:25 left`: a line that renews itself in a terminal, and one every
+    15 seconds where stderr is a file."""
 
     def __init__(self, what: str, total: int, unit: str = "rows") -> None:
         self.what, self.total, self.unit = what, total, unit
@@ -27,8 +27,8 @@ class Progress:
             return
         self.due, self.shown = now + (SCREEN_SECONDS if self.renews else LINE_SECONDS), True
         seconds = now - self.started
-        left = tqdm.format_interval(seconds * (1 - part) / part)
-        line = f"{self.what}: {done} of {self.total} {self.unit}, {done / seconds:.0f} {self.unit}/s, {left} left"
+        remaining = tqdm.format_interval(seconds * (1 - part) / part)
+        line = f"{self.what}: {done} of {self.total} {self.unit}, {done / seconds:.0f} {self.unit}/s, {remaining} left"
         print(f"\r{line}\x1b[K" if self.renews else line, end="" if self.renews else "\n", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -38,7 +38,7 @@ class Progress:
 
 
 class PartOfProgress:
-    """Says of a part of `size` rows, after `before` others, how far the whole is."""
+    """Reports the progress of a whole from that of a part of `size` rows, after `before` others."""
 
     def __init__(self, whole: Progress, before: int, size: int) -> None:
         self.whole, self.before, self.size = whole, before, size
@@ -48,4 +48,4 @@ class PartOfProgress:
         self.whole.update(round(rows), rows / self.whole.total)
 
     def close(self) -> None:
-        """The whole goes on."""
+        """The whole is not finished yet."""

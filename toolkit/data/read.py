@@ -35,22 +35,21 @@ from toolkit.utils.files import refuse_link_out
 from toolkit.utils.hub import reach
 from toolkit.utils.memory import at_most_more
 
-if TYPE_CHECKING:  # a process whose tokens are made already needs neither the library nor the rows
+if TYPE_CHECKING:  # a process whose tokens are in the cache needs neither the library nor the rows
     import datasets
     import pyarrow
 
 _LAYOUT = 3  # raise when the files in a folder of rows change
 IN_MEMORY_BYTES = 16 << 20
 _WRITTEN_BYTES = 8 << 20
-"""Rows are kept in batches of about this size: mapping the file costs 64 KB of memory for each."""
+"""Rows are stored in batches of about this size: mapping the file costs 64 KB of memory for each."""
 # split -> the names it goes by
 _SPLITS = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and where they are from; they are read when first asked for, and never whole in memory but where they are
-    few."""
+    """Rows and their source; they are read when first used, and are in memory as a whole only where they are few."""
 
     source: datasets.Dataset | Callable[[], tuple[datasets.Dataset, dict[str, Any]]]
     name: str
@@ -76,7 +75,7 @@ class Table:
         return str(self._read[1].get("note", ""))
 
     def where(self, row: int) -> str:
-        """A row, from 0, as messages name it; of several files, in its own."""
+        """A row, from 0, as messages name it; of several files, its number in that file."""
         files = self._read[1].get("files") or [[0, self.name]]
         start, name = files[bisect.bisect_right(files, row, key=lambda file: file[0]) - 1]
         return f"{name}, row {row - start + 1}"
@@ -115,13 +114,13 @@ class Table:
                 yield numbers, [batch.column(name).to_pylist() for name in columns]
 
     def which(self, what: str, setting: str, others: Sequence[str], more: str = "") -> UserError:
-        """The error where a column cannot be told."""
-        named = f"Name one of {listing(others)} with --{setting}" if others else "There is no other than the text"
-        return UserError(f"{self.name}: which column is the {what}? {named}{more}")
+        """The error where it is unclear which column is meant."""
+        remedy = f"Name one of {listing(others)} with --{setting}" if others else "There is no other than the text"
+        return UserError(f"{self.name}: which column is the {what}? {remedy}{more}")
 
 
 def read_tables(settings: TextSettings) -> dict[str, Table]:
-    """The splits that were named: `train` and perhaps `validation` and `test`. Raises UserError."""
+    """The splits that the settings name: `train` and perhaps `validation` and `test`. Raises UserError."""
     name = settings.dataset_name
     if not name:
         files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
@@ -132,28 +131,28 @@ def read_tables(settings: TextSettings) -> dict[str, Table]:
                     "have several columns (and --column_names where the first line does not name them)"
                 )
         return {split: read_file(file, settings) for split, file in files.items() if file}
-    found = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
+    splits = read_demo(name) if name.startswith(demo.PREFIX) else read_hub(name, settings.dataset_config_name)
     tables = {
-        split: next(found[alias] for alias in aliases if alias in found)
+        split: next(splits[alias] for alias in aliases if alias in splits)
         for split, aliases in _SPLITS.items()
-        if any(alias in found for alias in aliases)
+        if any(alias in splits for alias in aliases)
     }
     if "train" not in tables:
-        raise UserError(f"--dataset_name {name} has no train split: it has {listing(found)}")
+        raise UserError(f"--dataset_name {name} has no train split: it has {listing(splits)}")
     return tables
 
 
 def read_file(name: str, settings: TextSettings) -> Table:
     """One file, or all that a pattern names, in the order of their names -> their rows. Raises UserError when one is
-    missing or empty, and when rows are asked for and cannot be parsed."""
+    missing or empty, and, when rows are first used, for what cannot be parsed."""
     paths = [Path(name)]
     if not paths[0].is_file() and any(mark in name for mark in "*?["):
-        paths = [Path(found) for found in natsorted(glob.glob(name)) if Path(found).is_file()]  # noqa: PTH207
+        paths = [Path(file) for file in natsorted(glob.glob(name)) if Path(file).is_file()]  # noqa: PTH207
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
     digests = [_digest_of(path) for path in paths]
-    given = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
-    ways = [f"{name} {value}" for name, value in given.items() if value not in (None, "csv")]
+    options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
+    ways = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv")]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
     digest = "-".join([digest, settings.encoding, *ways])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)
@@ -206,51 +205,51 @@ def _store(open_sink: Callable[[], Any], paths: list[Path], settings: TextSettin
         about: dict[str, Any] = {"note": "", "files": []}
         schema, rows = widest, 0
         writer: Any = None
-        held: list[pyarrow.RecordBatch] = []
+        batches: list[pyarrow.RecordBatch] = []
         with open_sink() as sink:
             for path in paths:
                 about["files"].append([rows, str(path)])
-                note, batches = read_batches(path, settings)
+                note, parsed = read_batches(path, settings)
                 about["note"] = about["note"] or note
-                for batch in batches:
-                    widest = _checked(path, batch.schema, widest)
+                for batch in parsed:
+                    widest = _widened(path, batch.schema, widest)
                     schema = schema or widest
                     writer = writer or pyarrow.ipc.new_stream(sink, schema)
                     if schema == widest:
-                        held.append(fitted(batch, schema))
-                    if sum(part.nbytes for part in held) >= _WRITTEN_BYTES:
-                        _write(writer, held)
+                        batches.append(cast_batch(batch, schema))
+                    if sum(part.nbytes for part in batches) >= _WRITTEN_BYTES:
+                        _write(writer, batches)
                     rows += batch.num_rows
-            _write(writer, held)
+            _write(writer, batches)
             writer.close()
     return about, sink
 
 
-def _write(writer: Any, held: list[pyarrow.RecordBatch]) -> None:
-    """Writes what is held as one batch, and holds it no longer."""
+def _write(writer: Any, batches: list[pyarrow.RecordBatch]) -> None:
+    """Writes the batches as one, and empties the list."""
     import pyarrow
 
-    if held:
-        writer.write_table(pyarrow.Table.from_batches(held).combine_chunks())
-        held.clear()
+    if batches:
+        writer.write_table(pyarrow.Table.from_batches(batches).combine_chunks())
+        batches.clear()
 
 
-def _checked(path: Path, found: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
-    """What holds the columns of these rows and of those before. Raises UserError where the files do not fit."""
+def _widened(path: Path, schema: pyarrow.Schema, before: pyarrow.Schema | None) -> pyarrow.Schema:
+    """The schema for the columns of these rows and of those before. Raises UserError where the files do not fit."""
     if before is None:
-        return found
-    if not format_of(path).startswith(".json") and set(found.names) != set(before.names):
+        return schema
+    if not format_of(path).startswith(".json") and set(schema.names) != set(before.names):
         raise UserError(
-            f"{path} has the columns {listing(found.names)}, and the file before it {listing(before.names)}: make them "
-            "alike, or name a pattern that leaves it out"
+            f"{path} has the columns {listing(schema.names)}, and the file before it {listing(before.names)}: make "
+            "them alike, or name a pattern that leaves it out"
         )
     try:
-        return wider(before, found)
+        return wider(before, schema)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise UserError(f"{path}: its columns are of other types than those before it [{first_line(error)}]") from error
 
 
-def fitted(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
+def cast_batch(batch: pyarrow.RecordBatch, schema: pyarrow.Schema) -> pyarrow.RecordBatch:
     import pyarrow
 
     if batch.schema == schema:
@@ -288,15 +287,15 @@ def _load_demo(read: Callable[[], list[demo.Row]]) -> tuple[datasets.Dataset, di
 def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
     """A hub data set, or a folder `datasets` reads -> its splits by name. Raises UserError.
 
-    A folder is told by its content: `datasets` alone goes by the times of its files, in its cache too.
+    A folder is identified by its content: `datasets` alone compares the times of its files, in its cache too.
     """
     import datasets
 
-    folder, content, kept, most = Path(name), "", None, sys.maxsize
+    folder, content, cache, most = Path(name), "", None, sys.maxsize
     if folder.is_dir():
         files = [path for path in folder.rglob("*") if path.is_file()]
         content, most = digest_of_files(folder, files), most_bytes(*files)
-        kept = str(cache_folder() / "datasets" / content)
+        cache = str(cache_folder() / "datasets" / content)
     else:
         reach(name, "dataset", Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"))
     datasets.disable_progress_bars()
@@ -305,8 +304,8 @@ def read_hub(name: str, config: str | None = None) -> dict[str, Table]:
         with at_most_more(most) if folder.is_dir() else contextlib.nullcontext():
             if folder.is_dir():
                 _refuse_addresses(folder)
-                _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=kept))
-            splits = datasets.load_dataset(name, config, cache_dir=kept)
+                _refuse_data_outside(folder, datasets.load_dataset_builder(name, config, cache_dir=cache))
+            splits = datasets.load_dataset(name, config, cache_dir=cache)
     except UserError:
         raise
     except Exception as error:
@@ -342,17 +341,17 @@ def columns_of(table: Table, column: str) -> list[str]:
     return [part for name in column.split(",") if (part := name.strip())]
 
 
-def find_columns(table: Table, wanted: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
-    """The columns that were named, several as `a,b`, or one with a usual name, or none. Raises UserError when a named
-    one is missing."""
+def find_columns(table: Table, value: str | None, usual: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    """The columns that the value of a setting names, several as `a,b`; without a value, one with a usual name, or none.
+    Raises UserError when one is missing."""
     columns = table.rows.column_names
-    if wanted is None:
+    if value is None:
         lowered = {column.lower().strip(): column for column in reversed(columns)}
         return tuple(lowered[name] for name in usual if name in lowered)[:1]
-    for name in (found := columns_of(table, wanted)):
+    for name in (names := columns_of(table, value)):
         if name not in columns:
             raise UserError(
                 f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
                 f"{listing(columns)}; name one with --{setting}{named_in(setting)}"
             )
-    return tuple(found)
+    return tuple(names)

@@ -22,12 +22,12 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Targets:
-    """What is learned from a text: `toolkit.data.labels.Labels`, or what a feature brings."""
+    """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or what a feature brings."""
 
     column_setting: ClassVar[str]
     """The setting that names their column."""
     usual_columns: ClassVar[tuple[str, ...]]
-    """Names by which their column is known."""
+    """Names of columns that are usual for them."""
     split_class: ClassVar[type[tokens.Split]] = tokens.Split
     """What a prepared split with them is loaded as."""
 
@@ -47,12 +47,12 @@ class Targets:
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray) -> Targets:
-        """Looks at these rows of the training table. Raises UserError where it cannot tell what is meant."""
+        """Looks at these rows of the training table. Raises UserError where they are ambiguous."""
         raise NotImplementedError
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> Targets:
-        """What `dataclasses.asdict` made of it."""
+        """The inverse of `dataclasses.asdict`."""
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in loaded.items()})
 
     def facts(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Targets:
         raise NotImplementedError
 
     def describe(self) -> str:
-        """What is learned, for the user."""
+        """A line for the user."""
         raise NotImplementedError
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
@@ -100,7 +100,7 @@ class Rows:
     hashes: np.ndarray
     """(samples,) int64: texts that are equal have equal ones, in this process."""
     targets: np.ndarray
-    """(samples, ...), as `Targets.encode` gives them; empty before they are known."""
+    """(samples, ...), as `Targets.encode` gives them; empty before they are encoded."""
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -77,7 +77,7 @@ class Split:
     buckets: LengthBuckets | None = field(default=None, kw_only=True)
     """Where the model reads a text differently in a wider batch."""
     token_types: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) int8, of pairs of texts: which of the two each token is of; None where the tokenizer does not say."""
+    """(tokens,) int8, of pairs of texts: which of the two each token is of; None where the tokenizer has no types."""
     weights: np.ndarray | None = field(default=None, kw_only=True)
     """(samples,) float32: what each sample's loss counts (--class_weights); 1 where None."""
     chances: np.ndarray | None = field(default=None, kw_only=True)
@@ -99,8 +99,8 @@ class Split:
     def longest(self, count: int) -> np.ndarray:
         """At most so many samples, the longest first."""
         count = min(count, len(self))
-        found = np.argpartition(self.lengths, -count)[-count:]
-        return found[np.argsort(-self.lengths[found], kind="stable")]
+        longest = np.argpartition(self.lengths, -count)[-count:]
+        return longest[np.argsort(-self.lengths[longest], kind="stable")]
 
     def span(self, index: int) -> slice:
         """Where a sample lies in `input_ids` and `token_types`."""
@@ -122,11 +122,11 @@ class Split:
         return [f"{text}\n{pair}" for text, pair in zip(texts, pairs, strict=True)] if pairs else texts
 
     def sources(self) -> list[dict[str, str]]:
-        """Of each sample the cells of the source's columns that group rows; empty where none are kept."""
+        """Of each sample the cells of the source's columns that group rows; empty where there are none."""
         return read_lines(self.folder / "sources.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
-        """By what rows can be told apart: their length, and each such column -> the value of each sample."""
+        """Criteria that group rows, their length and each such column -> the value of each sample."""
         cells = self.sources()
         columns = {name: [row[name] for row in cells] for name in (cells[0] if cells else ())}
         return {"length": length_bins(self.lengths)} | columns
@@ -208,7 +208,7 @@ class Counts:
 def save_tokens(
     folder: Path, blocks: Iterable[Block], ids: str = "input_ids", offsets: str = "offsets", unknown: int | None = None
 ) -> Counts:
-    """Appends tokens to files in a folder as they are made. `unknown` is the id of what the vocabulary lacks."""
+    """Appends tokens to files in a folder as they are made. `unknown`: the id of tokens that the vocabulary lacks."""
     counts = Counts()
     with contextlib.ExitStack() as files:
         append = files.enter_context(growing(folder / f"{ids}.npy", np.int32))
@@ -232,8 +232,8 @@ _mapped: dict[Path, int] = {}
 
 @functools.cache
 def _explain_cut_files() -> Any:
-    """From now on one line where a mapped file became shorter. The signal comes within numpy: a handler that Python
-    knows of would be called only after that, and so never."""
+    """From now on one line where a mapped file became shorter. The signal comes within numpy: a handler in Python
+    would be called only after that, and so never."""
 
     def end(_: int) -> None:
         cut = [str(file) for file, size in _mapped.items() if file.is_file() and file.stat().st_size < size]
@@ -259,7 +259,7 @@ def load_split(folder: Path, name: str, model_config: Any = None, split_class: t
 
 
 def load_tokenizer(settings: PretrainedSettings) -> Any:
-    """Raises UserError when there is none, or it cannot pad, or cannot cut into words as it is asked to."""
+    """Raises UserError when there is none, or it cannot pad, or cannot segment words as `--tokenizer` asks."""
     name = str(settings.model_name_or_path)
     if settings.tokenizer != "jieba":
         tokenizer = load_plain_tokenizer(name)
@@ -292,22 +292,22 @@ def encoded(
 ) -> Iterator[Block]:
     """Texts, and their second ones where they are pairs, some at a time -> their tokens, at most `max_length` of each.
 
-    Of a pair, the longer text is cut first. The tokenizer's own threads work on the next texts while the caller keeps
-    these tokens. `what` it is called where it takes long; `total` texts are expected.
+    Of a pair, the longer text is cut first. The tokenizer's own threads work on the next texts while the caller writes
+    these tokens. `what`: the name of the work where its progress is shown; `total`: of texts.
     """
-    # a copy: how it cut here would stay in it, and be saved with the model by the process that made the tokens
+    # a copy: its truncation would stay, and be saved with the model by the process that tokenized
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
     fast = getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
-    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # how it cuts is told once, before the threads
-    # of two, one waits for the tokenizer, which has threads of its own, while the other's tokens become arrays
+    tokenizer(["a"], truncation="longest_first", max_length=max_length)  # sets its truncation once, before the threads
+    # of two threads, one waits for the tokenizer's own threads, while the other makes arrays of tokens
     with ThreadPoolExecutor(2 if fast else 1, "tokenize") as threads:
-        made: deque[Future[Block]] = deque()
+        pending: deque[Future[Block]] = deque()
         for block in itertools.chain(blocks, [None]):
             if block is not None:
-                made.append(threads.submit(_encode, tokenizer, fast, max_length, *block))
-            while len(made) > (3 if block is not None else 0):
-                yield (ready := made.popleft().result())
+                pending.append(threads.submit(_encode, tokenizer, fast, max_length, *block))
+            while len(pending) > (3 if block is not None else 0):
+                yield (ready := pending.popleft().result())
                 done += len(ready.lengths)
                 bar.update(done)
     bar.close()
@@ -319,9 +319,9 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(
             texts if pairs is None else list(zip(texts, pairs, strict=True))
         )
-        ids, types = [found.ids for found in encodings], [found.type_ids for found in encodings] if typed else []
+        ids, types = [each.ids for each in encodings], [each.type_ids for each in encodings] if typed else []
     else:
-        made = tokenizer(
+        batch = tokenizer(
             texts,
             text_pair=pairs,
             truncation="longest_first",
@@ -329,12 +329,12 @@ def _encode(tokenizer: Any, fast: bool, max_length: int, texts: Sequence[str], p
             return_attention_mask=False,
             return_token_type_ids=typed,
         )
-        ids, types = made["input_ids"], made["token_type_ids"] if typed else []
-        encodings = made.encodings or ()  # none of tokenizers written in Python
+        ids, types = batch["input_ids"], batch["token_type_ids"] if typed else []
+        encodings = batch.encodings or ()  # none of tokenizers written in Python
     lengths = np.fromiter(map(len, ids), np.int64, len(texts))
     flat = partial(np.fromiter, count=int(lengths.sum()))
     chain = itertools.chain.from_iterable
-    cut = sum(bool(found.overflowing) for found in encodings)
+    cut = sum(bool(each.overflowing) for each in encodings)
     return Block(flat(chain(ids), np.int32), lengths, flat(chain(types), np.int8) if typed else None, cut)
 
 
@@ -354,7 +354,7 @@ def encode(
 
 
 def separator_of(tokenizer: Any) -> str:
-    """What stands between the texts of several columns: a token of its own, which no tokenizer drops as white space."""
+    """The separator of the texts of several columns: a special token, which no tokenizer drops as white space."""
     return str(tokenizer.sep_token or tokenizer.eos_token or "\n")
 
 
@@ -377,18 +377,18 @@ def refuse_foreign_tokenizer(tokenizer: Any, config: Any) -> None:
     rows = getattr(encoder_config(config), "vocab_size", None)
     if rows and len(tokenizer) > rows:
         raise UserError(
-            f"the tokenizer knows {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
+            f"the tokenizer has {len(tokenizer)} tokens and the model {rows}: they are not of one model; put the "
             "model's own tokenizer files into its folder"
         )
 
 
 def tells_pairs_apart(config: Any) -> bool:
-    """Whether a model has a token type for each text of a pair; where not, the separator alone tells them apart."""
+    """Whether a model has a token type for each text of a pair; where not, only the separator distinguishes them."""
     return getattr(encoder_config(config), "type_vocab_size", 2) != 1
 
 
-def choose_max_length(wanted: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
-    """The wanted length, checked against the model's; the model's own when none is wanted.
+def choose_max_length(max_length: int | None, tokenizer: Any, config: Any, pair: bool = False) -> int:
+    """The length of the settings, checked against the model's; the model's own where they have none.
 
     Raises UserError when the model has fewer positions.
     """
@@ -399,11 +399,13 @@ def choose_max_length(wanted: int | None, tokenizer: Any, config: Any, pair: boo
     if positions and ("roberta" in kind or kind in ("camembert", "mpnet", "longformer", "data2vec-text", "xmod")):
         positions -= (config.pad_token_id or 0) + 1
     special = tokenizer.num_special_tokens_to_add(pair)
-    if wanted is not None and wanted <= special:
-        raise UserError(f"--max_length {wanted} holds no token of a text beside the {special} that begin and end it")
+    if max_length is not None and max_length <= special:
+        raise UserError(
+            f"--max_length {max_length} holds no token of a text beside the {special} that begin and end it"
+        )
     limits = [limit for limit in (positions, tokenizer.model_max_length) if limit and 0 < limit < 10**6]
-    if wanted is None:
+    if max_length is None:
         return min(limits) if limits else 512
-    if positions and 0 < positions < wanted:
-        raise UserError(f"--max_length {wanted}: the model has {positions} positions; pass at most that")
-    return wanted
+    if positions and 0 < positions < max_length:
+        raise UserError(f"--max_length {max_length}: the model has {positions} positions; pass at most that")
+    return max_length

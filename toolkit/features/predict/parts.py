@@ -14,7 +14,7 @@ from typing import Any
 
 from toolkit.data.opening import OPENERS
 from toolkit.data.parse import format_of, wider
-from toolkit.data.read import fitted
+from toolkit.data.read import cast_batch
 from toolkit.errors import UserError, listing
 from toolkit.utils.cache import digest_of_file
 from toolkit.utils.files import replace_file, writing
@@ -171,4 +171,4 @@ def _join_parquet(parts: list[Path], draft: Path) -> None:
     with pyarrow.parquet.ParquetWriter(draft, schema) as writer:
         for part in parts:
             for batch in pyarrow.parquet.ParquetFile(part).iter_batches():
-                writer.write_batch(fitted(batch, schema))
+                writer.write_batch(cast_batch(batch, schema))
