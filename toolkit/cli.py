@@ -16,20 +16,23 @@ _OTHER_WAYS = {
 }
 
 
-def commands() -> dict[str, Command]:
-    """By name: the core's, then those of features."""
+def commands(word: str = "") -> dict[str, Command]:
+    """By name: the core's, then those of features; where `word` is one of the core that no feature extends, the core's
+    alone: features take memory that `toolkit convert` has no use for."""
     core = [module.COMMAND for module in (init, cache, prepare, convert, clean, to_bigbird, report)]
+    if any(command.name == word and not command.extensible for command in core):
+        return {command.name: command for command in core}
     return {command.name: command for command in (*core, *(c for feature in features() for c in feature.commands))}
 
 
-def build_parser() -> Parser:
+def build_parser(table: dict[str, Command] | None = None) -> Parser:
     """The parser of `toolkit --help`, and of each command that has arguments."""
     parser = Parser(
         prog="toolkit", description="Fine-tune encoders: data, prediction, checkpoints, reports.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"finetune-toolkit {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in commands().values():
+    for command in (table or commands()).values():
         subparser = subparsers.add_parser(
             command.name,
             help=command.help,
@@ -40,14 +43,14 @@ def build_parser() -> Parser:
         )
         if command.add_arguments:
             command.add_arguments(subparser)
-        for feature in features():
+        for feature in features() if command.extensible else ():
             feature.add_options(command.name, subparser)
     return parser
 
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    table = commands()
+    table = commands(*sys.argv[1:2])
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
     launch.run(lambda: _run(table), module="toolkit", relaunches=command is None or command.relaunches)
 
@@ -61,7 +64,7 @@ def _run(table: dict[str, Command]) -> None:
     if command and command.add_arguments is None:
         _call(command, arguments)
         return
-    parser = build_parser()
+    parser = build_parser(table)
     if not words:
         parser.print_help()
     elif command and command.passes_rest:

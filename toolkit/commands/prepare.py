@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from toolkit.config.recipes import begins_with_name, settings_of_recipe
 from toolkit.errors import UserError
 from toolkit.utils.features import Command
 
 
 def run(arguments: list[str]) -> None:
+    from toolkit.config.recipes import begins_with_name, settings_of_recipe
+
     task = arguments.pop(0) if begins_with_name(arguments) else "cls"
     description = "Takes a recipe's settings and tokenizes its data, as its first run would."
     settings = settings_of_recipe(task, arguments, "prepare", description)

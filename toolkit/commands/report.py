@@ -17,4 +17,4 @@ def run(options: argparse.Namespace) -> None:
     print(write_report_of_folder(options.run, options))
 
 
-COMMAND = Command("report", "write a run's report.html again", run, add_arguments)
+COMMAND = Command("report", "write a run's report.html again", run, add_arguments, extensible=True)
