@@ -11,7 +11,7 @@ import torch
 from tests.faults import refusal
 from tests.training.test_optimizer import tiny
 from toolkit.config import TrainingSettings
-from toolkit.training.checks import check_parameters, refuse_changes, refuse_shards
+from toolkit.training.checks import check_parameters, refuse_changes, refuse_foreign_parameters, refuse_shards
 from toolkit.training.optimizer import parameter_groups
 
 SETTINGS = TrainingSettings()
@@ -32,6 +32,19 @@ def test_a_parameter_of_the_loss_belongs_into_the_model() -> None:
     refusal(check, model, [*model.parameters(), temperature], says=says)
     model.temperature = temperature
     check(model, model.parameters())
+
+
+def test_a_loss_depends_on_no_parameters_but_the_models() -> None:
+    """As those of a second optimizer would be."""
+    model, centres = tiny("bert"), torch.nn.Parameter(torch.ones(3))
+    delta = torch.zeros(1, requires_grad=True)  # of an adversarial text, say: nothing that is trained
+    losses = model(input_ids=torch.ones(2, 5, dtype=torch.long)).logits.mean(-1) + delta
+    refuse_foreign_parameters(model, losses)
+    refuse_foreign_parameters(model, losses.detach())
+    says = ["of shape (3,)", "docs/your-own-recipe.md"]
+    refusal(refuse_foreign_parameters, model, losses + centres.exp().sum(), says=says)
+    model.centres = centres
+    refuse_foreign_parameters(model, losses + centres.exp().sum())
 
 
 def test_the_optimizer_has_the_trained_parameters_and_no_others() -> None:

@@ -66,11 +66,8 @@ def check_parameters(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = {id(each): each for group in optimizer.param_groups for each in group["params"]}
     faults = Faults()
-    if shapes := [f"of shape {tuple(each.shape)}" for key, each in parameters.items() if key not in names]:
-        faults.add(
-            f"the optimizer has parameters that are not the model's ({_some(shapes)}): each process would train its "
-            f"own, and no checkpoint would hold them. Make them a part of the model ({_LOSS_PARAMETERS})"
-        )
+    if foreign := [each for key, each in parameters.items() if key not in names]:
+        faults.add(f"the optimizer has {_foreign(foreign)}")
     if frozen := [names[key] for key, each in parameters.items() if key in names and not each.requires_grad]:
         faults.add(f"the optimizer has parameters that are frozen: {_some(frozen)}. {_HOW_TO_FREEZE}")
     if missing := [
@@ -114,6 +111,33 @@ def refuse_changes(model: Any) -> None:
             f"requires_grad has changed since accelerator.prepare, and the optimizer cannot follow: {_some(changed)}. "
             f"{_HOW_TO_FREEZE}"
         )
+
+
+def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
+    """Raises UserError where losses depend on parameters that are not the model's (those of a second optimizer, say)."""
+    parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
+    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        return  # FSDP2 computes with others than these
+    nodes, visited, foreign = [losses.grad_fn], set(), []
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        nodes.extend(following for following, _ in node.next_functions)
+        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None
+        if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in parameters:
+            foreign.append(leaf)
+    if foreign:
+        raise UserError(f"the loss has {_foreign(foreign)}")
+
+
+def _foreign(parameters: list[Any]) -> str:
+    shapes = _some([f"of shape {tuple(each.shape)}" for each in parameters])
+    return (
+        f"parameters that are not the model's ({shapes}): each process would train its own, and no checkpoint would "
+        f"hold them. Make them a part of the model ({_LOSS_PARAMETERS})"
+    )
 
 
 def refuse_shards(model: Any) -> contextlib.AbstractContextManager[Any]:

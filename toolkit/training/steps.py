@@ -36,7 +36,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
-from toolkit.training.checks import refuse_changes, refuse_shards
+from toolkit.training.checks import refuse_changes, refuse_foreign_parameters, refuse_shards
 from toolkit.utils import memory
 
 # How often a GPU is synchronised where --logging_steps is not given; a stop signal waits as long.
@@ -126,6 +126,8 @@ class Step:
     _ids: list[torch.Tensor] = field(default_factory=list)
     _refusal: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     """Of sharded parameters in a loss: in the first micro-batch of a run."""
+    _first_model: torch.nn.Module | None = None
+    """The model, until the loss of the first micro-batch of a run is checked."""
 
     @property
     def evaluates(self) -> bool:
@@ -154,7 +156,7 @@ class Step:
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._refusal:
                 if not self.steps.has_started:
-                    self.steps.has_started = True
+                    self.steps.has_started, self._first_model = True, model
                     self._refusal.enter_context(refuse_shards(model))
                 yield self._batch
 
@@ -182,7 +184,10 @@ class Step:
                 f"step.mean() takes one loss per sample, shape {tuple(batch.weights.shape)}, and got "
                 f"{tuple(losses.shape)}: leave the mean over the batch out (reduction='none')"
             )
-        self._refusal.close()
+        if self._first_model is not None:
+            refuse_foreign_parameters(self._first_model, losses)
+            self._refusal.close()
+            self._first_model = None
         weighted = losses * batch.weights  # (B,); 1, or its class's; 0: padding, where another process has a sample
         self._losses.append(weighted.detach())
         self._ids.append(batch.ids)
