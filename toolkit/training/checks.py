@@ -114,7 +114,7 @@ def refuse_changes(model: Any) -> None:
 
 
 def refuse_foreign_parameters(model: Any, losses: torch.Tensor) -> None:
-    """Raises UserError where losses depend on parameters that are not the model's (those of a second optimizer, say)."""
+    """Raises UserError where losses depend on parameters that are not the model's (a second optimizer's, say)."""
     parameters = {id(parameter): parameter for parameter in unwrapped(model).parameters()}
     if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         return  # FSDP2 computes with others than these

@@ -35,7 +35,7 @@ class Command:
     """Whether launch options (`--config_file`) start this command again under a launcher; otherwise they are its own
     arguments."""
     extensible: bool = False
-    """Whether features may add options to this command of the core (`Feature.add_options`); if not, none is imported."""
+    """Whether features may add options to this command of the core (`add_options`); if not, none is imported."""
     passes_rest: bool = False
     """Whether `run` gets, as a second argument, the words that this command does not know: those of a recipe."""
 
