@@ -210,3 +210,20 @@ def test_nothing_of_a_folder_is_executed_and_no_child_reads_our_input(path: Path
         if called.startswith("subprocess."):
             assert given.get("stdin") == "subprocess.DEVNULL", f"{path}:{node.lineno}"
             assert "timeout" in given, f"{path}:{node.lineno}"
+
+
+# Words that say nothing of what a value is, or of what a function does: DESIGN.md has the field's.
+NO_IDENTIFIERS = {
+    "found", "given", "asked", "said", "told", "kept", "held", "own", "named", "taken", "brought", "wanted", "chosen",
+    "learned", "heard", "beside", "hopeless", "byes", "meeting", "roll_call",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
+def test_identifiers_say_what_they_are(path: Path) -> None:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    assert {name for name in names if name.strip("_") in NO_IDENTIFIERS} == set()

@@ -52,18 +52,18 @@ class Faults:
     """Collects faults so that a user sees all of them at once."""
 
     def __init__(self) -> None:
-        self.found: list[str] = []
+        self.faults: list[str] = []
 
     def add(self, fault: str) -> None:
-        self.found.append(fault)
+        self.faults.append(fault)
 
     def raise_if_any(self) -> None:
         """Raises UserError with every fault collected so far."""
-        if len(self.found) == 1:
-            raise UserError(self.found[0])
-        if self.found:
-            listed = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self.found, 1))
-            raise UserError(f"{len(self.found)} faults:{listed}")
+        if len(self.faults) == 1:
+            raise UserError(self.faults[0])
+        if self.faults:
+            listed = "".join(f"\n  {number}. {fault}" for number, fault in enumerate(self.faults, 1))
+            raise UserError(f"{len(self.faults)} faults:{listed}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -238,7 +238,7 @@ class Run:
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
         self.files.continue_from(resumed.manifest if resumed else None, bool(resumed and resumed.ours))
-        learned = {
+        facts = {
             "samples": data.sizes, **data.facts, "text_column": data.text_column, "max_length": data.max_length,
             "digest": data.digest, "notes": data.notes, **asdict(self.schedule),
         }  # fmt: skip
@@ -248,7 +248,7 @@ class Run:
             "optimizer": _optimizer_name(self.checkpoints.optimizer),
             "resumed_from": str(resumed.folder) if resumed else None,
         }
-        self.files.write_config(self.settings, self.accelerator, learned, more)
+        self.files.write_config(self.settings, self.accelerator, facts, more)
 
 
 def _optimizer_name(optimizer: Any) -> str:

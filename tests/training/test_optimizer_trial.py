@@ -226,7 +226,7 @@ def test_what_cannot_be_tried_is_refused_where_parameters_are_cut_and_nowhere_el
     assert verdicts(optimizer) == set(CUT)
     assert use_fault(optimizer, CPU) == ""
     Holds.__module__ = "deepspeed.ops.adam.cpu_adam"  # made for it
-    assert optimizer_faults(accelerator_of(2), optimizer).found == []
+    assert optimizer_faults(accelerator_of(2), optimizer).faults == []
     assert Holds.ended == 0
 
 
@@ -251,4 +251,4 @@ def test_the_line_names_the_strategies_that_an_optimizer_can_be_used_with(make: 
         if strategy in ways:
             refusal(faults.raise_if_any, says=[ways[strategy], "--optimizer adamw"])
         else:
-            assert faults.found == []
+            assert faults.faults == []

@@ -94,8 +94,8 @@ def _refuse_other_model(state: LiveState, reader: CheckpointReader) -> None:
             faults.add(f"{reader.path}: {name} has shape {list(tensor.shape)}, and {list(shape)} in the model")
         elif trained and math.prod(shape) > 0 and _saved_name(reader, name) in reader.frozen:
             faults.add(f"{reader.path} has no optimizer state for {name}, which is trained here and was not there")
-    if len(faults.found) > 4:
-        faults.found[4:] = [f"and {len(faults.found) - 4} more of the kind"]
+    if len(faults.faults) > 4:
+        faults.faults[4:] = [f"and {len(faults.faults) - 4} more of the kind"]
     faults.raise_if_any()
 
 

@@ -324,8 +324,8 @@ def _refuse_addresses(folder: Path) -> None:
     readme, configs = folder / "README.md", folder / ".huggingface.yaml"
     text = str((metadata_load(readme) or {}).get("configs")) if readme.is_file() else ""
     text += configs.read_text(encoding="utf-8", errors="replace") if configs.is_file() else ""
-    if found := re.search(r"[\w+]+://[^'\"\s]*", text):
-        raise UserError(f"{folder} names {found[0][:200]}, outside it: put the file itself there")
+    if address := re.search(r"[\w+]+://[^'\"\s]*", text):
+        raise UserError(f"{folder} names {address[0][:200]}, outside it: put the file itself there")
 
 
 def _refuse_data_outside(folder: Path, builder: Any) -> None:

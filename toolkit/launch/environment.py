@@ -92,10 +92,10 @@ def _place_by_torch(env: Mapping[str, str]) -> Place:
         launcher = "deepspeed"
     elif _by_accelerate(env):
         launcher = "accelerate"
-    named = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if env.get(name)), None)
+    variable = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if env.get(name)), None)
     # RANK without LOCAL_RANK: one process per host, as a Kubernetes job starts them
     local_rank = _number(env, "LOCAL_RANK") if "LOCAL_RANK" in env else 0
-    local = _number(env, named) if named else (world if "LOCAL_RANK" in env else 1)
+    local = _number(env, variable) if variable else (world if "LOCAL_RANK" in env else 1)
     return Place(launcher, _number(env, "RANK"), world, local_rank, local)
 
 

@@ -155,12 +155,12 @@ class Rendezvous:
     def _await_server(self) -> None:
         """Until somebody listens there: torch would try for as long, and warn on every failure."""
         while True:
-            left = self._deadline - time.monotonic()
+            remaining = self._deadline - time.monotonic()
             try:
-                return network.connect(self.address, self.port, max(1.0, min(_CONNECT_SECONDS, left))).close()
+                return network.connect(self.address, self.port, max(1.0, min(_CONNECT_SECONDS, remaining))).close()
             except network.UnreachableError as error:
                 self._mention(f"{self._me}: rank 0 is not there yet: {error}")
-                if left < 0:
+                if remaining < 0:
                     fault, hint = f"{self._me} found no rank 0 within {self.seconds:.0f} s: {error}", ""
                     if network.is_own(self.address) and not self.place.is_local:
                         how = nodes.how if (nodes := requested_nodes()) else "RANK"

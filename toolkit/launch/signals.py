@@ -49,7 +49,7 @@ class StopSignals:
     def __init__(self, speaks: bool) -> None:
         self._number, self._speaks, self._longest = 0, speaks, 0.0
         self._since = self._read = time.monotonic()
-        self._left = threading.Event()
+        self._exited = threading.Event()
         self._before: dict[int, Any] = {}
 
     @property
@@ -62,7 +62,7 @@ class StopSignals:
         global current
         current = self
         self._read = time.monotonic()
-        self._left.clear()
+        self._exited.clear()
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handler
             self._before = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
         return self
@@ -70,7 +70,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         global current
         current = None
-        self._left.set()
+        self._exited.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -94,9 +94,9 @@ class StopSignals:
         limit, since = max(float(seconds_of("stop_timeout")), 2 * self._longest), time.monotonic()
         seen: list[tuple[str, int | None]] = []
         # of a process that was killed a launcher ends the others, too: the failure detector is first
-        if self._number == signal.SIGTERM and not self._left.wait(_REPORT_SECONDS):
+        if self._number == signal.SIGTERM and not self._exited.wait(_REPORT_SECONDS):
             self._speak()
-        while not self._left.wait(0.5):
+        while not self._exited.wait(0.5):
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             stack = [(entry.filename, entry.lineno) for entry in traceback.extract_stack(frame)]
             saves = any("/toolkit/checkpoint/" in file for file, _ in stack)  # a large file takes its time

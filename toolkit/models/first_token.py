@@ -128,8 +128,8 @@ def _head_of(model: Any) -> Any:
     name, kind = ("bert.pooler", "BertPooler") if family == "Bert" else ("classifier", f"{family}ClassificationHead")
     head = model.get_submodule(name)
     head = getattr(head, "original_module", head)  # peft wraps a head that is trained whole
-    own = (type(head).__module__, type(head).__name__) == (type(model).__module__, kind)
-    return head if own and "forward" not in vars(head) else None
+    is_original = (type(head).__module__, type(head).__name__) == (type(model).__module__, kind)
+    return head if is_original and "forward" not in vars(head) else None
 
 
 def _is_known_attention(config: Any) -> bool:

@@ -47,7 +47,7 @@ def optimizer_faults(accelerator: Accelerator, optimizer: torch.optim.Optimizer)
         why, way = pieces_fault(optimizer, device, stage), "ddp"
         if why and stage and not pieces_fault(optimizer, device, 0):
             way = "ddp or fsdp2"
-    if why and not faults.found:
+    if why and not faults.faults:
         strategy = f"ZeRO-{stage}" if stage else "FSDP2"
         faults.add(
             f"{name} would be another optimizer under {strategy}, which hands it pieces of parameters"

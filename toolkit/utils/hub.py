@@ -18,13 +18,13 @@ _SECONDS = 5.0  # each address of a host is tried for so long
 
 
 @cache
-def reach(name: str, kind: Literal["model", "dataset"] = "model", kept: Path | None = None) -> None:
+def reach(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | None = None) -> None:
     """Asks the hub for a name once, before libraries try a minute for each file. Without an answer a copy in the cache
-    (`kept`, of a data set) is taken; raises UserError where there is none."""
+    (`copy`, of a data set) is taken; raises UserError where there is none."""
     file = "config.json" if kind == "model" else "README.md"
     if constants.HF_HUB_OFFLINE or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return  # the libraries say at once what is wrong with it
-    cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str) or (kept is not None and kept.exists())
+    cached = isinstance(try_to_load_from_cache(name, file, repo_type=kind), str) or (copy is not None and copy.exists())
     if not cached:
         _say(f"{name}: fetching it from {constants.ENDPOINT} (HF_ENDPOINT names another hub)")
     try:

@@ -249,8 +249,8 @@ def temperature_of(logits: np.ndarray, truth: np.ndarray) -> float:
 def _nll(logits: np.ndarray, truth: np.ndarray) -> float:
     if truth.ndim == 2:
         return float(np.mean(np.logaddexp(0, logits) - truth * logits))
-    chosen = np.take_along_axis(logits, truth[:, None], axis=1)[:, 0]
-    return float(np.mean(np.logaddexp.reduce(logits, axis=1) - chosen))
+    true_logits = np.take_along_axis(logits, truth[:, None], axis=1)[:, 0]
+    return float(np.mean(np.logaddexp.reduce(logits, axis=1) - true_logits))
 
 
 def best_threshold(truth: np.ndarray, chances: np.ndarray, criterion: str) -> float:
@@ -401,9 +401,9 @@ def lines_of(last: Evaluation) -> list[str]:
         return ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before)
 
     if effect["thresholds"]:
-        named = ", ".join(f"{name} {value:.3f}" for name, value in list(effect["thresholds"].items())[:8])
+        thresholds = ", ".join(f"{name} {value:.3f}" for name, value in list(effect["thresholds"].items())[:8])
         more = f" and {len(effect['thresholds']) - 8} more" if len(effect["thresholds"]) > 8 else ""
-        lines.append(f"thresholds from the validation rows: {named}{more}")
+        lines.append(f"thresholds from the validation rows: {thresholds}{more}")
         lines.append(f"  on {last.split}: {change('accuracy', 'f1_macro', 'f1_micro')}")
     if effect["temperature"] != 1:
         lines.append(f"temperature {effect['temperature']:.3f}, on {last.split}: {change('ece', 'brier')}")

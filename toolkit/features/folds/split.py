@@ -192,13 +192,13 @@ def _encoded(label: Any, labels: Labels, where: str) -> Any:
 
 def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:
     """The texts of some samples, second ones below the first, as reports show them."""
-    chosen, place = {}, 0
+    texts_by_place, place = {}, 0
     for texts, pairs in rows.texts():
         for index, text in enumerate(texts):
             if place in places:
-                chosen[place] = f"{text}\n{pairs[index]}" if pairs else text
+                texts_by_place[place] = f"{text}\n{pairs[index]}" if pairs else text
             place += 1
-    return chosen
+    return texts_by_place
 
 
 def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:

@@ -111,7 +111,8 @@ def _split_of(saved: SavedModel, table: Table, column: str, pair: str | None, na
     """(the rows' tokens, their texts)."""
     separator = separator_of(saved.tokenizer)
     texts, pairs = (
-        [text for block in texts_of(table, own, separator) for text in block] if own else None for own in (column, pair)
+        [text for block in texts_of(table, each, separator) for text in block] if each else None
+        for each in (column, pair)
     )
     assert texts is not None
     several = saved.accelerator.num_processes > 1  # they share the work of tokenizing

@@ -59,9 +59,9 @@ class Parts:
 
     def _manifest(self) -> tuple[dict[str, Any], str | None]:
         """(what the parts are of, the digest of the output that shards were joined to)."""
-        found = json.loads(self.manifest.read_text(encoding="utf-8")) if self.manifest.is_file() else {}
-        joined = found.pop("joined", None)
-        return found, joined
+        content = json.loads(self.manifest.read_text(encoding="utf-8")) if self.manifest.is_file() else {}
+        joined = content.pop("joined", None)
+        return content, joined
 
     def _write_manifest(self, content: dict[str, Any]) -> None:
         with self._writing(), replace_file(self.manifest) as draft:
@@ -69,8 +69,8 @@ class Parts:
 
     def done(self) -> dict[int, int]:
         """First row -> end, in the order of the rows."""
-        found = (_NAME.fullmatch(path.stem) for path in self.folder.glob("part-*"))
-        return dict(sorted((int(match[1]), int(match[2])) for match in found if match))
+        matches = (_NAME.fullmatch(path.stem) for path in self.folder.glob("part-*"))
+        return dict(sorted((int(match[1]), int(match[2])) for match in matches if match))
 
     def missing(self, rows: int) -> list[str]:
         """`1 to 65536`: rows, counted from 1, of which there is no part."""

@@ -125,8 +125,8 @@ class Titles(Targets):
         return [f"{folder.name}: {share:.1f} % of the titles are cut at {self.max_length} tokens (--max_target_length)"]
 
     def facts(self) -> dict[str, Any]:
-        learned = {"title_column": self.column, "max_target_length": self.max_length}
-        return {"labels": [], "problem_type": "title_generation", **learned}
+        settings = {"title_column": self.column, "max_target_length": self.max_length}
+        return {"labels": [], "problem_type": "title_generation", **settings}
 
     def describe(self) -> str:
         return f"titles of at most {self.max_length} tokens, from column {self.column}"

@@ -57,11 +57,11 @@ def _handfuls(titles: Sequence[Title]) -> dict[str, list[Title]]:
     """Which titles are shown; those at random are the same rows in every run on the same samples."""
     if len(titles) <= HANDFUL:
         return {"all": list(titles)} if titles else {}
-    chosen = random.Random(0).sample(range(len(titles)), HANDFUL)
+    sample = random.Random(0).sample(range(len(titles)), HANDFUL)
     ordered = sorted(titles, key=lambda title: title.rouge)
     few = min(HANDFUL, len(titles) // 2)
     return {
-        "random": [titles[place] for place in sorted(chosen)],
+        "random": [titles[place] for place in sorted(sample)],
         "worst": ordered[:few],
         "best": ordered[: -few - 1 : -1],
     }

@@ -229,13 +229,13 @@ def _compiled_on(device: str) -> bool:
     return device != "cpu"
 
 
-def _compile(*given: Any) -> Any:
+def _compile(*arguments: Any) -> Any:
     """Runs a shape for the first time. Its backward kernel is compiled at once, too: what fails in the backward pass
     can no longer be computed otherwise."""
     from torch._functorch import config
 
     with config.patch(force_non_lazy_backward_lowering=True):
-        return _compiled()(*given)
+        return _compiled()(*arguments)
 
 
 @functools.cache
