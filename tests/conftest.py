@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.runs import run_of
+from toolkit.utils import log
 
 # Set before any test module imports `datasets`, which reads its folder once; processes started by tests
 # inherit it.
@@ -37,6 +38,9 @@ if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_set
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `&` leaves it; what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if not log.logger.handlers:  # pytest has handlers of its own, and tests read stderr
+    log.add_handler()
 
 REPOSITORY = Path(__file__).parent.parent
 pytest_plugins = ["tests.faults", "tests.hosts", "tests.prepared"]

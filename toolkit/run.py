@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -40,6 +39,7 @@ from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
 from toolkit.utils.features import features
 from toolkit.utils.files import writing
+from toolkit.utils.log import logger
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
 
@@ -233,7 +233,7 @@ class Run:
             seconds = time.monotonic() - self._started
             lines = [*self.answers.describe(evaluation), *lines]
             for line in self.summary.lines(evaluation, comparison, seconds, lines):
-                print(line, file=sys.stderr, flush=True)
+                logger.info(line)
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data

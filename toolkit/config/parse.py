@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from toolkit.config.command_line import SWITCHES, command_line, joined
 from toolkit.config.sections import LongTaskSettings, TaskSettings
 from toolkit.errors import Faults, UserError, did_you_mean
+from toolkit.utils import log
 from toolkit.utils.features import features
 from toolkit.utils.plain_yaml import read_yaml
 
@@ -138,7 +139,10 @@ def parse(
     values = _over(values, options)
     if demo:
         values = _with_demo(values, demo, by_name, faults)
-    return build(settings_class, values, faults)
+    settings = build(settings_class, values, faults)
+    if level := flat(settings).get("log_level"):
+        log.set_level(level)
+    return settings
 
 
 def _with_demo(values: dict[str, Any], demo: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:

@@ -244,6 +244,8 @@ class TrainingSettings:
     """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. On a CPU it is slower."""
     logging_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps whose losses are gathered at once; when not given one on a CPU, and a second's worth on GPUs."""
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+    """The least that is reported on stderr; `info` when not given, or what the application has configured."""
     save_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Of the weights in the saved model, whatever the training computes in."""
     eval_every: int | None = Field(default=None, ge=1)

@@ -7,6 +7,7 @@ from toolkit.launch.bad_end import close_at_bad_end
 from toolkit.launch.failure import explain_failures, once_more, run, start, stopped_by
 from toolkit.launch.rendezvous import named_machines
 from toolkit.launch.world import how_launched, make_accelerator, same_everywhere, say, wait_for_all
+from toolkit.utils import log
 
 __all__ = [
     "close_at_bad_end",
@@ -24,3 +25,4 @@ __all__ = [
     "wait_for_all",
 ]
 interrupted.raise_again()
+log.configure()

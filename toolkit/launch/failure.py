@@ -24,6 +24,7 @@ from toolkit.launch.nodes import span_nodes
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.launch.restarts import give_up
+from toolkit.utils.log import logger
 
 # A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
 SILENCE_SECONDS = 25.0
@@ -184,7 +185,7 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
             time.sleep(SILENCE_SECONDS)
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
-        print(f"{who}{message}", file=sys.stderr, flush=True)
+        logger.error(f"{who}{message}")
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     if speaks and early:

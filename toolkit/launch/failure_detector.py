@@ -33,6 +33,7 @@ from toolkit.launch.interrupted import ENDED_FILE
 from toolkit.launch.nodes import name_machine
 from toolkit.launch.rendezvous import Rendezvous, read
 from toolkit.launch.restarts import give_up, most_restarts
+from toolkit.utils.log import logger
 from toolkit.utils.within import within
 
 _HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 3.0
@@ -188,7 +189,7 @@ class FailureDetector:
         self._ending.acquire()  # for good: the main thread and one of the detector may both be about to
         with contextlib.suppress(OSError):  # nobody reads it any more
             if self.speaks_of(failure):
-                print(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}", file=sys.stderr, flush=True)
+                logger.error(f"[rank {self.me.rank} on {self.me.host}] {self.describe(failure)}")
             sys.stdout.flush()
         close_what_is_open()
         self.wait_for_readers()
@@ -315,7 +316,7 @@ class FailureDetector:
         if late and still > timeout:
             self._decide(Failure(late[0], "late", self._account(late, still)))
         elif late and still > min(_MENTION_SECONDS, timeout / 2) and mentioned != furthest and self.me.rank == 0:
-            print(f"waiting for {self._account(late, still)}", file=sys.stderr, flush=True)
+            logger.info(f"waiting for {self._account(late, still)}")
             return furthest
         return mentioned
 

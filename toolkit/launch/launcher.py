@@ -31,6 +31,7 @@ from toolkit.launch.environment import accelerate_arguments
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
+from toolkit.utils.log import logger
 from toolkit.utils.plain_yaml import read_yaml
 
 # How long processes have for their checkpoint after a stop signal.
@@ -143,10 +144,10 @@ def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
         if isinstance(error, KeyboardInterrupt) or error.sigval == signal.SIGINT:
             say_interrupted()
             return INTERRUPTED
-        print(f"error: ended by {signal.Signals(error.sigval).name}", file=sys.stderr)
+        logger.error(f"error: ended by {signal.Signals(error.sigval).name}")
         return 128 + int(error.sigval)
     except (ValueError, AssertionError, FileNotFoundError) as error:
-        print(f"error: accelerate cannot start this: {' '.join(str(error).split())}", file=sys.stderr)
+        logger.error(f"error: accelerate cannot start this: {' '.join(str(error).split())}")
         return 1
     return 0
 
@@ -175,7 +176,7 @@ def _code_of(exit_code: int, who: str, kills: int) -> int:
             if _kills_for_memory() > kills:
                 hint = ": probably by the system, for lack of memory (`dmesg | tail`)"
         again = "the same command goes on from the newest checkpoint, if one was taken (--checkpoint_every)"
-        print(f"error: {who} on {socket.gethostname()} was ended by {name}{hint}; {again}", file=sys.stderr)
+        logger.error(f"error: {who} on {socket.gethostname()} was ended by {name}{hint}; {again}")
     return exit_code if exit_code > 0 else 1
 
 

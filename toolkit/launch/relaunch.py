@@ -33,6 +33,7 @@ from toolkit.launch.environment import (
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import templates
+from toolkit.utils.log import logger
 from toolkit.utils.plain_yaml import read_yaml
 
 _OURS = ("config_file", "num_processes", "machine_rank", "machines", "main_process_ip", "main_process_port",
@@ -85,7 +86,7 @@ def relaunch_if_requested(argv: list[str], module: str | None = None) -> tuple[l
     nodes = requested["nodes"]
     if nodes["count"] > 1:
         line = f"this is machine {nodes['rank']} ({socket.gethostname()}) of {nodes['count']}: {nodes['how']}"
-        print(line, file=sys.stderr, flush=True)
+        logger.info(line)
     if module and str(Path.cwd()) not in map(os.path.abspath, sys.path):
         # `-m` would import from the current folder first, which may be a downloaded one; this process has not
         os.environ["PYTHONSAFEPATH"] = "1"

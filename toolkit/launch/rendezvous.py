@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from toolkit.launch.environment import FAILURE_DETECTOR, Place
 from toolkit.launch.nodes import doctor_command, name_machine, name_ranks, not_of_this_machine, requested_nodes
 from toolkit.launch.restarts import attempt, launcher_keeps_store, most_restarts
 from toolkit.utils import versions
+from toolkit.utils.log import logger
 from toolkit.utils.within import within
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Rendezvous:
         waited = self.seconds - (self._deadline - time.monotonic())
         if not self._mentioned and waited > _MENTION_SECONDS:
             self._mentioned = True
-            print(plain(line), file=sys.stderr, flush=True)
+            logger.info(plain(line))
 
     def _open_store(self) -> Store:
         """The store that torch's own rendezvous will use: the stores of one process share a server."""
@@ -290,7 +290,7 @@ def find_ranks(place: Place, script: str, seconds: float, failure: str = "") -> 
     if current is not None or alone:
         return current
     if os.environ.get("TOOLKIT_TOKEN") and place.rank == 0 and not place.is_local:
-        print("TOOLKIT_TOKEN has no effect any more: train in a network you trust (SECURITY.md)", file=sys.stderr)
+        logger.warning("TOOLKIT_TOKEN has no effect any more: train in a network you trust (SECURITY.md)")
     hello = {"address": network.address_towards(os.environ["MASTER_ADDR"]), "versions": versions.comparable(script),
              "failure": failure, "restarts_left": most_restarts() - attempt(),
              "failure_detector": os.environ.get(FAILURE_DETECTOR, "on")}  # fmt: skip

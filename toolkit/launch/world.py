@@ -42,6 +42,7 @@ from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
 from toolkit.utils.compat import require
+from toolkit.utils.log import logger
 from toolkit.utils.versions import differences
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ def _skip_shared_memory_kernel() -> None:
 def say(accelerator: Accelerator, line: str) -> None:
     """One line from one process, for what a user should see and need not mend."""
     if accelerator.is_main_process:
-        print(line, file=sys.stderr, flush=True)
+        logger.info(line)
 
 
 def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 24 * 3600) -> None:

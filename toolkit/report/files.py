@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from toolkit import launch
 from toolkit.config import flat
 from toolkit.evaluation import Evaluation
 from toolkit.utils.files import finite, replace_file, writing
+from toolkit.utils.log import logger
 from toolkit.utils.versions import versions
 
 
@@ -143,7 +143,7 @@ def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
 
 
 def _warn(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    logger.warning(line)
 
 
 def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

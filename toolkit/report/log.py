@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.steps import StepMetrics
+from toolkit.utils.log import logger
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Each is the name of its package, too."""
@@ -50,8 +50,7 @@ class RunLog:
     def print_line(self, line: str) -> None:
         """Prints a line, on one process."""
         if self.files.writes:
-            tqdm.write(line, file=sys.stderr)
-            sys.stderr.flush()
+            logger.info(line)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step; its line of metrics.jsonl waits for the cost of a checkpoint after it."""

@@ -251,6 +251,6 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changes: list[st
 _WITHOUT_EFFECT = (
     "output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
     "keep_checkpoints ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ", "label_names_file ",
-    "logging_steps ", "mixed_precision ", "tune_thresholds ", "positive_class ", "calibrate ", "abstain_below ",
-    "label_corrections ", "baselines ",
+    "log_level ", "logging_steps ", "mixed_precision ", "tune_thresholds ", "positive_class ", "calibrate ",
+    "abstain_below ", "label_corrections ", "baselines ",
 )  # fmt: skip

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ import xxhash
 from toolkit import launch
 from toolkit.errors import UserError
 from toolkit.utils.files import cache_folder, replace_file, replace_folder
+from toolkit.utils.log import logger
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,7 +63,7 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
         if damage is None:
             return
         if damage:
-            print(f"{folder} is damaged ({damage}): it is made again", file=sys.stderr)
+            logger.warning(f"{folder} is damaged ({damage}): it is made again")
         _remove_drafts(folder)
         with replace_folder(folder, overwrite=True) as draft:
             make(draft)

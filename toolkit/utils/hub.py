@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import HfHubHTTPError
 
 from toolkit.errors import UserError, first_line
+from toolkit.utils.log import logger
 
 _SECONDS = 5.0  # each address of a host is tried for so long
 
@@ -46,4 +46,4 @@ def reach(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | N
 
 def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        logger.info(line)

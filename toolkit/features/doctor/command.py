@@ -17,6 +17,7 @@ from toolkit.features.doctor import devices, host, job, network, peers, versions
 from toolkit.features.doctor.finding import Finding, report, summary
 from toolkit.features.doctor.job import Job
 from toolkit.launch.failure import INTERRUPTED
+from toolkit.utils.log import logger
 from toolkit.utils.within import within
 
 _CHECK_SECONDS = 35.0
@@ -32,10 +33,10 @@ def run(words: Sequence[str]) -> NoReturn:
     try:
         code = _examine(job.read(words, os.environ))
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        logger.error(f"error: {error}")
         code = 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        logger.error("interrupted")
         code = INTERRUPTED
     sys.stderr.flush()
     os._exit(code)  # threads may hang in a driver, and a process group that is broken when it is taken down

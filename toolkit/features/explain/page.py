@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
 from toolkit.features.explain.attribution import attribute
 from toolkit.models.classifier import load_saved_classifier
+from toolkit.utils.log import logger
 
 SECONDS = 60.0
 """For all rows together, loading the model not counted."""
@@ -72,7 +72,7 @@ def explain(
         if words is not None:
             explanations[sample.place] = summarize(words, towards, against)
     if len(explanations) < min(most, len(samples)):
-        print(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s", file=sys.stderr)
+        logger.info(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s")
     return explanations
 
 

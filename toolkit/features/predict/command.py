@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +34,7 @@ from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_r
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
 from toolkit.utils.cache import digest_of_files, digest_of_text, remove
+from toolkit.utils.log import logger
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
 """A window ends at the first that is reached: enough texts to sort by length, and no more than is soon done again."""
@@ -108,13 +108,13 @@ def _predict_and_join(
     lacking = parts.missing(rows)
     if not lacking and (not options.shard or parts.take_joining()):
         parts.join(of_shards=_in_shards(options))
-        print(f"{rows} rows: {parts.output}", file=sys.stderr)
+        logger.info(f"{rows} rows: {parts.output}")
     elif not parts.are_joined(facts):  # meanwhile, by another
         status = (
             f"not yet: rows {listing(lacking)} (the last one joins all)" if lacking else
             "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
         )  # fmt: skip
-        print(f"shard {options.shard} is done; {status}", file=sys.stderr)
+        logger.info(f"shard {options.shard} is done; {status}")
 
 
 def _in_shards(options: Any) -> bool:
@@ -145,7 +145,7 @@ def _print_answers(options: Any, accelerator: Accelerator) -> None:
     outputs = saved.outputs(saved.split(options.text))
     if outputs is not None:
         if note := empty_texts([row for row, text in enumerate(options.text) if not text.strip()], len(options.text)):
-            print(note, file=sys.stderr)
+            logger.info(note)
         for text, answer in zip(options.text, printed_answers(outputs, saved.answers), strict=True):
             print(f"{answer}  {text}")
 
@@ -209,11 +209,11 @@ def _predict_parts(
     seconds = max(time.monotonic() - bar.started, 1e-9)
     if accelerator.is_main_process:
         if empty:
-            print(empty_texts(empty, rows), file=sys.stderr)
+            logger.warning(empty_texts(empty, rows))
         if unanswered:
-            print(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}", file=sys.stderr)
+            logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}")
         again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
-        print(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})", file=sys.stderr)
+        logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
 
 
 def _ready(

@@ -24,6 +24,7 @@ from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import refuse_link_out
+from toolkit.utils.log import logger
 
 _TRIALS = 20
 _POLL_SECONDS = 1.0
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
     except RunError as error:
         raise UserError(str(error)) from error
     except (KeyboardInterrupt, SystemExit):
-        print(f"stopped: the same command continues in {folder}", file=sys.stderr, flush=True)
+        logger.info(f"stopped: the same command continues in {folder}")
         raise
     sweep.print_report(study)
 

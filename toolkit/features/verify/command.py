@@ -27,6 +27,7 @@ from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.relaunch import find_file, read_config, split
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.utils.files import finite
+from toolkit.utils.log import logger
 
 # A prime number of samples: micro-batches are uneven, so that a mean over them is another one than over samples.
 _SAMPLES, _SIZE, _OTHER_SIZE = 31, 3, 5
@@ -151,7 +152,7 @@ class Verification:
         words = [*self.words, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
         command = [sys.executable, self.options.recipe, *words, "--overwrite_output_dir", *launch]
         trial = Trial(name, precision, shlex.join(command), self.options.tolerance)
-        print(f"{name}, {precision}: running", file=sys.stderr, flush=True)
+        logger.info(f"{name}, {precision}: running")
         with log.open("wb") as file:
             result = run_child(command, stdin=DEVNULL, stdout=file, stderr=STDOUT, preexec_fn=stop_with_parent,
                               check=False, env={**os.environ, OTHER_RANDOMNESS: str(randomness)})  # fmt: skip

@@ -1,0 +1,37 @@
+"""What a user, or an application around this package, does with its lines on stderr."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
+
+
+def stderr_of(code: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+    return done.stderr
+
+
+def test_a_line_is_printed_as_it_is_and_once(tmp_path: Path) -> None:
+    assert stderr_of(LINE, tmp_path) == "a line\n"
+    assert stderr_of(f"{LINE}; logging.info('theirs'); {LINE}", tmp_path) == "a line\na line\n"
+
+
+def test_what_an_application_has_configured_holds(tmp_path: Path) -> None:
+    form = "format='%(levelname)s %(name)s %(message)s'"
+    assert stderr_of(f"import logging; logging.basicConfig(level='INFO', {form}); {LINE}", tmp_path) == (
+        "INFO toolkit a line\n"
+    )
+    assert stderr_of(f"import logging; logging.basicConfig(filename='log', level='INFO'); {LINE}", tmp_path) == ""
+    assert "a line" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", "a line\n"), ("warning", "")])
+def test_the_level_is_a_setting(level: str, lines: str, tmp_path: Path) -> None:
+    parse = f"from toolkit import config; config.parse(config.TaskSettings, ['--log_level', '{level}'])"
+    assert stderr_of(f"import toolkit.launch; {parse}; {LINE}", tmp_path) == lines
