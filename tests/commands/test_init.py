@@ -40,7 +40,7 @@ def files_of(folder: Path) -> list[str]:
 
 def run_init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["toolkit", "init", *arguments])
-    cli._run()
+    cli._run(cli.commands())
 
 
 def test_init_copies_every_recipe_and_config_file_and_says_what_to_type(
