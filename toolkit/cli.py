@@ -17,11 +17,11 @@ _OTHER_WAYS = {
 
 
 def commands(word: str = "") -> dict[str, Command]:
-    """By name: the core's, then those of features; where `word` is one of the core that no feature extends, the core's
-    alone: features take memory that `toolkit convert` has no use for."""
+    """By name: the core's, then those of features; where `word` is one of the core that no feature extends, it alone:
+    features take memory that `toolkit convert` has no use for."""
     core = [module.COMMAND for module in (init, cache, prepare, convert, clean, to_bigbird, report)]
-    if any(command.name == word and not command.extensible for command in core):
-        return {command.name: command for command in core}
+    if alone := [command for command in core if command.name == word and not command.extensible]:
+        return {word: alone[0]}
     return {command.name: command for command in (*core, *(c for feature in features() for c in feature.commands))}
 
 
