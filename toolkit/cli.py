@@ -22,7 +22,11 @@ def commands(word: str = "") -> dict[str, Command]:
     core = [module.COMMAND for module in (init, cache, prepare, convert, clean, to_bigbird, report)]
     if alone := [command for command in core if command.name == word and not command.extensible]:
         return {word: alone[0]}
-    return {command.name: command for command in (*core, *(c for feature in features() for c in feature.commands))}
+    table: dict[str, Command] = {}
+    for command in (*core, *(c for feature in features() for c in feature.commands)):
+        if table.setdefault(command.name, command) is not command:
+            raise UserError(f"two commands are called `toolkit {command.name}`: rename the feature's")
+    return table
 
 
 def build_parser(table: dict[str, Command] | None = None) -> Parser:

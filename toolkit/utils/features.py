@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from toolkit.errors import UserError, did_you_mean
+
 
 @dataclass(frozen=True)
 class Command:
@@ -136,8 +138,8 @@ _REGISTERED: list[Feature] = []
 
 
 def register(feature: Feature) -> None:
-    """Adds a feature that lies outside `toolkit/features/`, for this process."""
-    if feature not in _REGISTERED:
+    """Adds a feature that lies outside `toolkit/features/`, for this process. Raises UserError for what is none."""
+    if _checked(feature, "register") not in _REGISTERED:
         _REGISTERED.append(feature)
 
 
@@ -152,7 +154,20 @@ def _installed() -> tuple[Feature, ...]:
     folders = (spec.submodule_search_locations if spec else None) or []
     names = sorted(module.name for module in pkgutil.iter_modules(folders) if module.ispkg)
     modules = [f"toolkit.features.{name}.feature" for name in names]
-    return tuple(importlib.import_module(name).FEATURE for name in modules if importlib.util.find_spec(name))
+    imported = [importlib.import_module(name) for name in modules if importlib.util.find_spec(name)]
+    return tuple(_checked(getattr(module, "FEATURE", None), module.__name__) for module in imported)
+
+
+def _checked(feature: Any, where: str) -> Feature:
+    """Raises UserError for what would be ignored in silence: a misspelt hook, or no instance of `Feature`."""
+    if not isinstance(feature, Feature):
+        raise UserError(f"{where}: FEATURE must be an instance of a class derived from Feature, and is {feature!r}")
+    hooks = {*dir(Feature), "commands"}
+    names = {name for name in dir(type(feature)) if not name.startswith("_")}
+    if unknown := sorted(names - hooks):
+        hint = did_you_mean(unknown[0], hooks)
+        raise UserError(f"{where}: {type(feature).__name__}.{unknown[0]} is no hook{hint}; begin other names with _")
+    return feature
 
 
 def first(results: Iterable[Any]) -> Any:
