@@ -128,6 +128,10 @@ def full_attention_up_to(block_size: int, num_random_blocks: int) -> int:
 def load_plain_tokenizer(name: str) -> Any:
     """The tokenizer of a folder, a hub name or a `demo:` name. Raises UserError as `refuse_unusable` does."""
     with explained(name):
+        if cached_file(model_path(name), "config.json", _raise_exceptions_for_missing_entries=False):
+            # AutoTokenizer builds the config, and a name for each of its labels
+            content = PreTrainedConfig.get_config_dict(model_path(name))[0]
+            check_model_config(content, f"--model_name_or_path {name}: its config.json")
         tokenizer = AutoTokenizer.from_pretrained(model_path(name), trust_remote_code=False)
     refuse_unusable(tokenizer, name)
     return tokenizer

@@ -47,7 +47,7 @@ _BELONGS_TO = {
 }  # fmt: skip
 # a setting of other trainers -> its name here
 _ELSEWHERE = {
-    "per_device_train_batch_size": "global_batch_size", "train_batch_size": "global_batch_size",
+    "per_device_train_batch_size": "per_device_batch_size", "train_batch_size": "global_batch_size",
     "gradient_accumulation_steps": "global_batch_size", "batch_size": "global_batch_size",
     "eval_steps": "eval_every", "save_steps": "checkpoint_every",
     "save_total_limit": "keep_checkpoints", "resume_from_checkpoint": "resume", "lr": "learning_rate",
@@ -291,6 +291,8 @@ def fields_of(section: type) -> dict[str, Any]:
 def _from_yaml(path: Path, fields: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         way = f"pass --train_file {path}" if path.suffix in _DATA else "settings are given as --name value"
+        if path.suffix == ".json":  # after `--deepspeed`, a switch that DeepSpeed's launcher takes, say
+            way += f" for rows, --deepspeed_config {path} for DeepSpeed's settings"
         raise UserError(f"{path} is not a YAML file of settings: {way}")
     if not path.is_file():
         others = [str(file) for file in path.parent.glob("*.yaml")]

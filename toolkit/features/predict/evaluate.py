@@ -21,7 +21,7 @@ from toolkit.data.tokens import Split, separator_of
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation, classification_metrics
 from toolkit.evaluation.answers import ClassAnswers
-from toolkit.evaluation.saved_model import SavedModel, run_of
+from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
 from toolkit.features.predict.command import columns_read, reading
 from toolkit.objective.losses import sample_losses
 from toolkit.pretrained import layer_of
@@ -31,6 +31,7 @@ from toolkit.report.log import class_lines
 from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json, replace_folder
+from toolkit.utils.log import logger
 
 _FILES = {"config.json", "eval.jsonl", "predictions.jsonl", "report.html"}
 
@@ -65,6 +66,8 @@ def evaluate_file(options: Any) -> None:
         remove(split.folder.parent)
     if logits is None:
         return
+    if note := empty_texts([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
+        logger.warning(note)
     evaluation = _evaluation_of(split, logits, answers)
     with replace_folder(out, options.overwrite) as draft:
         files = RunFiles(accelerator, draft)

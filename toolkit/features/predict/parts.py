@@ -41,7 +41,7 @@ class Parts:
             self.manifest.unlink(missing_ok=True)
             shutil.rmtree(self.folder / "joining", ignore_errors=True)
         elif before and (odd := [name for name in facts if facts[name] != before.get(name)]):
-            if not overwrite:
+            if self.done() and not overwrite:
                 raise UserError(
                     f"{self.folder} holds parts of another prediction (other: {listing(odd)}): go on with what it was, "
                     "name another --output, or pass --overwrite to begin anew"
