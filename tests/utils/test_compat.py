@@ -52,7 +52,6 @@ NAMES = {
     "transformers.masking_utils": ("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),
     "transformers.modeling_utils": ("warn_if_padding_and_no_attention_mask",),
     "accelerate.utils.deepspeed": ("get_global_grad_norm",),
-    "transformers.tokenization_utils_tokenizers": ("_encode_plus",),
     "datasets.arrow_dataset": ("_fingerprint",),
     "pickle": ("_Unpickler", "dispatch", "pop_mark"),
 }  # fmt: skip

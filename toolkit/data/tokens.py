@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from toolkit.config import PretrainedSettings
 from toolkit.data.jieba_tokenizer import is_jieba, load_words_first, words_first
@@ -298,7 +297,7 @@ def encoded(
     # a copy: its truncation would stay, and be saved with the model by the process that tokenized
     tokenizer = copy.deepcopy(tokenizer)
     bar, done = Progress(what, total, "texts"), 0
-    fast = getattr(type(tokenizer), "_encode_plus", None) is PreTrainedTokenizerFast._encode_plus
+    fast = getattr(tokenizer, "is_fast", False)
     tokenizer(["a"], truncation="longest_first", max_length=max_length)  # sets its truncation once, before the threads
     # of two threads, one waits for the tokenizer's own threads, while the other makes arrays of tokens
     with ThreadPoolExecutor(2 if fast else 1, "tokenize") as threads:

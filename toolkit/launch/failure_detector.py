@@ -44,7 +44,7 @@ _MENTION_SECONDS = 60.0
 # Without a heartbeat for so long a rank is stopped, or stuck.
 _SILENCE_SECONDS = 15.0
 # Rank 0, which may serve the store, stays so long for ranks that have still to read the end of the run.
-_LAST_SECONDS = 5.0
+_LAST_SECONDS = 10.0
 _DONE = b"d"
 
 
