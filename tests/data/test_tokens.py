@@ -58,6 +58,14 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert isinstance(split.input_ids, np.memmap)
 
 
+def test_sources_of_an_older_version_are_read(tmp_path: Path) -> None:
+    """Each line was text that holds JSON; the digest of such a folder is the same, since runs resume by it."""
+    (tmp_path / "sources.jsonl").write_text('"{\\"site\\": \\"a\\"}"\n{"site": "b"}\n', encoding="utf-8")
+    arrays = {name: np.zeros(2, np.int64) for name in ("rows", "labels", "input_ids")}
+    split = tokens.Split("test", tmp_path, offsets=np.arange(3), **arrays)  # type: ignore[arg-type]
+    assert split.groups()["site"] == ["a", "b"]
+
+
 def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:
     fresh, used = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
     used(TEXTS, truncation=True, max_length=7, padding=True)

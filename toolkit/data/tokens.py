@@ -122,7 +122,8 @@ class Split:
 
     def sources(self) -> list[dict[str, str]]:
         """Of each sample the cells of the source's columns that group rows; empty where there are none."""
-        return read_lines(self.folder / "sources.jsonl")
+        lines = read_lines(self.folder / "sources.jsonl")
+        return [json.loads(line) if isinstance(line, str) else line for line in lines]  # of older versions: as text
 
     def groups(self) -> dict[str, list[str]]:
         """Criteria that group rows, their length and each such column -> the value of each sample."""
