@@ -54,7 +54,10 @@ def build_parser(table: dict[str, Command] | None = None) -> Parser:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
-    table = commands(*sys.argv[1:2])
+    try:
+        table = commands(*sys.argv[1:2])
+    except UserError as error:  # a feature of the user's
+        sys.exit(f"error: {error}")
     command = table.get(sys.argv[1]) if sys.argv[1:] else None
     launch.run(lambda: _run(table), module="toolkit", relaunches=command is None or command.relaunches)
 

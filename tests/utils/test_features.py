@@ -28,3 +28,6 @@ def test_a_hook_that_does_not_exist(feature: Any, says: list[str]) -> None:
 def test_a_command_that_exists_already(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "_REGISTERED", [Feature(Command("report", "another", print))])
     refusal(cli.commands, says=["`toolkit report`"])
+    monkeypatch.setattr("sys.argv", ["toolkit", "--help"])
+    with pytest.raises(SystemExit, match=r"^error: two commands .*`toolkit report`"):
+        cli.main()
