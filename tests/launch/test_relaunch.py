@@ -21,7 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
-from toolkit.launch import environment, launcher
+from toolkit.launch import launcher
 from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
@@ -183,16 +183,6 @@ def test_a_process_stops_with_its_launcher_and_with_nothing_else_that_started_it
     """In Ray or a notebook it is a thread, which may end before."""
     done = subprocess.run([sys.executable, "-c", STOPS, parent], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [number]
-
-
-@pytest.mark.parametrize(("line", "launches"), [
-    (["python", "/bin/accelerate", "launch", "x.py"], True), (["python", "/bin/torchrun", "x.py"], True),
-    (["python", "-m", "torch.distributed.run", "x.py"], True), (["python", "-m", "ipykernel_launcher"], False),
-    (["ray::train"], False),
-])  # fmt: skip
-def test_a_launcher_that_was_typed(line: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.Process.cmdline", lambda _: line)
-    assert environment.typed_launcher(os.getpid()) is launches
 
 
 @pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from toolkit.launch import network
-from toolkit.launch.environment import accelerate_arguments
+from toolkit.launch.environment import typed_accelerate_launch
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
@@ -129,7 +129,9 @@ def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # torch knows the seconds alone: where one was killed and the others failed for it, the kill came first
+        killed = ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0)
+        rank, failure = next(killed, error.get_first_failure())
         if nodes := requested_nodes():  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _code_of(failure.exitcode, f"rank {rank}", kills)
@@ -183,8 +185,7 @@ def _code_of(exit_code: int, who: str, kills: int) -> int:
 def _end_typed_launcher(code: int) -> None:
     """`accelerate launch` ends with a traceback and code 1, whatever its script ended with. Where a signal stopped the
     run, that one ends it too: a scheduler sees which. (Nothing gives it another code or makes it silent.)"""
-    with contextlib.suppress(psutil.Error, OSError):
-        stopped = code - 128 in (signal.SIGTERM, signal.SIGUSR1)
-        if stopped and accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
+    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and typed_accelerate_launch():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
+        with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)
