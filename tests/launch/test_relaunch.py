@@ -150,14 +150,6 @@ def test_plan_of_two_machines(path: Path) -> None:
     assert arguments.deepspeed_multinode_launcher == ("standard" if stage else None)  # not pdsh
 
 
-def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
-    given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
-    found = launcher._of_this_node(given)
-    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", False)
-    assert found.rdzv_backend == "one_node"
-    assert found.nproc_per_node == "8"
-
-
 @pytest.mark.parametrize(("now", "says"), [(7, "lack of memory"), (6, "a scheduler")])
 def test_a_kill_is_the_systems_where_it_counted_one(
     now: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -274,12 +266,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[l
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "launch", lambda given: calls.append((list(given), dict(os.environ))))
     return calls
-
-
-def test_without_launch_options_nothing_is_launched(launched: list[Any]) -> None:
-    arguments, options = relaunch_if_requested([SCRIPT, "--seed", "3", "--deepspeed_config", "z.json"])
-    assert (arguments, options.deepspeed_config) == ([SCRIPT, "--seed", "3"], "z.json")
-    assert launched == []
 
 
 def test_a_config_makes_the_process_the_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,23 +79,6 @@ def test_processes_that_do_not_fit_say_so_each(fault: str) -> None:
         assert one.out == ""
 
 
-@pytest.mark.multiprocess
-def test_a_rank_beyond_what_rank_0_counts_is_told_so() -> None:
-    """Rank 0 does not wait for it, and nobody else would say why it is left alone."""
-    two, body = {"WORLD_SIZE": "2"}, "wait_for_line()"
-    with group(body, body, body, hosts=["A", "A", "B"], env=[two, two, {}], before={2: body}) as started:
-        started.await_line(ranks=[0, 1])  # one that came between them would end these two as well
-        started.tell(2)
-        started.await_end(2)
-        started.tell(0, 1)
-        *others, third = started.end()
-    assert codes(others) == [0, 0]
-    assert third.code == 1
-    (line,) = third.error_lines
-    assert "counts 2 processes" in line
-    assert "Traceback" not in third.err
-
-
 EARLY = """
 from toolkit.errors import UserError
 find, calls = rendezvous.find_ranks, []
@@ -246,28 +229,10 @@ def test_a_fault_is_raised_by_all_and_can_be_printed(port: int) -> None:
     assert [str(error) for error in found] == ["no  [2J good"] * 3
 
 
-def test_who_finds_nobody_knows_whether_the_port_refused(port: int) -> None:
-    error = joined(1, seconds=0.1)
-    assert error.missing == [0]
-    assert error.unreachable.kind == "refused"
-
-
 def test_who_finds_another_program_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(rendezvous, "_VERDICT_SECONDS", 0.5)
     with socket.create_server((HERE, port)):
         assert "another program" in str(joined(1, seconds=0.1))
-
-
-def test_what_an_earlier_attempt_left_in_a_launchers_store_is_not_taken_for_this_ones(
-    monkeypatch: pytest.MonkeyPatch, port: int
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = network.serve_store(HERE, network.listen(port, HERE))
-    with ThreadPoolExecutor() as pool:
-        first, second = (list(pool.map(joined, range(3))) for _ in range(2))
-    assert {each.peers[2].number for each in second} == {second[2].me.number}
-    assert first[2].me.number != second[2].me.number
-    assert store.num_keys() > 0
 
 
 @pytest.mark.parametrize(

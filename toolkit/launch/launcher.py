@@ -25,6 +25,7 @@ from torch.distributed import run as elastic
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from toolkit.launch import network
 from toolkit.launch.environment import typed_accelerate_launch
@@ -72,46 +73,27 @@ def _of_this_node(options: argparse.Namespace) -> argparse.Namespace:
     """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
     launchers of several machines would wait for each other, deaf to signals."""
     options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
-    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
     options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
     return options
 
 
-class _OneNode(rendezvous.RendezvousHandler):
-    """Of a launcher that is alone. torch's own (c10d) listens on all addresses and unpickles what is written there."""
+class _OneNode(StaticTCPRendezvous):
+    """Of a launcher that is alone, with a store that the processes connect to: no port has to be free until they are
+    there. torch's own stores listen on all addresses, and c10d unpickles what is written there."""
 
     NAME = "one_node"
 
     def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+        super().__init__(network.LOOPBACK, 0, 0, 1, parameters.run_id, _SHUTDOWN_SECONDS)
 
     def get_backend(self) -> str:
         return self.NAME
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The processes connect to the store, so that no port has to be free until they are there."""
-        return True
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """A new store for each attempt: an old one would give it the addresses of the last."""
         store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def _without_ours(path: Path, folder: Path) -> Path:

@@ -86,7 +86,7 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
         "host": lambda: host.check_disk(Path(line.options.output_dir or "runs")),
         "builds": lambda: host.check_builds(env),
         "shell": lambda: host.check_shell(env),
-        "network": lambda: [network.check_port(line.nodes), *network.check_interfaces(line.nodes)],
+        "network": lambda: network.check_interfaces(line.nodes),
     }
     for area, check in checks.items():
         try:
