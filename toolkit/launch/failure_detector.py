@@ -40,9 +40,9 @@ from toolkit.utils.log import logger
 from toolkit.utils.within import within
 
 _HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 10.0
-# A failed rank waits for reports of earlier failures, so that the first cause is named: so long where the failure is
-# its own alone, and so long at most for rank 0.
-_REPORT_SECONDS, _LONGEST_REPORT_SECONDS = 0.5, 10.0
+# A failed rank waits for reports of earlier failures, so that the first cause is named: so long where no other rank's
+# end can have caused its own, else until rank 0 has looked, and so long at most.
+_REPORT_SECONDS, _LONGEST_REPORT_SECONDS = 0.5, 15.0
 # Waiting this long for a rank is worth a line.
 _MENTION_SECONDS = 60.0
 # Without a heartbeat for so long a rank is stopped, or stuck.
@@ -125,6 +125,7 @@ class FailureDetector:
                     connection, _ = server.accept()
                 except TimeoutError:  # a rank that cannot connect reports why
                     self._decide(Failure(min(absent), "gone"))
+                    continue
                 with contextlib.suppress(OSError, ValueError, TypeError):  # of a stranger
                     connection.settimeout(1.0)
                     number, rank = json.loads(connection.recv(256))
