@@ -48,9 +48,14 @@ def launch(words: Sequence[str]) -> NoReturn:
 
     def run_here(options: argparse.Namespace) -> None:
         os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
-        run(_of_this_node(options))
+        # this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the launchers of
+        # several machines would wait for each other, deaf to signals
+        options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
+        options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+        run(options)
 
     elastic.run = run_here
+    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # which process it stops next adds nothing to what the failed process has reported
@@ -67,15 +72,6 @@ def launch(words: Sequence[str]) -> NoReturn:
     _end_typed_launcher(code)
     sys.stdout.flush()
     os._exit(code)  # to take down what was imported takes Python a second
-
-
-def _of_this_node(options: argparse.Namespace) -> argparse.Namespace:
-    """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
-    launchers of several machines would wait for each other, deaf to signals."""
-    options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
-    options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
-    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    return options
 
 
 class _OneNode(StaticTCPRendezvous):
