@@ -154,16 +154,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fau
     fault(f"convert of a folder whose {name} is a pipe", message)
 
 
-def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--x" / "blobs").mkdir()
-    save_file(TENSORS, tmp_path / "models--x" / "blobs" / "aa")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/aa")
-    convert(snapshot, tmp_path / "out")
-    assert set(read_folder(tmp_path / "out")) == set(TENSORS)
-
-
 def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> None:
     """Whatever is typed meanwhile."""
     config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.OwnConfig"}}

@@ -166,16 +166,6 @@ def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
         (tag_of(root) / name).unlink()
 
 
-def test_nvme_offload_is_named(copied: Callable[..., Path]) -> None:
-    root = copied("zero3-frozen x2")
-    (tag_of(root) / "offloaded_tensors" / "rank0").mkdir(parents=True)
-    file = next(file for file in files_of(root) if "rank_0" in file.name and "optim" in file.name)
-    content = torch.load(file, weights_only=False)
-    content["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
-    torch.save(content, file)
-    fault_of(root, str(file), "NVMe")
-
-
 def test_no_checkpoint(tmp_path: Path) -> None:
     assert "does not exist" in fault_of(tmp_path / "nowhere")
     assert "holds nothing" in fault_of(tmp_path)

@@ -74,8 +74,9 @@ def convert(settings: ConvertSettings) -> list[str]:
 
     Raises UserError, and changes nothing then.
     """
+    opened, dtype = open_checkpoint(settings.checkpoint), DTYPES[settings.dtype]
     _check_place(settings)
-    reader, dtype = _model_of(open_checkpoint(settings.checkpoint), settings.prefix), DTYPES[settings.dtype]
+    reader = _model_of(opened, settings.prefix)
     folder = _config_folder(settings, reader)
     reader = _without_attribute(reader, folder)
     adapter = _adapter_config(settings, reader)

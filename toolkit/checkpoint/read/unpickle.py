@@ -34,9 +34,7 @@ class Global(NamedTuple):
     """An allowed global."""
 
     path: str
-    """`module.name`"""
-    make: Callable[..., Any] | None
-    """Our function for calls of it, `Inert` for objects of it; None where it is neither called nor instantiated."""
+    """`module.name`, a key of `ALLOWED`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +154,7 @@ class _Unpickler(_Python):
                 f"{self.where} needs {shown}, which is not allowed in a checkpoint: nothing was executed; if you trust "
                 "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
             )
-        return Global(path, ALLOWED[path])
+        return Global(path)
 
     def persistent_load(self, pid: Any) -> Storage:
         """torch's: ("storage", class, key, device, elements)."""
@@ -212,9 +210,10 @@ def _key(value: Any) -> Any:
 
 def _call(function: Any, arguments: Any) -> Any:
     """The result of an allowed global for these arguments."""
-    if type(function) is not Global or function.make is None or type(arguments) is not tuple:
+    make = ALLOWED[function.path] if type(function) is Global else None
+    if make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return Inert(function.path, arguments) if function.make is Inert else function.make(*arguments)
+    return Inert(function.path, arguments) if make is Inert else make(*arguments)
 
 
 _INHERITED = (
@@ -329,4 +328,5 @@ ALLOWED: Mapping[str, Callable[..., Any] | None] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
     f"{_DCP}_MEM_FORMAT_ENCODING": _first,
 }
-"""`Global.make` by path: the globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint."""
+"""The globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint -> our function for calls of it,
+`Inert` for objects of it; None where it is neither called nor instantiated."""
