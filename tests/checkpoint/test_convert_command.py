@@ -106,6 +106,7 @@ def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) 
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
     refusal(convert, run, checkpoint, overwrite=True, match=r"holds manifest.json, ")
     refusal(convert, run, checkpoint / "out", match="lies in the checkpoint")
+    refusal(convert, tmp_path / "nosuch", checkpoint / "out", match="nosuch does not exist")
     (tmp_path / "file").write_text("x")
     refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")
 

@@ -19,7 +19,6 @@ from tests.checkpoint.test_open_deepspeed import tensor_of
 from tests.faults import refusal
 from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.errors import UserError
 
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
 
@@ -157,17 +156,9 @@ def test_damaged_fsdp(accelerates: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(accelerates / "fsdp" / "sharded", tmp_path / "saved")
     for file in sorted((folder / "pytorch_model_fsdp_0").iterdir()):
         content = file.read_bytes()
-        for size in (0, 1, 100, len(content) // 2, len(content) - 1):
+        for size in (0, 100, len(content) - 1):
             file.write_bytes(content[:size])
             assert str(file) in fault_of(folder), size
-        for at in range(0, len(content), 997):
-            flipped = bytearray(content)
-            flipped[at] ^= 0xFF
-            file.write_bytes(flipped)
-            try:  # data, or a field that does not matter
-                open_checkpoint(folder)
-            except UserError as error:
-                assert str(file.parent) in str(error)  # noqa: PT017
         file.unlink()
         assert str(file) in fault_of(folder)
         file.write_bytes(content)

@@ -4,7 +4,7 @@ before anything is changed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +15,15 @@ import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
+from tests.checkpoint.handmade import save_state
 from tests.faults import refusal
-from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint import machines
 from toolkit.checkpoint import restore as restoring
-from toolkit.checkpoint.live import LiveState, live_state, tied_names
+from toolkit.checkpoint.live import LiveState, live_state
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
-    drafts_of,
-    files_of_rank,
-    optimizer_facts,
     random_states,
     set_random_states,
     write,
@@ -78,13 +75,8 @@ def trained(seed: int, steps: int = 3) -> LiveState:
     return live_state(ACCELERATOR, model, optimizer)
 
 
-def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), **manifest: Any) -> CheckpointReader:
-    folders.begin(folder)
-    for draft in drafts_of(state, set(without), rank=0):
-        write(draft, folder)
-    files = folders.manifest_entries(folder, files_of_rank(folder, 0))
-    content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
-    folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
+def save(state: LiveState, folder: Path, without: Collection[str] = (), **manifest: Any) -> CheckpointReader:
+    save_state(state, folder, 3, without=without, **manifest)
     return open_checkpoint(folder)
 
 
@@ -122,7 +114,7 @@ def test_there_and_back(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None:
     saved, fresh = trained(1), trained(2)
-    reader = save(saved, tmp_path / "one", frozenset({"frozen"}), excluded={"frozen": [7]})
+    reader = save(saved, tmp_path / "one", {"frozen"}, excluded={"frozen": [7]})
     assert "frozen" not in reader.weights
     before = fresh.module.frozen.clone()
     restore(fresh, reader, 3)

@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from isal.isal_zlib import crc32 as crc32  # 30 GB/s where the standard library's does 1 to 3
-from isal.isal_zlib import crc32_combine as combine  # of `a + b`: (CRC32 of a, CRC32 of b, bytes of b)
 
 from toolkit.errors import UserError
-
-__all__ = ["CheckpointReader", "Member", "Scalar", "Span", "TensorIndex", "blocks", "combine", "crc32",
-           "crc32_of_range", "join_shards", "mixed_saves", "read_into"]  # fmt: skip
 
 # Name of a dtype, as safetensors has it -> its format in `struct`; bf16 has none.
 _FORMATS = {

@@ -215,9 +215,7 @@ class _Rank:
         self.opened, self.file = opened, opened.file
         self.content: dict[str, Any] = opened.content["optimizer_state_dict"]
         masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        groups = self.content.get(masters)
-        if type(groups) is not list or not all(type(group) is Tensor for group in groups):
-            raise UserError(f"{self.file}: it has no {masters}, the weights: not a ZeRO file, or damaged")
+        groups = self.content[masters]
         states = self._states(self.content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
         self.groups = [{"": group, **states.get(number, {})} for number, group in enumerate(groups)]
         # the padding at the buffer's end, without which the masters are saved; BF16_Optimizer saves them with it

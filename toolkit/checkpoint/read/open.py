@@ -14,16 +14,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32_combine
+
 from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest, step_number
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
-from toolkit.checkpoint.safetensors_header import Header, read_header
+from toolkit.checkpoint.safetensors_header import read_header
 from toolkit.checkpoint.tensor_index import (
     CheckpointReader,
     Member,
     Scalar,
     TensorIndex,
-    combine,
     crc32_of_range,
     join_shards,
     mixed_saves,
@@ -153,8 +154,8 @@ def _check_files(reader: CheckpointReader, folder: Path) -> None:
             continue
         for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
             between = member.offset - place
-            value = combine(value, crc32_of_range(file, place, between), between)
-            value, place = combine(value, member.crc32 or 0, member.size), member.offset + member.size
+            value = crc32_combine(value, crc32_of_range(file, place, between), between)
+            value, place = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
         if f"{value:08x}" != entry["crc32"]:
             raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
 
@@ -204,8 +205,8 @@ def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> Ch
     scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
     headers = {file: read_header(file) for file in files}
     for file, header in headers.items():
-        places = _table(file, header, "slices")
-        for parameter, numbers in _table(file, header, "numbers").items():
+        places, parameters = (json.loads(header.metadata.get(table, "{}")) for table in ("slices", "numbers"))
+        for parameter, numbers in parameters.items():
             scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
         for name, tensor in header.tensors.items():
             key, _, parameter = name.partition(".")
@@ -241,14 +242,6 @@ def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> Ch
         optimizer_scalars=dict(scalars),
         engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
     )
-
-
-def _table(file: Path, header: Header, name: str) -> dict[str, dict[str, Any]]:
-    """A table by names that we wrote into a header."""
-    try:
-        return {key: dict(entry) for key, entry in json.loads(header.metadata.get(name, "{}")).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{file}: the table of {name} in its header cannot be read: damaged") from None
 
 
 def _compare_scalars(name: str, first: TensorIndex, other: TensorIndex) -> None:

@@ -164,11 +164,6 @@ class _Unpickler(_Python):
         dtype = _STORAGE_DTYPES[cls.path]
         return Storage(key, dtype, _count(count) * ITEM_BYTES[dtype])
 
-    def mark(self) -> None:
-        if len(self.metastack) > 10 * _DEEPEST:
-            raise MalformedError("it is nested too deeply")
-        self.load_mark()
-
     def reduce(self) -> None:
         arguments = self.stack.pop()
         self.stack[-1] = _call(self.stack[-1], arguments)
@@ -217,12 +212,11 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 _INHERITED = (
-    "PROTO FRAME STOP BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+    "PROTO FRAME STOP MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
     "LONG1 BINFLOAT BINBYTES SHORT_BINBYTES EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
     "APPENDS GLOBAL STACK_GLOBAL BINPERSID"
 )
 _OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for code in getattr(pickle, name)} | {
-    pickle.MARK[0]: _Unpickler.mark,
     pickle.SETITEM[0]: _Unpickler.set_item,
     pickle.SETITEMS[0]: _Unpickler.set_items,
     pickle.REDUCE[0]: _Unpickler.reduce,
