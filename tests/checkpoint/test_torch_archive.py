@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import re
 import zipfile
-import zlib
 from pathlib import Path
 
 import torch
-from isal.isal_zlib import crc32_combine
 
 from tests.checkpoint.handmade import rewritten
 from tests.faults import refusal
 from toolkit.checkpoint.read.torch_archive import open_torch_archive, zip_members
-from toolkit.checkpoint.tensor_index import Member, crc32, crc32_of_range
 
 
 def test_64_bit_offsets(tmp_path: Path) -> None:
@@ -53,14 +49,3 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
     torch.save({}, file)
     file.write_bytes(rewritten(file, lambda name, old: b"big" if name.endswith("byteorder") else old))
     refusal(open_torch_archive, file, match=r"big\.pt was written on a big-endian machine")
-
-
-def test_checksums_are_zlibs(tmp_path: Path) -> None:
-    data = random.Random(1).randbytes(3_000_001)
-    one, other = data[:70_000], data[70_000:]
-    assert crc32_combine(crc32(one), crc32(other), len(other)) == zlib.crc32(data)
-    (tmp_path / "a").write_bytes(data)
-    assert crc32_of_range(tmp_path / "a") == zlib.crc32(data)
-    assert crc32_of_range(tmp_path / "a", 5, 2_000_000) == zlib.crc32(data[5 : 5 + 2_000_000])
-    assert crc32_of_range(tmp_path / "a", 5, 0) == 0
-    refusal(Member(tmp_path / "a", "x", 5, 10, 0).verify, match="checksum")
