@@ -245,6 +245,11 @@ class CheckpointReader:
         """All names of parameters and buffers."""
         return [*self.weights, *self.buffers, *self.excluded, *self.tied]
 
+    @property
+    def has_lora(self) -> bool:
+        """Whether the parameters are those of a model with a LoRA adapter."""
+        return any(".lora_" in name for name in self.weights)
+
     def step_counts(self) -> dict[str, float]:
         """Parameter name -> the optimizer's own count of steps."""
         return {
