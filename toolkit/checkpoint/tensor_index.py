@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -163,6 +164,13 @@ class TensorIndex:
 def mixed_saves(one: Path, other: Path, what: str) -> UserError:
     """The error for two files that differ in what all files of a save have in common."""
     return UserError(f"{one} and {other} differ in {what}: they are of different saves; copy the checkpoint again")
+
+
+def incomplete(folder: Path, fault: str) -> UserError:
+    """The error for files of some processes that are missing in a folder."""
+    path = shlex.quote(str(folder.resolve()))
+    hint = f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+    return UserError(f"{fault}: copy it again; {hint}")
 
 
 def join_shards(

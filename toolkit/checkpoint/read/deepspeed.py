@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.torch_archive import TorchArchive, open_torch_archive
 from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, join_shards, mixed_saves
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, incomplete, join_shards, mixed_saves
 from toolkit.errors import UserError, listing
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -188,12 +187,9 @@ def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[s
             raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove the files of that one")
     missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
     lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
-    path = shlex.quote(str(folder.resolve()))
     if lines:
-        raise UserError(
-            f"{folder} lacks the {' and the '.join(lines)} ({max(counts.values())} processes saved it): copy it again; "
-            f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
-        )
+        processes = f"{max(counts.values())} processes saved it"
+        raise incomplete(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
 
 
 def _check_same(files: Collection[TorchArchive], key: str) -> None:
