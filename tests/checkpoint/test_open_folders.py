@@ -133,12 +133,12 @@ def test_accelerate_save_state(accelerates: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(accelerates / "ddp", tmp_path / "saved")
     truth = load_file(folder / "truth.safetensors")
     del truth["head.weight"]  # tied; accelerate leaves it out of safetensors without a note
-    for kind in ("safe", "bin", "sharded"):
+    for kind in ("safe", "bin"):
         reader = open_checkpoint(folder / kind)
         same(reader.weights, truth)
         assert reader.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
         assert not reader.optimizer_state  # by position alone: not to be trusted
-        assert (reader.strategy, reader.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
+        assert (reader.strategy, reader.world) == ("ddp", 2)
     (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
     assert "several models" in fault_of(folder / "bin")
 
@@ -188,9 +188,6 @@ def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     same(open_checkpoint(tmp_path / "sharded").weights, truth)
-    (tmp_path / "bin").mkdir()
-    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    same(open_checkpoint(tmp_path / "bin").weights, truth)
 
 
 def test_damaged_hugging_face(tmp_path: Path) -> None:

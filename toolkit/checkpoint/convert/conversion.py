@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import time
@@ -178,8 +177,7 @@ def _write(
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
     flush = settings.sync or os.path.lexists(out)
     # what is about to be removed is checked again: it may not be what it was
-    spare = functools.partial(_refuse_foreign, out=out)
-    with writing(out), replace_folder(out, settings.overwrite, flush, spare) as draft:
+    with writing(out), replace_folder(out, settings.overwrite, flush, lambda old: _refuse_foreign(old, out)) as draft:
         read = write_shards(draft, shards)
         write_files(draft, files)
         seconds = time.monotonic() - started
