@@ -68,9 +68,9 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
     (other / "model").mkdir(parents=True)
     (other / "config.json").write_text(content)
     (other / "model" / "config.json").write_text("{}")
-    said = refusal(convert, run, tmp_path / "out", config_from=other, match=message)
+    answer = refusal(convert, run, tmp_path / "out", config_from=other, match=message)
     if "model_type" in message:
-        assert f"did you mean {other / 'model'}?" in said
+        assert f"did you mean {other / 'model'}?" in answer
 
 
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)
 def test_slices_are_joined(cut: int, tmp_path: Path) -> None:
     reader = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
     same(reader.weights, WEIGHTS)
-    same({name: kept["exp_avg_sq"] for name, kept in reader.optimizer_state.items()}, WEIGHTS)
+    same({name: state["exp_avg_sq"] for name, state in reader.optimizer_state.items()}, WEIGHTS)
     assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
 
 

@@ -143,7 +143,7 @@ def test_what_is_called_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "match"),
     [
         ({"a": torch._neg_view(torch.ones(2))}, "a is stored with the bit 'neg'; save it again after"),
         ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more holds tensors in a dict"),
@@ -155,10 +155,10 @@ def test_what_is_called_copies_nothing() -> None:
         ),
     ],
 )
-def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
+def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, match: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    message = refusal(open_checkpoint, tmp_path, match=told)
-    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), message)
+    message = refusal(open_checkpoint, tmp_path, match=match)
+    fault(f"a tensor that would be wrong or lost: {match}".replace("\\", ""), message)
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
