@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -177,19 +178,27 @@ def random_states(accelerator: Accelerator) -> dict[str, Any]:
     states = {
         "python": random.getstate(),
         "numpy": [kind, np.asarray(keys).tolist(), *rest],
-        "torch": torch.get_rng_state().tolist(),
+        "torch": _base64(torch.get_rng_state()),
     }
     if accelerator.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state().tolist()
+        states["cuda"] = _base64(torch.cuda.get_rng_state())
     return states
+
+
+def _base64(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Raises TypeError, ValueError, LookupError, OverflowError or RuntimeError where they are none."""
+
+    def tensor(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    torch.set_rng_state(tensor(states["torch"]))
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))
+        torch.cuda.set_rng_state(tensor(states["cuda"]))
