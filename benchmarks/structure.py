@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/structure.md")
     options = parser.parse_args()
     sources = [read(commit) for commit in options.commits]
-    lines = ["# The package's folders and their imports", "", f"`{Path(__file__).name} {' '.join(options.commits)}`", ""]
+    command = f"python benchmarks/structure.py {' '.join(options.commits)} --write"
+    lines = ["# The package's folders and their imports", "", f"`{command}`", ""]
     lines += ["Lines of Python, comments and empty lines included.", "", *table(*map(lines_per_folder, sources))]
     for commit, source in zip(options.commits, sources, strict=True):
         graph = imports(source)
