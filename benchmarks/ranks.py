@@ -28,6 +28,8 @@ from tests.hosts import ADDRESSES, TwoHosts  # noqa: E402
 WAYS = {"DDP": "2node", "ZeRO-2": "2node_zero2", "ZeRO-3": "2node_zero3", "FSDP2": "2node_fsdp2"}
 RANKS = (2, 4, 8, 16)
 GLOBAL_BATCH = 32
+COLUMNS = ("way", "ranks", "micro-batches", "seconds to the first step", "MB a rank and step: theory", "asked for",
+           "sent", "of these")  # fmt: skip
 MANY = 8  # micro-batches
 # times the bytes of the model, from one of N ranks by a ring, each with a factor (N - 1) / N (Rajbhandari et al. 2020,
 # section 7): an all-reduce is two, a reduce-scatter and an all-gather are one each
@@ -41,8 +43,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
     options = parser.parse_args()
-    lines = ["| way | ranks | micro-batches | seconds to the first step | MB a rank and step: theory | asked for | sent "
-             "| of these |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     with tempfile.TemporaryDirectory() as name, TwoHosts() as hosts:
         folder = Path(name)
         size, job = make_job(folder)

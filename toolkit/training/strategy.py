@@ -17,7 +17,6 @@ from toolkit.launch import say
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_parameters, optimizer_faults
-from toolkit.training.coalesce import coalesce_reductions
 from toolkit.training.half_precision import choose_precision
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
@@ -53,7 +52,6 @@ def align_strategy(
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
-    coalesce_reductions(accelerator, settings)
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # reads the norm, and waits for the update
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     config = plugin.deepspeed_config
