@@ -24,8 +24,8 @@ def test_bytes_of_a_step_do_not_grow_with_its_micro_batches(
     for name, more in {"once": once, "each": each, "half": half, "half each": [*half, *each]}.items():
         finished = recipe("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 3,
                           "--report_to", "none", "--dropout", 0, "--global_batch_size", 2 * MICRO_BATCHES,
-                          "--per_device_batch_size", 1, "--mixed_precision", "no", *more, *WAYS[way], "--output_dir", tmp_path / name,
-                          script="tests/ranks_worker.py")  # fmt: skip
+                          "--per_device_batch_size", 1, "--mixed_precision", "no", *more, *WAYS[way],
+                          "--output_dir", tmp_path / name, script="tests/ranks_worker.py")  # fmt: skip
         assert finished.code == 0, finished.err[-3000:]
         (file,) = (tmp_path / name).glob("sent-*.jsonl")
         losses[name], asked[name] = losses_of(tmp_path / name), json.loads(file.read_text().splitlines()[0])["asked"]
