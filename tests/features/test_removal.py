@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import subprocess
@@ -24,9 +25,11 @@ def copies(
     """A copy of the package for each feature, without it; `all`, without any; `mistakes`, with that of the docs."""
     root = tmp_path_factory.mktemp("removal")
     names = [item.callspec.params["name"] for item in request.session.items if "without_it_the_core" in item.name]
+    for part in ("toolkit", "recipes"):
+        shutil.copytree(REPOSITORY / part, root / "whole" / part, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(root / "whole", quiet=2)  # once for all copies
     for name in names:
-        for part in ("toolkit", "recipes"):
-            shutil.copytree(REPOSITORY / part, root / name / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / "whole", root / name)
         folder = root / name / "toolkit" / "features"
         if name == "mistakes":
             (folder / name).mkdir()
