@@ -207,8 +207,6 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
         ({"is_decoder": True}, "is a decoder"),
         ({"num_hidden_layers": 1}, "do not fit its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
-        ({"num_hidden_layers": 3_000_000_000}, "num_hidden_layers is 3000000000"),
-        ({"vocab_size": 2_000_000_000}, "its config.json asks for about"),
         ({"hidden_size": 48}, "do not fit its config.json"),
         ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight "),
     ],

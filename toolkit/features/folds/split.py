@@ -36,7 +36,7 @@ def unfinished(output_dir: str | Path) -> list[int]:
 
 
 def numbers(output_dir: str | Path) -> range:
-    """Of the folds that a folder was begun with."""
+    """Of the folds in a folder, from 1."""
     return range(1, 1 + read_table(Path(output_dir) / FOLDS, {"folds": _COUNT})["folds"])
 
 
@@ -93,8 +93,8 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
 
 
 def settings_of(accelerator: Accelerator, settings: Any, fold: int) -> Any:
-    """The settings of one fold's run, in a folder of its own; where an earlier start left nothing there to go on from,
-    that is moved aside."""
+    """The settings of one fold's run, in a folder of its own; one without a checkpoint to resume from is moved
+    aside."""
     folder = fold_folder(settings.training.output_dir, fold)
     stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
     training = replace(settings.training, output_dir=str(folder), overwrite_output_dir=stale)

@@ -246,14 +246,14 @@ def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) ->
 
 
 def reading(options: Any) -> TextSettings:
-    """How the file is read: as asked, or as the model's run read its own."""
+    """How the file is read: by the options, or as the model's run read its own."""
     names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or quoting_of_run(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
 def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
-    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
+    """The column of texts and that of second texts: by the options, or those that the model was trained on."""
     run = run_of(options.model)["data"]
     if options.text:
         if run.get("text_pair"):

@@ -124,7 +124,7 @@ _masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]]
 
 
 def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
-    """Made once per pattern, and kept for all layers, micro-batches and steps, as far as `_MOST_MASK_BYTES` go.
+    """Made once per pattern, and cached for all layers, micro-batches and steps, up to `_MOST_MASK_BYTES`.
     `dtype` is that of scores."""
     key = (pattern, device, dtype)
     if key not in _masks:

@@ -71,7 +71,7 @@ def may_repeat(pattern: Pattern) -> bool:
 # the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
 @functools.lru_cache(maxsize=8192)
 def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The key blocks that each query block reads, kept on the device.
+    """The key blocks that each query block reads, cached on the device.
 
     `second` (nh, 2, 4 + r) holds those of query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) those of the
     blocks between. They must not be written to.
