@@ -32,7 +32,7 @@ from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
-from toolkit.utils.cache import digest_of_files, digest_of_text, remove
+from toolkit.utils.cache import digest_of_files
 from toolkit.utils.log import logger
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
@@ -182,9 +182,6 @@ class _Prediction:
                 outputs = saved.outputs(window.split, PartOfProgress(bar, rows, window.rows.num_rows))
                 rows, computed = rows + window.rows.num_rows, computed + len(window.split)
                 empty += window.empty
-                if window.split.folder != Path() and self.accelerator.is_local_main_process:
-                    remove(window.split.folder.parent)  # every process has computed it, and so has mapped it
-                    Path(f"{window.split.folder.parent}.lock").unlink(missing_ok=True)
                 if self.accelerator.is_main_process:
                     unanswered += written.result()
                     written = writer.submit(self._write, window, outputs)
@@ -221,9 +218,7 @@ class _Prediction:
         once: dict[tuple[str, ...], int] = {}
         places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
         texts, *pairs = (list(some) for some in zip(*once, strict=True))
-        several = self.accelerator.num_processes > 1  # they share the work of tokenizing
-        shared_as = digest_of_text(f"{json.dumps(self.facts)} {start}") if several else None
-        split = self.saved.split(texts, pairs[0] if pairs else None, shared_as)
+        split = self.saved.split(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
         split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
         blank = np.array([not all(map(str.strip, row)) for row in once])[places]
         return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
