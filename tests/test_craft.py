@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,35 @@ HALF = ["--max_steps", STEPS // 2, "--checkpoint_every", STEPS // 2]
 EACH = ["--max_steps", STEPS // 2, "--checkpoint_every", 1, "--keep_checkpoints", STEPS]
 # what a run is asked for
 JOBS: dict[str, list[Any]] = {
-    "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt"],
+    "weights": ["--class_weights", "balanced", "--loss", "focal", "--sampling", "sqrt", "--ema_decay", 0.6],
     "pos_weight": ["--label_column", "tags", "--problem_type", "multi_label_classification", "--pos_weight", "balanced",
                    "--loss", "focal", "--focal_gamma", 1],
-    "lion": ["--optimizer", "lion", "--learning_rate", "5e-4", "--layerwise_lr_decay", 0.7],
+    "lion": ["--optimizer", "lion", "--learning_rate", "5e-4", "--layerwise_lr_decay", 0.7, "--unfreeze_every", 2,
+             "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2],
     "layers": ["--optimizer", "torch.optim.RMSprop", "--optimizer_args", "alpha=0.9", "--layerwise_lr_decay", 0.8,
                "--freeze_layers", 1, "--reinit_layers", 1],
     "adafactor": ["--optimizer", "adafactor"],
     "muon": ["--optimizer", "muon", "--learning_rate", "1e-3"],
-    "unfreeze": ["--unfreeze_every", 2, "--layerwise_lr_decay", 0.8, "--lr_scheduler_type", "constant_with_warmup",
-                 "--warmup_steps", 2],
-    "ema": ["--ema_decay", 0.6],
     "adversarial": ["--fgm_epsilon", 0.5, "--r_drop_alpha", 1.0],
 }  # fmt: skip
 # refused there at the start, with a line: tests/training/test_optimizer.py
 REFUSED = dict.fromkeys(("zero2 x2", "zero3 x2", "fsdp2 x2"), ("adafactor", "muon"))
-RESUMED = ("weights", "lion", "muon", "unfreeze", "ema")
+# stopped and resumed under each way; under DDP, where each process holds all states, what ZeRO refuses
+RESUMED = {"single": ("weights", "lion", "muon"), "ddp x2": ("muon",), "zero2 x2": ("weights", "lion"),
+           "zero3 x2": ("weights", "lion"), "fsdp2 x2": ("weights", "lion")}  # fmt: skip
 MARKS = {"ddp x2": (), "zero2 x2": (), "zero3 x2": (pytest.mark.slow,), "fsdp2 x2": (pytest.mark.slow,)}
-TRIED = [pytest.param(way, marks=(pytest.mark.multiprocess, *marks)) for way, marks in MARKS.items()]
+
+
+def tried(names: Callable[[str], Iterable[str]], *ways: str) -> list[Any]:
+    """Parameters (way, name) of the jobs that a way is tried with."""
+    marks = {way: (pytest.mark.multiprocess, *marks) for way, marks in MARKS.items()}
+    return [pytest.param(way, name, marks=marks.get(way, ())) for way in (*ways, *MARKS) for name in names(way)]
+
+
+def names_under(way: str) -> list[str]:
+    return [name for name in JOBS if name not in REFUSED.get(way, ())]
+
+
 Runs = Callable[[str], Path]
 
 
@@ -60,14 +71,12 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
         runs = folder / way
         data = ["--train_file", folder / "rows.csv", "--model_name_or_path", tiny_model, "--text_column", "text"]
         jobs: list[list[Any]] = []
-        for name, asked in JOBS.items():
-            if name in REFUSED.get(way, ()):
-                continue
-            job = ["recipes.cls", *data, *COMMON, *asked]
-            again = [f"{name} again"] if name in RESUMED else []
+        for name in names_under(way):
+            job = ["recipes.cls", *data, *COMMON, *JOBS[name]]
+            again = [f"{name} again"] if name in RESUMED[way] else []
             jobs += [[*job, "--output_dir", runs / each, *HALF] for each in again]
-            if name == "ema":
-                jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
+            if (way, name) == ("single", "weights"):
+                jobs.append([*job, *EACH, "--output_dir", runs / "each step"])
             jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, *again)]
         (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
         return runs
@@ -75,15 +84,9 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     return run
 
 
-@pytest.mark.parametrize("name", JOBS)
-@pytest.mark.parametrize("way", TRIED)
+@pytest.mark.parametrize(("way", "name"), tried(names_under))
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> None:
-    if name in REFUSED.get(way, ()):
-        return
-    assert_agree(runs_of(way) / name, runs_of("single") / name)
-
-
-def assert_agree(run: Path, expected: Path) -> None:
+    run, expected = (runs_of(each) / name for each in (way, "single"))
     found = losses_of(run)
     assert len(found) == len(set(found)) == STEPS
     assert found == pytest.approx(losses_of(expected), rel=1e-5)
@@ -91,11 +94,8 @@ def assert_agree(run: Path, expected: Path) -> None:
     assert [line["loss"] for line in mine] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("way", ["single", *TRIED])
+@pytest.mark.parametrize(("way", "name"), tried(lambda way: RESUMED[way], "single"))
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(way: str, name: str, runs_of: Runs) -> None:
-    if name in REFUSED.get(way, ()):
-        return
     undisturbed, resumed = (losses_of(runs_of(way) / run) for run in (name, f"{name} again"))
     assert resumed == pytest.approx(undisturbed, rel=1e-6)
     mine, theirs = (lines_of(runs_of(way) / run / "eval.jsonl")[-1]["loss"] for run in (f"{name} again", name))
@@ -123,10 +123,12 @@ def test_frozen_layers_stay_and_new_ones_are_not_the_pretrained(runs_of: Runs, t
     assert "RMSprop" in (runs_of("single") / "layers" / "model" / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("way", ["single", *TRIED])
-def test_layers_whose_turn_has_not_come_are_the_pretrained(way: str, runs_of: Runs, tiny_model: Path) -> None:
+@pytest.mark.parametrize(("way", "name"), tried(lambda _: ["lion"], "single"))
+def test_layers_whose_turn_has_not_come_are_the_pretrained(
+    way: str, name: str, runs_of: Runs, tiny_model: Path
+) -> None:
     """To the bit, under every strategy. The lower layer's comes after 4 steps, the embeddings' would after the last."""
-    model = runs_of(way) / "unfreeze/model"
+    model = runs_of(way) / name / "model"
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, model))
     step = json.loads((model / "trainer_state.json").read_text())["global_step"]
     waiting = ("embeddings.",) if step > 4 else ("embeddings.", "encoder.layer.0.")
@@ -137,7 +139,7 @@ def test_layers_whose_turn_has_not_come_are_the_pretrained(way: str, runs_of: Ru
 
 def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
     """Of the run's own checkpoints: the weights after steps 1 to 3, averaged again by hand."""
-    run = runs_of("single") / "ema by hand"
+    run = runs_of("single") / "each step"
     weights = []
     for step in range(1, 4):
         stored = open_checkpoint(run / f"checkpoints/step-{step:08d}").weights.items()
@@ -156,7 +158,7 @@ def test_the_average_is_what_is_evaluated_and_saved(runs_of: Runs) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", ["zero2 x2", pytest.param("zero3 x2", marks=pytest.mark.slow)])
 def test_the_average_moves_to_another_strategy(way: str, runs_of: Runs, tmp_path: Path) -> None:
-    checkpoint, expected = runs_of(way) / "ema again/checkpoints/step-00000003", runs_of("single") / "ema"
+    checkpoint, expected = runs_of(way) / "weights again/checkpoints/step-00000003", runs_of("single") / "weights"
     given = json.loads((runs_of("single") / "jobs.json").read_text(encoding="utf-8"))
     job = next(job for job in given if job[-3] == str(expected))
     job[-3] = tmp_path / "moved"

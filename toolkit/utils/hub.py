@@ -38,7 +38,7 @@ def reach(name: str, kind: Literal["model", "dataset"] = "model", copy: Path | N
             raise UserError(
                 f"--{setting} {name}: {constants.ENDPOINT} cannot be reached [{first_line(error)}]. In China use a "
                 "mirror (export HF_ENDPOINT=https://hf-mirror.com), or ModelScope: pip install modelscope; modelscope "
-                f"download --{kind} {owned} --local_dir {folder}; then --{setting} ./{folder}"
+                f"download --{kind} {owned} --local_dir {folder}; then name ./{folder}"
             ) from error
         _say(f"{name}: {constants.ENDPOINT} cannot be reached, so the copy in the cache is taken")
         constants.HF_HUB_OFFLINE = kind == "model"

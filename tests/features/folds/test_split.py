@@ -69,7 +69,7 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path: Path) -> None:
     ("more", "told"),
     [
         ([], "--folds needs --output_dir"),
-        (["--output_dir", "x", "--overwrite_output_dir"], "--folds goes on by itself"),
+        (["--output_dir", "x", "--overwrite_output_dir"], "--overwrite_output_dir"),
         (["--output_dir", "x", "--validation_file", "v.csv"], "--validation_file and --folds contradict"),
         (["--output_dir", "x", "--calibrate"], "--calibrate and --folds contradict"),
     ],

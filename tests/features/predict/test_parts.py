@@ -164,39 +164,31 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
     assert (tmp_path / "out.csv").read_bytes() == whole
 
 
-def test_a_process_that_is_killed_loses_one_part(predicted: Predict, model: Path, tmp_path: Path) -> None:
-    """SIGKILL behind the second of five parts; the same command goes on, and computes the first two not again."""
-    whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
-    given = [model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
-    killed = recipe(*given, script="tests/predict_worker.py", env={"KILLED_AT": "16"})
-    assert killed.code == -signal.SIGKILL, killed.err
-    first = ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
-    assert sorted(path.name for path in Path(f"{out}.parts").glob("part-*")) == first
-    Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text("half")
-    again = recipe(*given, script="tests/predict_worker.py")
-    assert again.code == 0, again.err
-    assert out.read_bytes() == whole
-    assert f"32 of {ROWS} rows are done in {out}.parts: continuing" in again.err
-    assert again.out.split() == ["32", "48", "64"]
-    assert not Path(f"{out}.parts").exists()
-
-
-def test_ctrl_c_says_what_is_finished_and_what_continues(
-    predicted: Predict, model: Path, tmp_path: Path, fault: Fault
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_process_that_is_ended_loses_the_windows_in_work(
+    number: signal.Signals, predicted: Predict, model: Path, tmp_path: Path, fault: Fault
 ) -> None:
+    """Behind the second of five parts; the same command continues, and computes what is finished not again. After
+    Ctrl-C, where a part more may be finished, a line says so."""
     whole, out = predicted("whole.csv").read_bytes(), tmp_path / "out.csv"
     given = ["tests/predict_worker.py", model, tmp_path / "rows.csv", "--mixed_precision", "no", "--output", out]
-    stopped = recipe(*given[1:], script=given[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(signal.SIGINT))})
-    assert stopped.code == 130, stopped.err
-    line = next(line for line in stopped.err.splitlines() if str(out) in line)
-    finished = re.search(rf"(\d+) of {ROWS} rows", line)
-    assert finished
-    assert int(finished[1]) >= 32
-    assert " ".join(map(str, given)) in line
+    ended = recipe(*given[1:], script=given[0], env={"KILLED_AT": "16", "KILLED_BY": str(int(number))})
+    parts = sorted(path.name for path in Path(f"{out}.parts").glob("part-*"))
+    assert parts[:2] == ["part-0000000000-0000000016.csv", "part-0000000016-0000000032.csv"]
+    if number == signal.SIGKILL:
+        assert (ended.code, len(parts)) == (-signal.SIGKILL, 2), ended.err
+        Path(f"{out}.parts", ".part-0000000032-0000000048.csv.draft-0123456789abcdef").write_text("half")
+    else:
+        assert ended.code == 130, ended.err
+        line = next(line for line in ended.err.splitlines() if str(out) in line)
+        assert f"{16 * len(parts)} of {ROWS} rows" in line
+        assert " ".join(map(str, given)) in line
+        fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
     again = recipe(*given[1:], script=given[0]).succeeded()
-    assert f"{finished[1]} of {ROWS} rows are done" in again.err
+    assert f"{16 * len(parts)} of {ROWS} rows are done in {out}.parts: continuing" in again.err
+    assert again.out.split() == [str(start) for start in range(16 * len(parts), ROWS, 16)]
     assert out.read_bytes() == whole
-    fault("Ctrl-C in `toolkit predict`", line, "the windows that were being computed")
+    assert not Path(f"{out}.parts").exists()
 
 
 def test_rows_without_an_answer_are_counted(predicted: Predict, model: Path, tmp_path: Path, capsys: Any) -> None:

@@ -33,7 +33,6 @@ from toolkit.config import PretrainedSettings
 from toolkit.data.batches import GlobalBatches
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.tokens import load_tokenizer
-from toolkit.features.titles import rouge
 from toolkit.features.titles.model import load_title_model
 from toolkit.features.titles.readable import readable
 from toolkit.features.titles.settings import GenerationSettings
@@ -108,16 +107,16 @@ def once(root: Path, tiny_model: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
-    """Stopped after four steps of the second job."""
+    """Stopped in the middle of the second job."""
     root = tmp_path_factory.mktemp("zero3")
-    stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", 2]
+    stopped = [*jobs["varied"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
     return run_all(root, WAYS["zero3 x2"], {"uneven": jobs["uneven"], "varied": stopped}, once(root, tiny_model))
 
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], tiny_model: Path) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ddp")
-    return run_all(root, WAYS["ddp x2"], jobs, once(root, tiny_model))
+    return run_all(root, WAYS["ddp x2"], {"varied": jobs["varied"]}, once(root, tiny_model))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +126,7 @@ def single(
     """The references, one process; `resumed` goes on from a copy of what ZeRO-3 left, and evaluates each text alone."""
     root = tmp_path_factory.mktemp("single")
     shutil.copytree(zero3["varied"], root / "resumed", symlinks=True)
-    resumed = [*jobs["varied"], "--checkpoint_every", 2, "--per_device_eval_batch_size", 1]
+    resumed = [*jobs["varied"], "--checkpoint_every", STOPPED, "--per_device_eval_batch_size", 1]
     return run_all(root, [], {**jobs, "resumed": resumed, "chinese": chinese})
 
 
@@ -159,14 +158,14 @@ def test_the_references_could_differ(single: dict[str, Path]) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("job", ["uneven", "varied"])
-def test_data_parallel_agrees(job: str, ddp: dict[str, Path], single: dict[str, Path]) -> None:
-    assert_same(ddp[job], single[job])
+def test_data_parallel_agrees(ddp: dict[str, Path], single: dict[str, Path]) -> None:
+    """Of `uneven` the literal command below."""
+    assert_same(ddp["varied"], single["varied"])
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("job", ["uneven", "varied"])
-def test_divided_parameters_agree(job: str, zero3: dict[str, Path], single: dict[str, Path]) -> None:
+def test_sharded_parameters_agree(job: str, zero3: dict[str, Path], single: dict[str, Path]) -> None:
     assert_same(zero3[job], single[job], steps=STEPS if job == "uneven" else STOPPED)
 
 
@@ -246,8 +245,6 @@ def test_a_line_a_title(single: dict[str, Path], data: list[str]) -> None:
     assert last["rouge_segmenter"] == "word"
     for name in SCORES:
         assert np.mean([line["scores"][name] for line in lines]) == pytest.approx(last[name], abs=1e-6)
-    again = rouge.scores([line["title"] for line in lines], [row["title"] for row in rows], "word")
-    assert [line["scores"] for line in lines] == [pytest.approx(score, abs=1e-6) for score in again]
 
 
 def test_the_saved_model_writes_the_same_titles(single: dict[str, Path], data: list[str]) -> None:

@@ -41,9 +41,9 @@ class FoldsFeature(Feature):
         if values.get("folds") is None:
             return
         if values.get("output_dir") is None:
-            yield "--folds needs --output_dir: the same command goes on there with the fold that is not finished"
+            yield "--folds needs --output_dir: the same command continues there with the next unfinished fold"
         if str(values.get("overwrite_output_dir", False)).lower() == "true" or values.get("resume", "auto") != "auto":
-            yield "--folds goes on by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
+            yield "--folds resumes by itself: drop --overwrite_output_dir and --resume, or name another --output_dir"
 
     def data_facts(self, settings: Any, facts: Mapping[str, Any], accelerator: Any) -> dict[str, Any]:
         folds = section_in(settings, FoldSettings)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
+from sklearn.metrics import balanced_accuracy_score
 
 
 class Suspect(NamedTuple):
@@ -56,9 +58,10 @@ def _of_classes(chances: np.ndarray, labels: np.ndarray, answers: np.ndarray) ->
 
 def skill(labels: np.ndarray, answers: np.ndarray) -> float:
     """From 0, one answer for all rows, to 1, no mistake: the mean recall of the classes that occur, adjusted for
-    chance, as scikit-learn's `balanced_accuracy_score(adjusted=True)`. (N,) classes; of (N, C) 0 and 1 it is the mean
-    over the labels that some rows have and others have not."""
-    if labels.ndim == 2:
-        return float(np.mean([skill(g, a) for g, a in zip(labels.T, answers.T, strict=True) if np.ptp(g)] or [1]))
-    recalls = [float((answers[labels == c] == c).mean()) for c in np.unique(labels)]
-    return (sum(recalls) - 1) / (len(recalls) - 1) if len(recalls) > 1 else 1.0
+    chance; 1 where all rows have one class. (N,) classes; of (N, C) 0 and 1 it is the mean over the labels that some
+    rows have and others have not."""
+    columns = zip(labels.T, answers.T, strict=True) if labels.ndim == 2 else [(labels, answers)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
+        scores = [balanced_accuracy_score(g, a, adjusted=True) for g, a in columns if np.ptp(g)]
+    return float(np.mean(scores or [1]))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pydantic
 
 from toolkit.data.labels import MULTI, Labels
 from toolkit.data.rows import Rows, Targets, sampled, seed_of
@@ -35,7 +36,7 @@ def unfinished(output_dir: str | Path) -> list[int]:
 
 
 def numbers(output_dir: str | Path) -> range:
-    """Of the folds that a folder was begun with."""
+    """Of the folds in a folder, from 1."""
     return range(1, 1 + read_table(Path(output_dir) / FOLDS, {"folds": _COUNT})["folds"])
 
 
@@ -45,7 +46,8 @@ def data_facts(
     """What `--folds` and `--label_corrections` add to what the data depend on, `fold`, the next to train, among it."""
     added: dict[str, Any] = {}
     if corrections:
-        added["label_corrections"] = text_digest(json.dumps(_corrections(Path(corrections))))
+        lines = [correction.model_dump() for _, correction in _corrections(Path(corrections)).values()]
+        added["label_corrections"] = text_digest(json.dumps(lines))
     if folds:
         added |= {"folds": folds, "seed": seed_of(settings)}
         digest = digest_of_text(json.dumps({**facts, **added}, sort_keys=True))
@@ -91,8 +93,8 @@ def next_fold(accelerator: Accelerator | None, output_dir: str, folds: int, dige
 
 
 def settings_of(accelerator: Accelerator, settings: Any, fold: int) -> Any:
-    """The settings of one fold's run, in a folder of its own; where an earlier start left nothing there to go on from,
-    that is moved aside."""
+    """The settings of one fold's run, in a folder of its own; one without a checkpoint to resume from is moved
+    aside."""
     folder = fold_folder(settings.training.output_dir, fold)
     stale = accelerator.is_main_process and folder.exists() and not any(folder.glob("checkpoints/step-*/manifest.json"))
     training = replace(settings.training, output_dir=str(folder), overwrite_output_dir=stale)
@@ -103,12 +105,11 @@ def _next(folder: Path, folds: int, digest: str) -> int:
     if (folder / "metrics.jsonl").exists():
         raise UserError(f"--output_dir {folder} holds a run without --folds: name another folder")
     if (folder / FOLDS).is_file():
-        numbers(folder)
-        known = read_table(folder / FOLDS, {})
+        known = read_table(folder / FOLDS, {"folds": _COUNT})
         if known != {"folds": folds, "digest": digest}:
             raise UserError(
                 f"--output_dir {folder} holds {known.get('folds')} folds of these or other rows, and not the {folds} "
-                "that are asked for now (--folds, the data, --data_seed and how texts are read must be the same): name "
+                "of this command (--folds, the data, --data_seed and how texts are read must be the same): name "
                 "another folder"
             )
     else:
@@ -154,20 +155,20 @@ def corrected(rows: Rows, targets: Labels, file: str) -> tuple[Rows, str]:
     """
     places = {int(row): place for place, row in enumerate(rows.numbers)}
     corrections = _corrections(Path(file))
-    texts = _texts_at({places[row] for _, row, _, _ in corrections if row in places}, rows)
+    texts = _texts_at(sorted(places[row] for row in corrections if row in places), rows)
     encoded, stays, counts = rows.targets.copy(), np.ones(len(places), bool), {"changed": 0, "same": 0, "out": 0}
-    for line, row, digest, label in corrections:
-        where = f"--label_corrections {file}, {line}: row {row + 1} of {rows.table.name}"
+    for row, (line, correction) in corrections.items():
+        where = f"--label_corrections {file}, line {line}: row {row + 1} of {rows.table.name}"
         if row not in places:
             raise UserError(f"{where} is not among the training rows")
         place = places[row]
-        if text_digest(texts[place]) != digest:
+        if text_digest(texts[place]) != correction.text_digest:
             raise UserError(f"{where} holds another text than the one whose label was looked at: it is of other data")
-        if label is None:
+        if correction.label is None:
             stays[place] = False
             counts["out"] += 1
             continue
-        value = _encoded(label, targets, where)
+        value = _encoded(correction.label, targets, where)
         counts["same" if np.array_equal(value, encoded[place]) else "changed"] += 1
         encoded[place] = value
     summary = (
@@ -190,44 +191,42 @@ def _encoded(label: Any, labels: Labels, where: str) -> Any:
     )
 
 
-def _texts_at(places: set[int], rows: Rows) -> dict[int, str]:
+def _texts_at(places: list[int], rows: Rows) -> dict[int, str]:
     """The texts of some samples, second ones below the first, as reports show them."""
-    texts_by_place, place = {}, 0
-    for texts, pairs in rows.texts():
-        for index, text in enumerate(texts):
-            if place in places:
-                texts_by_place[place] = f"{text}\n{pairs[index]}" if pairs else text
-            place += 1
-    return texts_by_place
+    blocks = rows.take(np.array(places, np.int64)).texts()
+    texts = (
+        f"{text}\n{pairs[index]}" if pairs else text for texts, pairs in blocks for index, text in enumerate(texts)
+    )
+    return dict(zip(places, texts, strict=True))
 
 
-def _corrections(path: Path) -> list[tuple[str, int, str, Any]]:
-    """(where, row from 0, digest, label) of each line of {"id", "text_digest", "label"}."""
+class _Correction(pydantic.BaseModel, strict=True):
+    """A line of `--label_corrections`."""
+
+    id: pydantic.NonNegativeInt
+    """The row, from 0."""
+    text_digest: str
+    label: str | list[str] | None
+    """None leaves the row out."""
+
+
+def _corrections(path: Path) -> dict[int, tuple[int, _Correction]]:
+    """Row -> (line, correction). Raises UserError naming the line that is none, or a row's second one."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--label_corrections {path} cannot be read: {error}") from None
-    corrections, rows = [], set()
+    corrections: dict[int, tuple[int, _Correction]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            loaded = json.loads(line)
-            row, digest, label = loaded["id"], loaded["text_digest"], loaded["label"]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            row = digest = label = None
-        fits = (
-            label is None
-            or isinstance(label, str)
-            or (isinstance(label, list) and all(isinstance(name, str) for name in label))
-        )
-        if type(row) is not int or row < 0 or not isinstance(digest, str) or not fits:
+            correction = _Correction.model_validate_json(line)
+        except pydantic.ValidationError:
             raise UserError(
                 f'--label_corrections {path}, line {number}: it must be {{"id": row from 0, "text_digest": "...", '
                 '"label": the right one, or null to leave the row out}, as report.html and label_errors.jsonl have them'
-            )
-        if row in rows:
-            raise UserError(f"--label_corrections {path}, line {number}: row {row + 1} is there twice")
-        rows.add(row)
-        corrections.append((f"line {number}", row, digest, label))
+            ) from None
+        if corrections.setdefault(correction.id, (number, correction))[0] != number:
+            raise UserError(f"--label_corrections {path}, line {number}: row {correction.id + 1} is there twice")
     return corrections

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import json
 import os
-import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from toolkit.evaluation.answers import Answers, ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, quoting_of_run, run_of
 from toolkit.features.predict.parts import SEPARATORS, Parts
 from toolkit.pretrained import layer_of
-from toolkit.utils.cache import digest_of_files, digest_of_text, remove
+from toolkit.utils.cache import digest_of_files
 from toolkit.utils.log import logger
 
 WINDOW_ROWS, WINDOW_BYTES = 65536, 64 << 20
@@ -59,9 +58,8 @@ def predict_file(options: Any) -> None:
     saved, output, settings = SavedModel(options.model), _output_of(options), reading(options)
     same_format = not settings.delimiter and format_of(Path(options.file)) == format_of(output)
     parts = Parts(output, settings.encoding, settings.quoting == "none" and same_format)
-    _shard_of(options.shard)  # a wrong one is reported before any work
     table = read_file(options.file, settings)
-    _refuse_columns(table, _columns_added(saved.answers, parts.output, options))
+    _refuse_columns(table, saved.answers, output, options)
     column, pair = columns_read(options, table)
     max_length = saved.length(options.max_length, pair is not None)
     facts = _facts(options, table, accelerator, columns=[column, pair], max_length=max_length)
@@ -70,51 +68,14 @@ def predict_file(options: Any) -> None:
         return
     if accelerator.is_main_process:
         parts.begin(facts, options.overwrite)
+    prediction = _Prediction(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
     try:
-        _predict_and_join(options, accelerator, saved, table, [column, *([pair] if pair else [])], parts, facts)
+        prediction.complete()
     except KeyboardInterrupt:
         finished = sum(end - start for start, end in parts.done().items())
         progress = f"{finished} of {len(table)} rows are finished, in {parts.folder}"
         launch.say(accelerator, f"stopped: {progress}; to continue: {launch.how_launched()['command']}")
         raise
-
-
-def _predict_and_join(
-    options: Any,
-    accelerator: Accelerator,
-    saved: SavedModel,
-    table: Table,
-    columns: list[str],
-    parts: Parts,
-    facts: dict[str, Any],
-) -> None:
-    max_length = facts["max_length"]
-    done: dict[int, int] = broadcast_object_list([parts.done()])[0]
-    missing, rows = len(table) - sum(end - start for start, end in done.items()), len(table)
-    if options.join and missing:
-        raise UserError(
-            f"{parts.folder} lacks rows {listing(parts.missing(rows))} of {rows}: run the shards that are not done"
-        )
-    if missing:
-        names = f"columns {' and '.join(columns)}" if len(columns) > 1 else f"column {columns[0]}"
-        for line in filter(None, [table.note, f"reading {names}, at most {max_length} tokens of each text"]):
-            launch.say(accelerator, line)
-        if done:
-            launch.say(accelerator, f"{rows - missing} of {rows} rows are done in {parts.folder}: continuing")
-        saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-        _predict_parts(options, saved, table, columns, parts, done, json.dumps(facts))
-    if not accelerator.is_main_process:
-        return
-    lacking = parts.missing(rows)
-    if not lacking and (not options.shard or parts.take_joining()):
-        parts.join(of_shards=_in_shards(options))
-        logger.info(f"{rows} rows: {parts.output}")
-    elif not parts.are_joined(facts):  # meanwhile, by another
-        status = (
-            f"not yet: rows {listing(lacking)} (the last one joins all)" if lacking else
-            "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
-        )  # fmt: skip
-        logger.info(f"shard {options.shard} is done; {status}")
 
 
 def _in_shards(options: Any) -> bool:
@@ -156,92 +117,118 @@ class _Window(NamedTuple):
     start: int
     rows: Any
     """As an Arrow table."""
+    split: Split
+    """The texts in it, each of them once."""
+    places: np.ndarray
+    """(rows,): which of the split's samples each row has."""
+    empty: list[int]
+    """Rows of the file without a text."""
 
 
-def _windows(table: Table, done: dict[int, int], shard: tuple[int, int]) -> Iterator[_Window]:
-    """The windows of this shard that are not done: the same rows in each run on the same file."""
-    import pyarrow
+@dataclass(frozen=True)
+class _Prediction:
+    """A file that is labelled, window by window."""
 
-    start = number = 0
-    waiting: list[Any] = []
-    batches = table.batches()
-    while True:
-        batch = next(batches, None)
-        if batch is not None:
-            waiting.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
-        rows = sum(map(len, waiting))
-        if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES):
-            if start not in done and number % shard[1] == shard[0] - 1:
-                yield _Window(start, pyarrow.concat_tables(waiting))
-            start, number, waiting = start + rows, number + 1, []
-        if batch is None:
+    options: Any
+    accelerator: Accelerator
+    saved: SavedModel
+    table: Table
+    columns: list[str]
+    """Of the texts, and of second texts."""
+    parts: Parts
+    facts: dict[str, Any]
+
+    def complete(self) -> None:
+        """Computes what is missing of this shard, and joins the parts when they are all there."""
+        options, parts, rows = self.options, self.parts, len(self.table)
+        done: dict[int, int] = broadcast_object_list([parts.done()])[0]
+        missing = rows - sum(end - start for start, end in done.items())
+        if options.join and missing:
+            lacking = listing(parts.missing(rows))
+            raise UserError(f"{parts.folder} lacks rows {lacking} of {rows}: run the shards that are not done")
+        if missing:
+            self._compute(done, missing)
+        if not self.accelerator.is_main_process:
             return
+        absent = parts.missing(rows)
+        if not absent and (not options.shard or parts.take_joining()):
+            parts.join(of_shards=_in_shards(options))
+            logger.info(f"{rows} rows: {parts.output}")
+        elif not parts.are_joined(self.facts):  # meanwhile, by another
+            status = (
+                f"not yet: rows {listing(absent)} (the last one joins all)" if absent else
+                "another joins them all now; if it was ended meanwhile: the same with --join instead of --shard"
+            )  # fmt: skip
+            logger.info(f"shard {'/'.join(map(str, options.shard))} is done; {status}")
 
+    def _compute(self, done: dict[int, int], missing: int) -> None:
+        """Each window is computed while the next is read and tokenized, and the one before is written."""
+        options, saved, total = self.options, self.saved, len(self.table)
+        names, max_length = " and ".join(self.columns), self.facts["max_length"]
+        read = f"reading column{'s' * (len(self.columns) > 1)} {names}, at most {max_length} tokens of each text"
+        there = f"{total - missing} of {total} rows are done in {self.parts.folder}: continuing" if done else ""
+        for line in filter(None, [self.table.note, read, there]):
+            launch.say(self.accelerator, line)
+        saved.load(self.accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
+        bar = Progress(Path(options.file).name, round(total / (options.shard or (1, 1))[1]) - (total - missing))
+        rows = computed = unanswered = 0
+        empty: list[int] = []
+        windows = self._windows(done)
+        with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
+            following = reader.submit(next, windows, None)
+            written: Future[Any] = writer.submit(int)
+            while (window := following.result()) is not None:
+                following = reader.submit(next, windows, None)
+                outputs = saved.outputs(window.split, PartOfProgress(bar, rows, window.rows.num_rows))
+                rows, computed = rows + window.rows.num_rows, computed + len(window.split)
+                empty += window.empty
+                if self.accelerator.is_main_process:
+                    unanswered += written.result()
+                    written = writer.submit(self._write, window, outputs)
+            unanswered += written.result()
+        seconds = max(time.monotonic() - bar.started, 1e-9)
+        if self.accelerator.is_main_process:
+            if empty:
+                logger.warning(empty_texts(empty, rows))
+            if unanswered:
+                logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}")
+            again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
+            logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
 
-def _predict_parts(
-    options: Any, saved: SavedModel, table: Table, columns: list[str], parts: Parts, done: dict[int, int], name: str
-) -> None:
-    """Each window is computed while the next is read and tokenized, and the one before is written. `name`: what the
-    tokens that processes share are of."""
-    accelerator, shard = saved.accelerator, _shard_of(options.shard)
-    ready = functools.partial(_ready, saved, table, columns, _windows(table, done, shard), name)
-    bar = Progress(
-        Path(options.file).name, round(len(table) / shard[1]) - sum(end - start for start, end in done.items())
-    )
-    rows = computed = unanswered = 0
-    empty: list[int] = []
-    with ThreadPoolExecutor(1, "read") as reader, ThreadPoolExecutor(1, "write") as writer, contextlib.closing(bar):
-        following = reader.submit(ready)
-        written: Future[Any] = writer.submit(int)
-        while (item := following.result()) is not None:
-            window, split, places, blank = item
-            following = reader.submit(ready)
-            outputs = saved.outputs(split, PartOfProgress(bar, rows, window.rows.num_rows))
-            rows, computed = rows + window.rows.num_rows, computed + len(split)
-            empty += (window.start + blank).tolist()
-            if split.folder != Path() and accelerator.is_local_main_process:
-                remove(split.folder.parent)  # every process has computed it, and so has mapped it
-                Path(f"{split.folder.parent}.lock").unlink(missing_ok=True)
-            if accelerator.is_main_process:
-                unanswered += written.result()
-                written = writer.submit(_write, options, saved.answers, parts, window, np.asarray(outputs)[places])
-        unanswered += written.result()
-    seconds = max(time.monotonic() - bar.started, 1e-9)
-    if accelerator.is_main_process:
-        if empty:
-            logger.warning(empty_texts(empty, rows))
-        if unanswered:
-            logger.warning(f"{unanswered} of {rows} rows have no answer: {saved.answers.why_none}")
-        again = f", {rows - computed} of them repeat another's text" if computed < rows else ""
-        logger.info(f"{rows} rows in {seconds:.1f} s ({rows / seconds:.0f} a second{again})")
+    def _windows(self, done: dict[int, int]) -> Iterator[_Window]:
+        """Those of this shard that are not done: the same rows in each run on the same file."""
+        import pyarrow
 
+        shard, shards = self.options.shard or (1, 1)
+        start = number = 0
+        waiting: list[Any] = []
+        for batch in itertools.chain(self.table.batches(), [None]):
+            if batch is not None:
+                waiting.append(batch if isinstance(batch, pyarrow.Table) else pyarrow.Table.from_batches([batch]))
+            rows = sum(map(len, waiting))
+            if rows and (batch is None or rows >= WINDOW_ROWS or sum(part.nbytes for part in waiting) >= WINDOW_BYTES):
+                if start not in done and number % shards == shard - 1:
+                    yield self._tokenized(start, pyarrow.concat_tables(waiting))
+                start, number, waiting = start + rows, number + 1, []
 
-def _ready(
-    saved: SavedModel, table: Table, columns: list[str], windows: Iterator[_Window], name: str
-) -> tuple[_Window, Split, np.ndarray, np.ndarray] | None:
-    """(the next window, the texts in it, each of them once, which of them each row has, which rows have none)."""
-    window = next(windows, None)
-    if window is None:
-        return None
-    separator = separator_of(saved.tokenizer)
-    cells = ([window.rows[name].to_pylist() for name in columns_of(table, column)] for column in columns)
-    read = [joined_texts(some, separator) for some in cells]
-    once: dict[tuple[str, ...], int] = {}
-    places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
-    first = window.start + np.unique(places, return_index=True)[1]
-    texts, *pairs = (list(some) for some in zip(*once, strict=True))
-    several = saved.accelerator.num_processes > 1  # they share the work of tokenizing
-    shared_as = digest_of_text(f"{name} {window.start}") if several else None
-    split = saved.split(texts, pairs[0] if pairs else None, shared_as)
-    blank = np.array([not all(map(str.strip, row)) for row in once])[places]
-    return window, replace(split, name=table.name, rows=first), places, np.flatnonzero(blank)
+    def _tokenized(self, start: int, rows: Any) -> _Window:
+        separator = separator_of(self.saved.tokenizer)
+        cells = ([rows[name].to_pylist() for name in columns_of(self.table, column)] for column in self.columns)
+        read = [joined_texts(some, separator) for some in cells]
+        once: dict[tuple[str, ...], int] = {}
+        places = np.array([once.setdefault(texts, len(once)) for texts in zip(*read, strict=True)], np.int64)
+        texts, *pairs = (list(some) for some in zip(*once, strict=True))
+        split = self.saved.split(texts, pairs[0] if pairs else None, f"{json.dumps(self.facts)} {start}")
+        split = replace(split, name=self.table.name, rows=start + np.unique(places, return_index=True)[1])
+        blank = np.array([not all(map(str.strip, row)) for row in once])[places]
+        return _Window(start, rows, split, places, (start + np.flatnonzero(blank)).tolist())
 
-
-def _write(options: Any, answers: Answers, parts: Parts, window: _Window, outputs: Any) -> int:
-    """How many rows have no answer. `outputs`: of each row its logits, or its title."""
-    columns = _columns(answers, outputs, parts.output, options)
-    parts.write(window.start, window.rows, columns)
-    return sum(answer is None for answer in columns.get("prediction", ()))
+    def _write(self, window: _Window, outputs: Any) -> int:
+        """How many rows have no answer. `outputs`: of each text its logits, or its title."""
+        of_rows = np.asarray(outputs)[window.places]
+        columns = _columns(self.saved.answers, of_rows, self.parts.output, self.options)
+        self.parts.write(window.start, window.rows, columns)
+        return sum(answer is None for answer in columns.get("prediction", ()))
 
 
 def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) -> dict[str, Any]:
@@ -253,23 +240,15 @@ def _facts(options: Any, table: Table, accelerator: Accelerator, **more: Any) ->
     return facts | {"precision": accelerator.mixed_precision} | more
 
 
-def _shard_of(shard: str | None) -> tuple[int, int]:
-    """`3/64` -> (3, 64); all of a file is (1, 1)."""
-    match = re.fullmatch(r"(\d+)/(\d+)", shard or "1/1")
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--shard {shard}: write 3/64 for the third of 64 shards; the first is 1/64")
-    return int(match[1]), int(match[2])
-
-
 def reading(options: Any) -> TextSettings:
-    """How the file is read: as asked, or as the model's run read its own."""
+    """How the file is read: by the options, or as the model's run read its own."""
     names = ("encoding", "delimiter", "column_names")
     quoting = options.quoting or quoting_of_run(options.model, options.file)
     return TextSettings(**{name: getattr(options, name) for name in names}, quoting=quoting)
 
 
 def columns_read(options: Any, table: Any) -> tuple[str, str | None]:
-    """The column of texts and that of second texts: as asked, or those that the model's run learned from."""
+    """The column of texts and that of second texts: by the options, or those that the model was trained on."""
     run = run_of(options.model)["data"]
     if options.text:
         if run.get("text_pair"):
@@ -313,11 +292,6 @@ def _columns(answers: Answers, outputs: Any, output: Path, options: Any) -> dict
     return class_columns(outputs, answers, format_of(output) in SEPARATORS, options.probabilities)
 
 
-def _columns_added(answers: Answers, output: Path, options: Any) -> Iterable[str]:
-    none: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
-    return _columns(answers, none, output, options)
-
-
 def class_columns(
     logits: np.ndarray, answers: ClassAnswers, flat: bool, probabilities: str = "all"
 ) -> dict[str, list[Any]]:
@@ -326,26 +300,21 @@ def class_columns(
     `probabilities`: all, none, or `top-3`: the names and probabilities of the three likeliest.
     """
     labels, lines = answers.labels, list(answers.answers(logits))
-    columns = {"prediction": [line["prediction"] for line in lines]}
+    predictions = [line["prediction"] for line in lines]
     if labels.problem_type == "regression":
-        if labels.size == 1 or not flat:
-            return columns
-        numbers = np.array(columns["prediction"]).reshape(-1, labels.size)
-        return {f"prediction_{name}": numbers[:, place].tolist() for place, name in enumerate(labels.names)}
+        several = labels.size > 1 and flat
+        return _by_name("prediction", labels.names, predictions) if several else {"prediction": predictions}
     if flat and labels.problem_type == "multi_label_classification":
-        columns["prediction"] = [json.dumps(names, ensure_ascii=False) for names in columns["prediction"]]
+        predictions = [json.dumps(names, ensure_ascii=False) for names in predictions]
+    columns, chances = {"prediction": predictions}, [line["probabilities"] for line in lines]
     if probabilities == "none":
         return columns
-    if probabilities == "all" and not flat:
-        return columns | {"probabilities": [line["probabilities"] for line in lines]}
     if probabilities == "all":
-        for place, name in enumerate(labels.names):
-            columns[f"probability_{name}"] = [line["probabilities"][place] for line in lines]
-        return columns
+        return columns | (_by_name("probability", labels.names, chances) if flat else {"probabilities": chances})
     most = min(int(probabilities.removeprefix("top-")), labels.size)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :most]  # (N, most)
-    names = [[labels.names[place] for place in row] for row in order.tolist()]
-    best = [[line["probabilities"][place] for place in row] for line, row in zip(lines, order.tolist(), strict=True)]
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :most].tolist()  # (N, most)
+    names = [[labels.names[place] for place in row] for row in order]
+    best = [[row[place] for place in places] for row, places in zip(chances, order, strict=True)]
     if not flat:
         return columns | {"top_classes": names, "top_probabilities": best}
     for place in range(most):
@@ -354,7 +323,13 @@ def class_columns(
     return columns
 
 
-def _refuse_columns(table: Table, columns: Iterable[str]) -> None:
+def _by_name(prefix: str, names: Sequence[str], rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    return {f"{prefix}_{name}": [row[place] for row in rows] for place, name in enumerate(names)}
+
+
+def _refuse_columns(table: Table, answers: Answers, output: Path, options: Any) -> None:
+    none: Any = np.zeros((0, answers.labels.size), np.float32) if isinstance(answers, ClassAnswers) else []
+    columns = _columns(answers, none, output, options)
     if there := [name for name in columns if name in table.rows.column_names]:
         raise UserError(f"{table.name} already has a column {listing(there)}: rename it, nothing is overwritten")
 

@@ -28,7 +28,6 @@ from toolkit.pretrained import layer_of
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
-from toolkit.utils.cache import digest_of_text, remove
 from toolkit.utils.features import features
 from toolkit.utils.files import as_json, replace_folder
 from toolkit.utils.log import logger
@@ -59,11 +58,9 @@ def evaluate_file(options: Any) -> None:
     facts = {"file": table.digest, "rows": len(table), "columns": [column, pair, *labels.columns], "tokens": max_length}
     launch.same_everywhere(accelerator, "the file and the options", facts)
     saved.load(accelerator, max_length, options.per_device_batch_size, options.max_tokens_per_batch)
-    split, texts = _split_of(saved, table, column, pair, digest_of_text(json.dumps(facts)))
+    split, texts = _split_of(saved, table, column, pair, json.dumps(facts))
     split = replace(split, name=Path(options.file).name, labels=truth)
     logits = saved.outputs(split)
-    if split.folder != Path() and accelerator.is_local_main_process:
-        remove(split.folder.parent)
     if logits is None:
         return
     if note := empty_texts([row for row, text in enumerate(texts) if not text.strip()], len(texts)):
@@ -110,7 +107,7 @@ def _labels_in(table: Table, labels: Labels, options: Any, column: str) -> Label
     return replace(labels, columns=columns, multi_hot=multi_hot, values=values)
 
 
-def _split_of(saved: SavedModel, table: Table, column: str, pair: str | None, name: str) -> tuple[Split, list[str]]:
+def _split_of(saved: SavedModel, table: Table, column: str, pair: str | None, facts: str) -> tuple[Split, list[str]]:
     """(the rows' tokens, their texts)."""
     separator = separator_of(saved.tokenizer)
     texts, pairs = (
@@ -118,8 +115,7 @@ def _split_of(saved: SavedModel, table: Table, column: str, pair: str | None, na
         for each in (column, pair)
     )
     assert texts is not None
-    several = saved.accelerator.num_processes > 1  # they share the work of tokenizing
-    split = saved.split(texts, pairs, name if several else None)
+    split = saved.split(texts, pairs, facts)
     return split, [f"{text}\n{second}" for text, second in zip(texts, pairs, strict=True)] if pairs else texts
 
 

@@ -30,7 +30,9 @@ def _add_predict(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probabilities", type=_probabilities, default="all", metavar="all|none|top-K", help="of which classes [all]"
     )
-    parser.add_argument("--shard", metavar="3/64", help="label only this part of the file, beside others that do so")
+    parser.add_argument(
+        "--shard", type=_shard, metavar="3/64", help="label only this part of the file, beside others that do so"
+    )
     parser.add_argument("--join", action="store_true", help="only write the output of what the shards have finished")
     _add_reading(parser)
 
@@ -71,6 +73,14 @@ def _probabilities(text: str) -> str:
     if not re.fullmatch(r"all|none|top-[1-9]\d*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not all, none or top-3")
     return text
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """`3/64` -> (3, 64)."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text}: write 3/64 for the third of 64 shards; the first is 1/64")
+    return int(match[1]), int(match[2])
 
 
 class PredictFeature(Feature):

@@ -35,7 +35,7 @@ class Parts:
         self.manifest = self.folder / "manifest.json"
 
     def begin(self, facts: dict[str, Any], overwrite: bool) -> None:
-        """Makes the folder, or goes on with one that is of the same. Raises UserError for one of something else."""
+        """Makes the folder, or continues one that is of the same. Raises UserError for one of something else."""
         before, joined = self._manifest()
         if joined and not self.done():  # of an output that is made again
             self.manifest.unlink(missing_ok=True)
@@ -43,8 +43,8 @@ class Parts:
         elif before and (odd := [name for name in facts if facts[name] != before.get(name)]):
             if self.done() and not overwrite:
                 raise UserError(
-                    f"{self.folder} holds parts of another prediction (other: {listing(odd)}): go on with what it was, "
-                    "name another --output, or pass --overwrite to begin anew"
+                    f"{self.folder} holds parts of another prediction (other: {listing(odd)}): repeat its options, "
+                    "name another --output, or pass --overwrite to start over"
                 )
             shutil.rmtree(self.folder)
         if not self.manifest.is_file():

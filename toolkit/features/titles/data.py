@@ -99,7 +99,7 @@ class Titles(Targets):
         return cls(columns[0], settings.data.max_target_length)
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples,) int64 that mean nothing: titles are read when they are kept."""
+        """(samples,) int64 that mean nothing: titles are read when they are saved."""
         return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:

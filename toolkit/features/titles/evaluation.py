@@ -107,7 +107,7 @@ class Writer:
         self.padding = saved.pad_token_id or 0
         plugin = accelerator.state.deepspeed_plugin
         sharded = accelerator.distributed_type == DistributedType.FSDP or (plugin and plugin.zero_stage == 3)
-        # a process whose titles have all ended goes on until the others' have: each call gathers the parameters
+        # a process whose titles have all ended continues until the others' have: each call gathers the parameters
         self.synced = bool(sharded) and accelerator.num_processes > 1
         if isinstance(self.module, FSDPModule):  # its hooks gather what is outside the layers in a whole forward alone
             self.module._get_fsdp_state()._lazy_init()

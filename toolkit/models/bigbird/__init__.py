@@ -39,10 +39,9 @@ def install(model: Model, attention: str = "auto") -> Model:
     Raises UserError for an unknown name and a model without a sparse BigBird encoder.
     """
     if attention not in ATTENTIONS:
-        near = ": gathered took its place" if attention == "blocked" else did_you_mean(attention, ATTENTIONS)
         raise UserError(
-            f"--attn_implementation {attention}: a BigBird has no such attention{near}. It has {', '.join(ATTENTIONS)} "
-            "(all tokens attend to all), and eager (transformers' own, slow)"
+            f"--attn_implementation {attention}: a BigBird has no such attention{did_you_mean(attention, ATTENTIONS)}. "
+            f"It has {', '.join(ATTENTIONS)} (all tokens attend to all), and eager (transformers' own, slow)"
         )
     encoders = [
         part for part in model.modules() if isinstance(part, theirs.BigBirdModel) and not part.config.is_decoder

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from toolkit.errors import first_line
-from toolkit.models.bigbird.plan import Pattern, counts, may_repeat, planned, tables
+from toolkit.models.bigbird.plan import Pattern, counts, may_repeat, tables
 
 _MOST_SAMPLES = 4
 _MOST_SHAPES = 60
@@ -36,6 +36,7 @@ _MOST_MASK_BYTES = 640 * 2**20
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
 _TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
+_tables = torch.compiler.disable(tables)  # a graph would hold the draws of one pattern
 
 
 def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
@@ -46,17 +47,11 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pat
     q, k, v = (x.unflatten(2, (-1, pattern.block)) for x in (query, key, value))  # (B, nh, n, b, hs)
     bias = None if bias is None else bias.to(query.dtype).unflatten(1, (-1, pattern.block))  # (B, n, b)
     ends = _ends(q, k, v, bias)  # (B, nh, 2, b, hs)
-    second, middle = (_table(query, pattern, what) for what in ("second", "middle"))
-    seconds = _rows(q[:, :, 1 :: q.shape[2] - 3], k, v, bias, second)  # (B, nh, 2, b, hs)
-    rows = _rows(q[:, :, 2:-2], k, v, bias, middle)
+    blocks_of = _tables(pattern, query.device)
+    seconds = _rows(q[:, :, 1 :: q.shape[2] - 3], k, v, bias, blocks_of["second"])  # (B, nh, 2, b, hs)
+    rows = _rows(q[:, :, 2:-2], k, v, bias, blocks_of["middle"])
     parts = [ends[:, :, :1], seconds[:, :, :1], rows, seconds[:, :, 1:], ends[:, :, 1:]]
     return torch.cat(parts, dim=2).flatten(2, 3)
-
-
-def _table(like: Tensor, pattern: Pattern, what: str) -> Tensor:
-    if torch.compiler.is_compiling():
-        return planned(like, [*pattern[:-1], int(pattern.training)], what)
-    return tables(pattern, like.device)[what]
 
 
 def _ends(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,7 +124,7 @@ _masks: OrderedDict[tuple[Pattern, torch.device, torch.dtype], tuple[Mask, int]]
 
 
 def mask_of(pattern: Pattern, device: torch.device, dtype: torch.dtype) -> Mask:
-    """Made once per pattern, and kept for all layers, micro-batches and steps, as far as `_MOST_MASK_BYTES` go.
+    """Made once per pattern, and cached for all layers, micro-batches and steps, up to `_MOST_MASK_BYTES`.
     `dtype` is that of scores."""
     key = (pattern, device, dtype)
     if key not in _masks:

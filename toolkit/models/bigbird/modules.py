@@ -1,8 +1,8 @@
 """transformers' BigBird with the forward pass replaced in two of its modules, and nothing else.
 
 Both classes take over instances that exist (`toolkit.models.bigbird.install`): parameters, names, hooks and what is
-saved stay as they are. Which attention runs is decided by the batch and the module's constants alone, never kept:
-a short batch changes nothing for later ones, and a layer recomputed in the backward pass decides alike.
+saved stay as they are. Which attention runs depends on the batch's length and the module's constants alone: a short
+batch changes nothing for later ones, and a layer recomputed in the backward pass decides alike.
 
 B samples, nh heads, S tokens, H = nh * hs hidden
 """
@@ -65,7 +65,7 @@ class SparseAttention(theirs.BigBirdAttention):
 
 
 def runs_full(part: Any, length: int) -> bool:
-    """Whether a batch of so many tokens runs full attention in a module: asked for, or too short for the pattern."""
+    """Whether a batch of so many tokens runs full attention in a module: by its setting, or as too short for sparse."""
     short = length <= full_attention_up_to(part.config.block_size, part.config.num_random_blocks)
     return short or part.fast_attention == "full" or part.attention_type != "block_sparse"
 
@@ -149,8 +149,8 @@ class BigBirdModel(theirs.BigBirdModel):
 
 
 def _visible(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A GPU is
-    not asked, since it would be waited for: a batch without padding comes without a mask (`Collator`)."""
+    """(B, S), true where a token is to be read; None where all are, so that no kernel adds a bias of zeros. A mask on a
+    GPU is not checked, which would synchronise: a batch without padding comes without a mask (`Collator`)."""
     if attention_mask is None:
         return None
     visible = attention_mask != 0

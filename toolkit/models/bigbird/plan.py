@@ -11,7 +11,7 @@ nh heads, b block size, n = length / b blocks, r random blocks, W key blocks of 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def may_repeat(pattern: Pattern) -> bool:
 # the 53 lengths of a model of 4096 tokens, in each of 12 layers, are 636; 24 layers of 16384 tokens have 5880
 @functools.lru_cache(maxsize=8192)
 def tables(pattern: Pattern, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The key blocks that each query block reads, kept on the device.
+    """The key blocks that each query block reads, cached on the device.
 
     `second` (nh, 2, 4 + r) holds those of query blocks 1 and n - 2, `middle` (nh, n - 4, 5 + r) those of the
     blocks between. They must not be written to.
@@ -104,22 +104,3 @@ def counts(pattern: Pattern, width: int, device: torch.device | str) -> Tensor:
                         (read[:, 2 : blocks - 2], blocks_of["middle"])):  # fmt: skip
         rows.scatter_add_(-1, table, torch.ones_like(table, dtype=torch.int32))
     return read
-
-
-@torch.library.custom_op("toolkit::bigbird_plan", mutates_args=())
-def planned(like: Tensor, pattern: list[int], what: str) -> Tensor:
-    """One of `tables` on the device of `like`.
-
-    An operator, so that torch.compile neither traces numpy's draws nor freezes them for one length; a copy, so
-    that compiled code cannot write to the cached table.
-    """
-    seed, heads, block, random, longest, length, training = pattern
-    blocks_of = tables(Pattern(seed, heads, block, random, longest, length, bool(training)), like.device)
-    return blocks_of[what].clone()
-
-
-@planned.register_fake
-def _(like: Any, pattern: Any, what: Any) -> Any:
-    _, heads, block, random, _, length, _ = pattern
-    shape = (2, 4 + random) if what == "second" else (length // block - 4, 5 + random)
-    return like.new_empty(heads, *shape, dtype=torch.int64)

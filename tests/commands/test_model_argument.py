@@ -1,0 +1,22 @@
+"""Commands that take the model as an argument name it as it was typed; recipes name their setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.runs import start
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["predict", "./no-such", "--text", "x"], "error: ./no-such cannot be loaded"),
+        (["estimate", "./no-such"], "error: ./no-such cannot be loaded"),
+        (["to-bigbird", "./no-such", "out"], "error: ./no-such cannot be loaded"),
+        (["estimate", "cls", "--model_name_or_path", "./no-such"], "error: --model_name_or_path ./no-such cannot"),
+    ],
+)
+def test_a_model_that_is_not_there(words: Sequence[str], named: str) -> None:
+    start(["toolkit", *words]).says_in_one_line(named)
