@@ -122,8 +122,8 @@ def is_jieba(source: Any) -> bool:
 
 
 class WordBackend:
-    """In the place of a `tokenizers.Tokenizer`: it is that one, but a copy with a pre-tokenizer of ours makes the tokens,
-    as a tokenizer with one can be neither saved nor copied. Added tokens are matched as they are written."""
+    """In the place of a `tokenizers.Tokenizer`: a copy of it with a pre-tokenizer of ours makes the tokens, as one that
+    has such a part can be neither saved nor copied. Added tokens are matched as they are written."""
 
     def __init__(self, backend: Tokenizer) -> None:
         vars(self).update(_backend=backend, segmenter=load_jieba().name, _settings=[])
@@ -148,8 +148,8 @@ class WordBackend:
     def _encoder(self, max_length: int | None = None) -> Tokenizer:
         """Made anew where tokens were added or the settings changed."""
         backend = self._backend
-        settings = [max_length, backend.get_vocab_size(), backend.truncation, backend.padding,
-                    backend.encode_special_tokens, backend.post_processor and backend.post_processor.__getstate__()]  # fmt: skip
+        settings = [max_length, backend.get_vocab_size(), backend.truncation, backend.padding]
+        settings += [backend.encode_special_tokens, backend.post_processor and backend.post_processor.__getstate__()]
         if settings != self._settings:
             encoder = copy.deepcopy(backend)
             encoder.pre_tokenizer = PreTokenizer.custom(_Words(backend, max_length))
@@ -173,9 +173,9 @@ class _Words:
         text.split(self._split)
 
     def _split(self, _: int, text: NormalizedString) -> list[NormalizedString]:
-        pieces, end = list[NormalizedString](), 0
+        pieces, end = list[Any](), 0
         for word in load_jieba().cutter.cut(str(text), HMM=False):
-            piece = text[end : (end := end + len(word))]
+            piece: Any = text[end : (end := end + len(word))]
             if word in self.words:
                 pieces.append(piece)
             else:
