@@ -91,13 +91,6 @@ def order_of(train: Split, epoch: int, seed: int = 1) -> list[np.ndarray]:
     return GlobalBatches(train.lengths, 32, seed, epoch, chances=train.chances)
 
 
-def test_a_drawn_epoch_follows_seed_and_epoch_and_is_as_long() -> None:
-    train = balanced(sampling="balanced")["train"]
-    again = [np.concatenate(order_of(train, 2)).tolist() for _ in range(2)]
-    assert again[0] == again[1] != np.concatenate(order_of(train, 3)).tolist()
-    assert [len(batch) for batch in order_of(train, 0)] == [32] * 6 + [18]
-
-
 def test_one_long_text_may_be_drawn_again_and_again() -> None:
     """DeepSpeed is told the most micro-batches of a step before it begins."""
     train = of_lengths(np.array([100, *[8] * 63]))

@@ -37,14 +37,8 @@ def reviews() -> list[str]:
 def real_texts(reviews: list[str]) -> list[str]:
     mixed = random.Random(3)
     odd = ["".join(mixed.choices(ODD, k=mixed.randint(0, 12))) for _ in range(300)]
-    return [
-        *reviews[:3000],
-        *("".join(reviews[start : start + 10]) for start in range(3000, 4000, 10)),
-        *odd,
-        "",
-        " ",
-        "\n",
-    ]
+    long = ["".join(reviews[start : start + 10]) for start in range(3000, 4000, 10)]
+    return [*reviews[:3000], *long, *odd, "", " ", "\n"]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +94,8 @@ def test_the_ids_are_those_of_the_published_class(ours: Any, published: Any, rea
     for text, ids in zip(real_texts, made, strict=True):
         assert ids == published(text)["input_ids"], repr(text)
     assert made[5] == ours(real_texts[5])["input_ids"] == ours.encode(real_texts[5])
+    offsets = ours("我们的，Mate", return_offsets_mapping=True)["offset_mapping"][1:-1]
+    assert [offsets[0], offsets[1], offsets[-1][1]] == [(0, 2), (2, 3), 8]
     # and words are what this is about
     tokens = ours.convert_ids_to_tokens([token for ids in made for token in ids])
     assert sum(len(token) > 1 and re.match(f"[{HAN}]", token) is not None for token in tokens) > len(tokens) / 5
@@ -114,6 +110,9 @@ def test_cut_texts_are_the_beginning_and_are_counted(
     options = {"return_attention_mask": False, "return_token_type_ids": False}
     batch = ours(real_texts, truncation=True, max_length=length, **options)
     assert set(batch) == {"input_ids"}
+    fast = ours.backend_tokenizer.encode_batch_fast(real_texts)  # which segments no more of a text than it needs
+    assert [encoding.ids for encoding in fast] == batch["input_ids"]
+    assert [not each.overflowing for each in fast] == [not each.overflowing for each in batch.encodings]
     for text, ids, encoding in zip(real_texts, batch["input_ids"], batch.encodings, strict=True):
         whole = published(text)["input_ids"][1:-1]
         kept = whole[: length - 2] if side == "right" else whole[max(0, len(whole) - length + 2) :]

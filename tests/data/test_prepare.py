@@ -158,7 +158,6 @@ def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows:
         (["title", "body"], None, "Name one of title, body with --text_column"),
         (["number"], None, "Name one of number with --text_column"),
         (["title", "text"], "title,txt", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
-        (["title", "text"], "txt,title", r"no column 'txt' \(did you mean text\?\): it has title, text.*--text_column"),
     ],
 )
 def test_a_text_column_that_cannot_be_told(

@@ -22,7 +22,8 @@ from toolkit.data.tokens import (
     fingerprint,
     load_split,
     save_tokens,
-    write_texts,
+    text_items,
+    write_lines,
 )
 from toolkit.errors import UserError
 
@@ -46,7 +47,7 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
         assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "whole.npy").read_bytes()
     np.save(folder / "labels.npy", labels)
     np.save(folder / "rows.npy", rows)
-    list(write_texts(folder, [(lines[:2], None), (lines[2:], None)]))
+    list(write_lines(folder / "texts.jsonl", [(lines[:2], None), (lines[2:], None)], text_items))
     split = load_split(tmp_path, "train")
     assert len(split) == 5
     theirs = tokenizer(TEXTS, truncation=True, max_length=20)["input_ids"]
@@ -56,14 +57,6 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert (split.labels.tolist(), split.rows.tolist()) == (labels.tolist(), rows.tolist())
     assert split.texts() == lines
     assert isinstance(split.input_ids, np.memmap)
-
-
-def test_sources_of_an_older_version_are_read(tmp_path: Path) -> None:
-    """Each line was text that holds JSON; the digest of such a folder is the same, since runs resume by it."""
-    (tmp_path / "sources.jsonl").write_text('"{\\"site\\": \\"a\\"}"\n{"site": "b"}\n', encoding="utf-8")
-    arrays = {name: np.zeros(2, np.int64) for name in ("rows", "labels", "input_ids")}
-    split = tokens.Split("test", tmp_path, offsets=np.arange(3), **arrays)  # type: ignore[arg-type]
-    assert split.groups()["site"] == ["a", "b"]
 
 
 def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:

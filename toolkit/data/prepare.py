@@ -211,8 +211,8 @@ def _write(
         texts: Iterator[tokens.TextBlock] = rows.texts()
         if split != "train":  # for reports
             inputs = [*columns, *columns_of(rows.table, pair or column), *getattr(targets, "columns", ())]
-            deque(tokens.write_lines(folder / split / "sources.jsonl", selection.sources(rows, inputs)), maxlen=0)
-            texts = tokens.write_texts(folder / split, texts)
+            deque(tokens.write_lines(folder / split / "groups.jsonl", selection.sources(rows, inputs)), maxlen=0)
+            texts = tokens.write_lines(folder / split / "texts.jsonl", texts, tokens.text_items)
         blocks = tokens.encoded(tokenizer, texts, facts["max_length"], len(rows), f"tokens of {split}")
         counts = tokens.save_tokens(folder / split, blocks, unknown=tokenizer.unk_token_id)
         notes += _notes_on(split, counts, len(rows), facts["max_length"])
@@ -246,7 +246,7 @@ def _selected(
 
     rows = usable(train)
     targets = targets_class.find(settings, train, column, rows.numbers)
-    rows_of = {"train": replace(rows, targets=targets.encode(train, rows.numbers))}
+    rows_of = {"train": rows.with_targets(targets)}
     for feature in features():
         changed, more = feature.select_rows(settings, facts, rows_of["train"], targets)
         rows_of |= changed
@@ -258,9 +258,8 @@ def _selected(
     for split, table in others.items():
         if split == "test" and targets.all_missing(table):
             notes.append(f"{table.name} has no labels: it is left out (`toolkit predict` labels it)")
-            continue
-        rows = usable(table)
-        rows_of[split] = replace(rows, targets=targets.encode(table, rows.numbers))
+        else:
+            rows_of[split] = usable(table).with_targets(targets)
     if "validation" not in rows_of:
         parts, more = selection.hold_back(rows_of.pop("train"), targets, data.validation_split, seed)
         rows_of = {**parts, **rows_of}

@@ -110,6 +110,10 @@ class Rows:
         for texts, *pairs in text_blocks(self.table, self.columns, self.separator, self.numbers):
             yield texts, pairs[0] if pairs else None
 
+    def with_targets(self, targets: Targets) -> Rows:
+        """Raises UserError naming a row without a label."""
+        return replace(self, targets=targets.encode(self.table, self.numbers))
+
     def take(self, places: np.ndarray) -> Rows:
         return replace(
             self,

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from toolkit.errors import UserError
 from toolkit.pretrained import encoder_config, explained, full_attention_up_to, load_plain_tokenizer, refuse_unusable
 
 _BATCH_TEXTS = 2000
+_Block = TypeVar("_Block")
 TextBlock = tuple[Sequence[str], Sequence[str] | None]
 """Some texts, and their second ones where they are pairs."""
 
@@ -117,13 +118,12 @@ class Split:
 
     def texts(self) -> list[str]:
         """The source texts, the second of a pair below the first; empty for the training split, which keeps none."""
-        texts, pairs = read_lines(self.folder / "texts.jsonl"), read_lines(self.folder / "pairs.jsonl")
-        return [f"{text}\n{pair}" for text, pair in zip(texts, pairs, strict=True)] if pairs else texts
+        lines = read_lines(self.folder / "texts.jsonl")
+        return [text if isinstance(text, str) else "\n".join(text) for text in lines]
 
     def sources(self) -> list[dict[str, str]]:
         """Of each sample the cells of the source's columns that group rows; empty where there are none."""
-        lines = read_lines(self.folder / "sources.jsonl")
-        return [json.loads(line) if isinstance(line, str) else line for line in lines]  # of older versions: as text
+        return read_lines(self.folder / "groups.jsonl")
 
     def groups(self) -> dict[str, list[str]]:
         """Criteria that group rows, their length and each such column -> the value of each sample."""
@@ -133,8 +133,9 @@ class Split:
 
     def cut(self, tokenizer: Any, max_length: int, name: str) -> Split:
         """The same samples, with at most `max_length` tokens of each text; for a split that keeps its texts."""
-        texts, pairs = read_lines(self.folder / "texts.jsonl"), read_lines(self.folder / "pairs.jsonl")
-        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs or None)
+        lines = read_lines(self.folder / "texts.jsonl")
+        texts, pairs = (lines, None) if isinstance(lines[0], str) else zip(*lines, strict=True)
+        arrays: dict[str, Any] = encode(tokenizer, texts, max_length, pairs=pairs)
         return replace(self, name=name, **arrays)
 
 
@@ -153,24 +154,20 @@ def read_lines(path: Path) -> list[Any]:
         return [json.loads(line) for line in file]
 
 
-def write_lines(path: Path, blocks: Iterable[Sequence[Any]]) -> Iterator[Sequence[Any]]:
-    """Yields blocks of strings (or of other JSON) as they are, and writes each, an item a line."""
+def write_lines(
+    path: Path, blocks: Iterable[_Block], items_of: Callable[[Any], Iterable[Any]] = iter
+) -> Iterator[_Block]:
+    """Yields blocks as they are, and writes the items of each as JSON, an item a line."""
     with path.open("w", encoding="utf-8") as file:
         for block in blocks:
-            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in block)
+            file.writelines(json.dumps(item, ensure_ascii=False) + "\n" for item in items_of(block))
             yield block
 
 
-def write_texts(folder: Path, blocks: Iterable[TextBlock]) -> Iterator[TextBlock]:
-    """Yields blocks of texts as they are, and writes each for `Split.texts`."""
-    with (folder / "texts.jsonl").open("w", encoding="utf-8") as texts, contextlib.ExitStack() as files:
-        pairs = None
-        for block in blocks:
-            texts.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in block[0])
-            if block[1] is not None:
-                pairs = pairs or files.enter_context((folder / "pairs.jsonl").open("w", encoding="utf-8"))
-                pairs.writelines(json.dumps(text, ensure_ascii=False) + "\n" for text in block[1])
-            yield block
+def text_items(block: TextBlock) -> Iterable[Any]:
+    """What `Split.texts` reads: a text, or both of a pair."""
+    texts, pairs = block
+    return texts if pairs is None else zip(texts, pairs, strict=True)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
         with replace_folder(folder, overwrite=True) as draft:
             make(draft)
             files = {name: [path.stat().st_size, digest_of_file(path)] for name, path in files_of(draft).items()}
-            (draft / FILES).write_text(json.dumps({"source": source, "files": files}), encoding="utf-8")
+            (draft / FILES).write_text(json.dumps({"source": source, "checksums": files}), encoding="utf-8")
         damage_of(folder)
 
 
@@ -81,7 +81,7 @@ def damage_of(folder: Path) -> str | None:
         return ""
     checked = checked_file(folder)
     try:
-        listed = json.loads((folder / FILES).read_bytes())["files"]
+        listed = json.loads((folder / FILES).read_bytes())["checksums"]
         stats = {name: (folder / name).stat() for name in listed}
         odd = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})
