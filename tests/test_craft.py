@@ -69,7 +69,9 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
             if name == "ema":
                 jobs.append([*job, *EACH, "--output_dir", runs / "ema by hand"])
             jobs += [[*job, "--output_dir", runs / each, "--max_steps", STEPS] for each in (name, *again)]
-        (runs.with_suffix(".err")).write_text(run_jobs(runs, WAYS[way], jobs, seconds=500).err, encoding="utf-8")
+        (runs.with_suffix(".err")).write_text(
+            run_jobs(runs, WAYS[way], jobs, 500, pages=not WAYS[way]).err, encoding="utf-8"
+        )
         return runs
 
     return run

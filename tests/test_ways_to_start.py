@@ -89,10 +89,8 @@ def _as_srun(rank: int) -> dict[str, str]:
 def test_schedulers_variables(variables, settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two processes with a scheduler's variables and nothing else find each other."""
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    processes = [begin(command, variables(rank)) for rank in range(2)]
-    outcomes = [process.communicate(timeout=200) for process in processes]
-    finished = Finished(max(process.returncode for process in processes), "", outcomes[0][1] + outcomes[1][1])
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+    for process in [begin(command, variables(rank)) for rank in range(2)]:
+        assert_run(process.finish(200), tmp_path / "run", reference, 2, "MULTI_CPU")
 
 
 @pytest.mark.multiprocess
@@ -161,8 +159,9 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Pat
         assert started.poll() is None
         watched = first.children() if who == "its processes" else [first]
     os.killpg(started.pid, signal.SIGINT)
-    error = started.communicate(timeout=60)[1]
-    assert started.returncode == 130, error
+    done = started.finish(60)
+    error = done.err
+    assert done.code == 130, error
     (line,) = error.splitlines()
     assert line.split("] ")[-1] == "interrupted"
 

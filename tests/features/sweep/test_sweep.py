@@ -145,13 +145,13 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     with begin(command) as process:
         wait_for_steps(run)
         os.kill(process.pid, number)
-        _, printed = process.communicate(timeout=30)
-    assert process.returncode == code, printed
+        done = process.finish(30)
+    assert done.code == code, done.err
     until = time.monotonic() + 20
     while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
         time.sleep(0.05)  # the child of a killed sweep gets a stop signal, too
-    done = len(lines_of(run / "metrics.jsonl"))
-    assert 0 < done < 4
+    steps = len(lines_of(run / "metrics.jsonl"))
+    assert 0 < steps < 4
     again = swept(*words)
     assert "trial-000" not in again.split("best settings")[0]
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
