@@ -361,9 +361,8 @@ def test_the_launchers_continue(
     """After a killed rank by `--max_restarts`; a silence shorter than the timeout, as where a switch fails over, ends
     nothing (on GPUs `--peer_timeout` is 120 by default)."""
     more = ["--max_restarts", "1"] if "killed" in what else ["--peer_timeout", "120"]
-    started = _training(
-        hosts, _command("2node", long_settings, tmp_path / "run", "--max_steps", "40", *more), tmp_path / "run", 12
-    )
+    command = _command("2node", long_settings, tmp_path / "run", "--max_steps", "40", *more)
+    started = _training(hosts, command, tmp_path / "run", 12 if "killed" in what else 3)
     if "killed" in what:
         _worker(hosts, "b").kill()
         killed = time.monotonic()

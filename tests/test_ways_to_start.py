@@ -30,8 +30,6 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
         ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
 }  # fmt: skip
 MORE: dict[str, tuple[list[str], int, str]] = {
-    "accelerate, file after, overridden": (
-        [*AFTER, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"], 3, "MULTI_CPU"),
     "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
     "torchrun and a file": (
         ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
@@ -106,11 +104,12 @@ def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
 def test_the_file_after_the_script_and_a_port_that_another_job_holds(
     settings: list[str], reference: Path, tmp_path: Path
 ) -> None:
-    """Two jobs on one machine: the second finds a port of its own."""
+    """Two jobs on one machine: the second finds a port of its own. `--num_processes` there overrides the file."""
     with socket.create_server(("", 0)) as taken:
-        way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", str(taken.getsockname()[1])]
+        way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
+               str(taken.getsockname()[1])]  # fmt: skip
         finished = start([*AFTER, *settings, "--output_dir", tmp_path / "run", *way], fresh=True)
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+    assert_run(finished, tmp_path / "run", reference, 3, "MULTI_CPU")
 
 
 MULTI_CPU = """compute_environment: LOCAL_MACHINE
