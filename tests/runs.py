@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,15 +103,23 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
 class Process:
     """A process in a session of its own, whose output goes to files. Left as a context, its session is killed."""
 
-    def __init__(self, folder: Path, pid: int, poll: Callable[[], int | None], stdin: int = -1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        pid: int,
+        poll: Callable[[], int | None],
+        stdin: int = -1,
+        readers: Sequence[threading.Thread] = (),
+    ) -> None:
         self.pid, self.poll = pid, poll
-        self._folder, self._stdin = folder, stdin
+        self._folder, self._stdin, self._readers = folder, stdin, readers
         self._lines_read = {"out": 0, "err": 0}
 
     def wait(self, seconds: float) -> int:
-        """Its exit code (negative: the signal); after that time its session is killed, and AssertionError."""
+        """Its exit code (negative: the signal), once nobody prints to its streams any more, as a shell has it;
+        after that time its session is killed, and AssertionError."""
         deadline = time.monotonic() + seconds
-        while (code := self.poll()) is None:
+        while (code := self.poll()) is None or any(reader.is_alive() for reader in self._readers):
             if time.monotonic() > deadline:
                 self.kill_session()
                 left = self.left()
@@ -161,7 +170,9 @@ class Process:
     def kill_session(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.wait(60)
+        deadline = time.monotonic() + 60
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def __enter__(self) -> Process:
         return self
@@ -180,11 +191,21 @@ def _new_folder() -> Path:
 def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
     """Starts a command."""
     folder = _new_folder()
-    with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
-        process = subprocess.Popen(
-            list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
-            stdout=out, stderr=err, start_new_session=True)  # fmt: skip
-    return Process(folder, process.pid, process.poll)
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+
+    def copy(stream: Any, path: Path) -> None:
+        with stream, path.open("wb", buffering=0) as file:
+            while chunk := stream.read1(1 << 16):
+                file.write(chunk)
+
+    readers = []
+    for name, stream in (("out", process.stdout), ("err", process.stderr)):
+        (folder / name).touch()
+        readers.append(threading.Thread(target=copy, args=(stream, folder / name), daemon=True))
+        readers[-1].start()
+    return Process(folder, process.pid, process.poll, readers=readers)
 
 
 def fork(

@@ -142,10 +142,10 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
     command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
-    with begin(command) as process:
-        wait_for_steps(run)
-        os.kill(process.pid, number)
-        done = process.finish(30)
+    process = begin(command)
+    wait_for_steps(run)
+    os.kill(process.pid, number)
+    done = process.finish(30)
     assert done.code == code, done.err
     until = time.monotonic() + 20
     while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
