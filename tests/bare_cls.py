@@ -1,4 +1,4 @@
-"""recipes/cls.py for many jobs: without its pages, and a job that is refused leaves its line in FOLDER.refused."""
+"""recipes/cls.py for many jobs: a job that is refused leaves its line in FOLDER.refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 
 from recipes import cls
 from toolkit.errors import UserError
-from toolkit.run import Run
 
 
 def main() -> None:
-    Run._write_pages = lambda self: None  # type: ignore[method-assign]
     folder = sys.argv[sys.argv.index("--output_dir") + 1]
     try:
         cls.main()

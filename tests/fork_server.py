@@ -1,10 +1,10 @@
 """Starts recipes from a process that has imported what they import, which is most of the time that a start takes.
 
-    python tests/fork_server.py
+    python tests/fork_server.py [MODULE...]     which are imported instead
 
-Each line of standard input is a JSON object {"argv": [...], "env": {...}, "out": PATH, "err": PATH, "largest_file":
-BYTES or null}. It is answered by the process id of the new process, a line of standard output, and by its exit code
-when it has ended, another line.
+Each line of standard input is a JSON object {"argv": [...], "env": {...}, "folder": PATH, "largest_file": BYTES or
+null}. It is answered by the process id of the new process, a line of standard output. The folder has its output (`out`,
+`err`), its input where there is a pipe `in`, and, when it has ended, its exit code (`code`).
 
 In a new process all goes its usual way: the recipe, `accelerate launch`, torchrun's agent and its processes. Only
 where one of them starts another Python program (Popen), that program begins in a fork.
@@ -12,12 +12,14 @@ where one of them starts another Python program (Popen), that program begins in 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
 import resource
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -27,24 +29,42 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = ("datasets", "deepspeed", "sklearn.metrics", "sklearn.model_selection", "toolkit.report.html",
-             "toolkit.features.compare.command", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
+             "toolkit.report.card", "toolkit.features.compare.command",
+             "toolkit.features.baselines.baselines", "sklearn.feature_extraction.text", "sklearn.linear_model",
+             "matplotlib.backends.backend_svg", "toolkit.launch.launcher", "recipes.cls", "recipes.bigbird",
              "recipes.title", "toolkit.api", "toolkit.run", "toolkit.training.prepare", "toolkit.models.to_bigbird",
              "deepspeed.runtime.zero.muon.muon_optimizer")  # fmt: skip
 _execute_child = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 def serve() -> None:
-    for line in sys.stdin:
-        request = json.loads(line)
-        if not (child := os.fork()):
-            os.setsid()
-            for number, path in enumerate((os.devnull, request["out"], request["err"])):
-                os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
-            if request["largest_file"] is not None:  # writing beyond it fails (EFBIG: Python ignores the signal)
-                resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
-            become([sys.executable, *request["argv"]], request["env"])
-        print(child, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    running: dict[int, Path] = {}
+    while True:
+        if select.select([0], [], [], 0.005 if running else None)[0]:
+            if not (line := sys.stdin.readline()):
+                return
+            request = json.loads(line)
+            folder = Path(request["folder"])
+            if not (child := os.fork()):
+                os.setsid()
+                pipe = folder / "in"
+                os.dup2(os.open(pipe if pipe.exists() else os.devnull, os.O_RDONLY), 0)
+                for number, name in enumerate(("out", "err"), 1):
+                    os.dup2(os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+                if request["largest_file"] is not None:  # writing beyond it fails (EFBIG: Python ignores the signal)
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (request["largest_file"],) * 2)
+                become([sys.executable, *request["argv"]], request["env"])
+            for name in ("out", "err"):
+                (folder / name).touch()
+            running[child] = folder
+            print(child, flush=True)
+        for child in list(running):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                folder = running.pop(child)
+                with contextlib.suppress(OSError):  # nobody waits for it any more
+                    (folder / "draft").write_text(str(os.waitstatus_to_exitcode(status)))
+                    (folder / "draft").rename(folder / "code")
 
 
 def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
@@ -57,6 +77,8 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     os.environ.update(env)
     if threads := env.get("OMP_NUM_THREADS"):  # torch read it when it was imported
         sys.modules["torch"].set_num_threads(int(threads))
+    if "TESTS_WITHOUT_PAGES" in env:  # most of the time that a short run takes
+        sys.modules["toolkit.report.summary"].RunSummary.write_pages = touch_page  # type: ignore[attr-defined]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     words = [word for word in command[1:] if word != "-u"]
     code = 0
@@ -77,6 +99,11 @@ def become(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def touch_page(summary: Any, best_step: int) -> None:
+    """`RunSummary.write_pages`, as far as a run is known by it to have ended."""
+    (summary.folder / "report.html").touch()
 
 
 def is_python(command: Any) -> bool:
@@ -109,7 +136,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     if not Path("/proc/driver/nvidia").exists():
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed asks when it is imported
-    for module in _IMPORTED:
+    for module in sys.argv[1:] or _IMPORTED:
         importlib.import_module(module)
     for module in [name for name in sys.modules if name.startswith("recipes.")]:
         del sys.modules[module]  # a test may write one of that name

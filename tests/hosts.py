@@ -15,7 +15,6 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.runs import ROOT, Finished, environment
+from tests.runs import Finished, Process, begin
 
 HOSTS = ("a", "b")
 NAMES = {"a": "hostA", "b": "hostB"}
@@ -49,7 +48,7 @@ class TwoHosts:
         stem = f"{_PREFIX}{os.getpid()}x{next(_COUNTER)}"
         self._spaces = {host: f"{stem}{host}" for host in HOSTS}
         self._folder = Path()
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Process] = []
         self._rules: list[tuple[str, tuple[str, ...]]] = []
 
     def __enter__(self) -> TwoHosts:
@@ -66,11 +65,7 @@ class TwoHosts:
         for space in self._spaces.values():
             _remove(space)
         for process in self._started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)  # no zombie is left, and its pipes are closed
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            process.__exit__()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _build(self) -> None:
@@ -93,10 +88,6 @@ class TwoHosts:
             lines.append(f"{address} {NAMES[other]}")
         return "\n".join(lines) + "\n"
 
-    def folder(self, host: str) -> Path:
-        """A folder that only this host's programs are told of (their TMPDIR)."""
-        return self._folder / host
-
     # -- programs --------------------------------------------------------------------------------------------------
 
     def start(
@@ -104,59 +95,28 @@ class TwoHosts:
         host: str,
         command: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
-        cwd: Path = ROOT,
         binds: Mapping[str | Path, str | Path] | None = None,
-        **options: Any,
-    ) -> subprocess.Popen[str]:
-        """Starts a program on a host and gives the process back (its output in pipes unless `options` say otherwise).
-
-        `binds`: path -> what is seen there instead, by this program alone. The process id is the program's own.
-        """
+    ) -> Process:
+        """Starts a program on a host. `binds`: path -> what is seen there instead, by this program alone."""
         mounts = [shlex.join(["mount", "--bind", str(seen), str(path)]) for path, seen in (binds or {}).items()]
         prepare = [f"echo {NAMES[host]} > /proc/sys/kernel/hostname", *mounts, 'exec "$@"']
         inside = ["unshare", "--uts", "--", "sh", "-ec", "\n".join(prepare), "sh", *map(str, command)]
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self._spaces[host], *inside],
-            cwd=cwd,
-            env={**environment(), "TMPDIR": str(self.folder(host)), **(env or {})},
-            text=True,
-            start_new_session=True,
-            **{
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                "errors": "replace",
-                **options,
-            },
-        )
+        variables = {"TMPDIR": str(self._folder / host), **(env or {})}
+        process = begin(["ip", "netns", "exec", self._spaces[host], *inside], variables)
         self._started.append(process)
         return process
 
     def run(self, host: str, command: Sequence[str | Path], seconds: float = 60, **options: Any) -> Finished:
-        """Runs a program to its end; AssertionError with its output where that takes longer than `seconds`."""
-        return self.finish(self.start(host, command, **options), seconds)
-
-    @staticmethod
-    def finish(process: subprocess.Popen[str], seconds: float = 60) -> Finished:
-        """Waits for a started program; ends it and its session when it takes longer than `seconds`."""
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate(timeout=10)
-            text = f"{process.args} did not end in {seconds} s:\n{out[-3000:]}\n{err[-3000:]}"
-            raise AssertionError(text) from None
-        return Finished(process.returncode, out, err)
+        return self.start(host, command, **options).finish(seconds)
 
     def start_both(self, commands: Mapping[str, Sequence[str | Path]], **options: Any) -> dict[str, Any]:
         """Host -> command; each of `options` may be a mapping as well: host -> what it is there."""
         return {host: self.start(host, command, **{name: value.get(host) for name, value in options.items()})
                 for host, command in commands.items()}  # fmt: skip
 
-    def finish_both(self, started: Mapping[str, subprocess.Popen[str]], seconds: float = 60) -> dict[str, Finished]:
+    def finish_both(self, started: Mapping[str, Process], seconds: float = 60) -> dict[str, Finished]:
         deadline = time.monotonic() + seconds
-        return {host: self.finish(process, max(1.0, deadline - time.monotonic())) for host, process in started.items()}
+        return {host: process.finish(max(1.0, deadline - time.monotonic())) for host, process in started.items()}
 
     def run_both(
         self, commands: Mapping[str, Sequence[str | Path]], seconds: float = 60, **options: Any
@@ -202,13 +162,6 @@ class TwoHosts:
         for host in HOSTS:
             self.ip(host, "link", "set", INTERFACE, "up")
             self.ip(host, "neigh", "flush", "dev", INTERFACE, "nud", "permanent")
-
-    def add_interface(self, host: str, name: str, address: str) -> None:
-        """An interface that is up and leads to nobody; `address` as in 10.99.0.1/24. It stays."""
-        self.ip(host, "link", "add", name, "type", "veth", "peer", "name", f"{name}-far")
-        self.ip(host, "addr", "add", address, "dev", name)
-        for end in (name, f"{name}-far"):
-            self.ip(host, "link", "set", end, "up")
 
 
 @pytest.fixture(scope="module")

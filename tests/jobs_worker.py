@@ -21,11 +21,14 @@ from tests.runs import Finished, recipe
 from toolkit import launch
 
 
-def run_jobs(folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300) -> Finished:
+def run_jobs(
+    folder: Path, way: Sequence[str], jobs: Sequence[Sequence[Any]], seconds: float = 300, pages: bool = False
+) -> Finished:
     """Starts the group that `way` asks for; every job of it must succeed. The list is kept in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps([[str(word) for word in job] for job in jobs]), encoding="utf-8")
-    return recipe(folder / "jobs.json", *way, script="tests/jobs_worker.py", seconds=seconds).succeeded()
+    words = [folder / "jobs.json", *way]
+    return recipe(*words, script="tests/jobs_worker.py", seconds=seconds, pages=pages).succeeded()
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Started by tests/launch/test_memory.py: recipes/cls.py in processes that have little memory left once they train.
+"""Started by tests/utils/test_memory.py: recipes/cls.py in processes that have little memory left once they train.
 
 From its first step on, the process of LIMITED_RANK (`all` for each of them) may take 16 MiB more.
 """

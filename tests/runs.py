@@ -1,4 +1,14 @@
-"""Starting real runs of the recipes in processes of their own, and reading what they left."""
+"""The one way in which tests start processes, and what a run left.
+
+    start(["toolkit", "predict", ...])      a command, to its end: its exit code and what it printed
+    recipe("--train_file", ...)             `python recipes/cls.py`, in the same way
+    fork(["recipes/cls.py", ...])           a Python program that is at work, from a process that has imported much
+    begin([...])                            any program that is at work, as a user starts it
+    groups(MODULE, {2: [...], 3: [...]})    a module on so many ranks
+
+On these stand tests/jobs_worker.py (several recipes in one group of processes), tests/launch/ranks.py (ranks with
+variables of their own) and tests/hosts.py (two machines).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +17,19 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +44,6 @@ WAYS = {
     "zero3 x2": ["--config_file", "accelerate_configs/zero3.yaml"],
     "fsdp2 x2": ["--config_file", "accelerate_configs/fsdp2.yaml"],
 }
-# Slower ones.
 MORE_WAYS = {
     "zero2 offload x2": ["--config_file", "accelerate_configs/zero2_offload.yaml"],
     "zero3 offload x2": ["--config_file", "accelerate_configs/zero3_offload.yaml"],
@@ -41,6 +52,11 @@ MORE_WAYS = {
 }
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TOOLKIT_LAUNCH")
+
+
+def slow_but(cases: Iterable[Any], *quick: Any) -> list[Any]:
+    """Cases of a parametrized test, of which all but `quick` are slow: they show, by another way, what those show."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -84,49 +100,189 @@ def port_of(command: Sequence[str | Path]) -> contextlib.AbstractContextManager[
     return contextlib.nullcontext()
 
 
-def begin(command: Sequence[str | Path], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """Starts a command from the repository's root, in a session of its own."""
-    return subprocess.Popen(
-        list(map(str, command)),
-        cwd=ROOT,
-        env={**environment(), **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+class Process:
+    """A process in a session of its own, whose output goes to files. Left as a context, its session is killed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pid: int,
+        poll: Callable[[], int | None],
+        stdin: int = -1,
+        readers: Sequence[threading.Thread] = (),
+    ) -> None:
+        self.pid, self.poll = pid, poll
+        self._folder, self._stdin, self._readers = folder, stdin, readers
+        self._lines_read = {"out": 0, "err": 0}
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code (negative: the signal), once nobody prints to its streams any more, as a shell has it;
+        after that time its session is killed, and AssertionError."""
+        deadline = time.monotonic() + seconds
+        while (code := self.poll()) is None or any(reader.is_alive() for reader in self._readers):
+            if time.monotonic() > deadline:
+                self.kill_session()
+                left = self.left()
+                raise AssertionError(f"it did not end in {seconds} s:\n{left.out[-3000:]}\n{left.err[-3000:]}")
+            time.sleep(0.005)
+        return code
+
+    def finish(self, seconds: float = 60) -> Finished:
+        """What it left behind, when it has ended."""
+        self.wait(seconds)
+        return self.left()
+
+    def left(self) -> Finished:
+        """Of one that has ended: its exit code, and what `line` has not read."""
+        code = self.poll()
+        assert code is not None
+        return Finished(code, *("".join(self._unread(stream)) for stream in ("out", "err")))
+
+    def line(self, stream: str = "out", seconds: float = 60) -> str:
+        """The next line that it prints, with its end; nothing where it ends first, or prints nothing for so long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            over = self.poll() is not None or time.monotonic() > deadline
+            unread = self._unread(stream)
+            if unread and (over or unread[0].endswith("\n")):
+                self._lines_read[stream] += 1
+                return unread[0]
+            if over:
+                return ""
+            time.sleep(0.01)
+
+    def _unread(self, stream: str) -> list[str]:
+        text = (self._folder / stream).read_text(encoding="utf-8", errors="replace")
+        return text.splitlines(keepends=True)[self._lines_read[stream] :]
+
+    def write_line(self) -> None:
+        """To its standard input, where it was started with one."""
+        os.write(self._stdin, b"go\n")
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Also one that is stopped."""
+        self.send_signal(signal.SIGKILL)
+
+    def kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_session()
+        if self._stdin >= 0:
+            os.close(self._stdin)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _new_folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="process-", dir=os.environ.get("TOOLKIT_TESTS_FOLDER")))
+
+
+def begin(command: Sequence[str | Path], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Process:
+    """Starts a command."""
+    folder = _new_folder()
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=cwd, env={**environment(), **(env or {})}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)  # fmt: skip
+
+    def copy(stream: Any, path: Path) -> None:
+        with stream, path.open("wb", buffering=0) as file:
+            while chunk := stream.read1(1 << 16):
+                file.write(chunk)
+
+    readers = []
+    for name, stream in (("out", process.stdout), ("err", process.stderr)):
+        (folder / name).touch()
+        readers.append(threading.Thread(target=copy, args=(stream, folder / name), daemon=True))
+        readers[-1].start()
+    return Process(folder, process.pid, process.poll, readers=readers)
+
+
+def fork(
+    words: Sequence[str | Path],
+    env: Mapping[str, str] | None = None,
+    largest_file: int | None = None,
+    stdin: bool = False,
+    imported: tuple[str, ...] = (),
+) -> Process:
+    """`python WORDS` in a fork of tests/fork_server.py. As on a full disk, nothing is written beyond `largest_file`
+    bytes. A server that has `imported` these modules alone forks sooner."""
+    folder, pipe = _new_folder(), -1
+    if stdin:
+        os.mkfifo(folder / "in")
+        pipe = os.open(folder / "in", os.O_RDWR)
+    request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})}, "folder": str(folder),
+               "largest_file": largest_file}  # fmt: skip
+    server = _fork_server(*imported)
+    assert server.stdin
+    assert server.stdout
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+
+    def poll() -> int | None:
+        with contextlib.suppress(FileNotFoundError):
+            return int((folder / "code").read_text())
+        return None
+
+    return Process(folder, int(server.stdout.readline()), poll, pipe)
+
+
+@functools.cache
+def _fork_server(*imported: str) -> subprocess.Popen[str]:
+    """This session's. It ends with its standard input."""
+    return subprocess.Popen([sys.executable, "tests/fork_server.py", *imported], cwd=ROOT, env=environment(), text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
 
 
 def start(
-    command: Sequence[str | Path], seconds: float = 240, env: dict[str, str] | None = None, fresh: bool = False
+    command: Sequence[str | Path],
+    seconds: float = 240,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
+    cwd: Path = ROOT,
 ) -> Finished:
-    """Runs a command from the repository's root; ends it and its children when it takes too long. What is installed
-    with the environment begins in a fork (tests/fork_server.py) unless it is to be `fresh`, as a user's."""
+    """Runs a command to its end. What is installed with the environment begins in a fork, unless it is to be `fresh`,
+    as a user's, or elsewhere."""
     program, *words = map(str, command)
-    if program in ("toolkit", *_LAUNCHERS) and not fresh:
-        path = Path(sys.executable).with_name(program)
-        with port_of(command):
-            return forks().run(["-m", *command] if program == "toolkit" else [path, *words], seconds, env)
     with port_of(command):
-        process = begin(command, env)
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
-            raise AssertionError(f"{' '.join(map(str, command))} did not end in {seconds} s:\n{err[-3000:]}") from None
-    return Finished(process.returncode, out, err)
+        if program not in ("toolkit", *_LAUNCHERS) or fresh or cwd != ROOT:
+            process = begin(command, env, cwd)
+        elif program == "toolkit":
+            process = fork(["-m", *command], env)
+        else:
+            process = fork([Path(sys.executable).with_name(program), *words], env)
+        with process:
+            return process.finish(seconds)
 
 
-def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: float = 240, **options: Any) -> Finished:
-    """`python recipes/cls.py ARGUMENTS`, from a process that has imported all it needs."""
-    return forks().run([script, *arguments], seconds, **options)
+def recipe(
+    *arguments: str | Path,
+    script: str = "recipes/cls.py",
+    seconds: float = 240,
+    env: Mapping[str, str] | None = None,
+    pages: bool = False,
+    **options: Any,
+) -> Finished:
+    """`python recipes/cls.py ARGUMENTS`, in a fork; without `pages` report.html is empty, and no card is written."""
+    variables = {**(env or {}), **({} if pages else {"TESTS_WITHOUT_PAGES": "1"})}
+    with fork([script, *arguments], variables, **options) as process:
+        return process.finish(seconds)
 
 
-def train(*arguments: Any) -> str:
-    """What recipes/cls.py said; it must succeed."""
-    return recipe(*arguments).succeeded().err
+def train(*arguments: Any, pages: bool = False) -> str:
+    """What recipes/cls.py reported, and its results after that; it must succeed."""
+    finished = recipe(*arguments, pages=pages).succeeded()
+    return finished.err + finished.out
 
 
 def failed(*arguments: Any, **options: Any) -> str:
@@ -137,83 +293,23 @@ def failed(*arguments: Any, **options: Any) -> str:
     return finished.err.partition("error: ")[2].strip()
 
 
-def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: float = 240) -> Finished:
+def groups(module: str, words: Mapping[int, Sequence[str | Path]], seconds: float = 240) -> None:
     """`torchrun -m MODULE WORDS` for each number of processes, at the same time; each must succeed."""
-    listed = json.dumps({processes: [str(word) for word in some] for processes, some in words.items()})
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
-    return forks().run(["tests/groups.py", module, listed], seconds, environment).succeeded()
+    env = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOG_LEVEL": "error"}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(fork([*torchrun, str(processes), "-m", module, *some], env))
+            for processes, some in words.items()
+        ]
+        for process in started:
+            process.finish(seconds).succeeded()
 
 
 def run_of(settings: Sequence[str], folder: Path) -> Path:
     """The folder of a run of one process with these settings, to compare others with."""
     train(*settings, "--output_dir", folder)
     return folder
-
-
-@dataclass
-class Started:
-    """A process of the fork server's, the first of a group."""
-
-    server: subprocess.Popen[str]
-    pid: int
-    folder: Path
-    code: int | None = None
-
-    def wait(self, seconds: float) -> int:
-        """Its exit code; kills the group after that time."""
-        if self.code is None:
-            timer = threading.Timer(seconds, os.killpg, (self.pid, signal.SIGKILL))
-            timer.start()
-            assert self.server.stdout
-            self.code, late = int(self.server.stdout.readline()), not timer.is_alive()
-            timer.cancel()
-            assert not late, f"it did not end in {seconds} s:\n{self.left().err[-3000:]}"
-        return self.code
-
-    def left(self) -> Finished:
-        assert self.code is not None
-        return Finished(self.code, *((self.folder / name).read_text() for name in ("out", "err")))
-
-
-@dataclass
-class Forks:
-    """Processes started by tests/fork_server.py, one after the other."""
-
-    server: subprocess.Popen[str]
-
-    @contextlib.contextmanager
-    def begin(
-        self, words: Sequence[str | Path], env: dict[str, str] | None = None, largest_file: int | None = None
-    ) -> Iterator[Started]:
-        """What still runs at the end is killed. As on a full disk, nothing is written beyond `largest_file` bytes."""
-        assert self.server.stdin
-        assert self.server.stdout
-        with tempfile.TemporaryDirectory() as folder:
-            request = {"argv": [str(word) for word in words], "env": {**environment(), **(env or {})},
-                       "out": f"{folder}/out", "err": f"{folder}/err", "largest_file": largest_file}  # fmt: skip
-            self.server.stdin.write(json.dumps(request) + "\n")
-            self.server.stdin.flush()
-            started = Started(self.server, int(self.server.stdout.readline()), Path(folder))
-            try:
-                yield started
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(started.pid, signal.SIGKILL)
-                started.wait(60)
-
-    def run(
-        self, words: Sequence[str | Path], seconds: float, env: dict[str, str] | None = None, **options: Any
-    ) -> Finished:
-        with self.begin(words, env, **options) as started:
-            started.wait(seconds)
-            return started.left()
-
-
-@functools.cache
-def forks() -> Forks:
-    """This session's. It ends with its standard input."""
-    return Forks(subprocess.Popen([sys.executable, "tests/fork_server.py"], cwd=ROOT, env=environment(), text=True,
-                                  stdin=subprocess.PIPE, stdout=subprocess.PIPE))  # fmt: skip
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -241,13 +337,11 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def wait_for_steps(
-    run: Path, steps: int = 1, processes: Iterable[subprocess.Popen[str]] = (), seconds: float = 120
-) -> None:
+def wait_for_steps(run: Path, steps: int = 1, processes: Iterable[Process] = (), seconds: float = 120) -> None:
     """Until it has logged so many; before that none of the processes may end."""
     metrics, deadline = run / "metrics.jsonl", time.monotonic() + seconds
     while not metrics.exists() or len(metrics.read_bytes().splitlines()) < steps:
         assert time.monotonic() < deadline, f"no {steps} steps in {seconds} s"
         for process in processes:
-            assert process.poll() is None, process.communicate()[1][-3000:]
+            assert process.poll() is None, process.left().err[-3000:]
         time.sleep(0.01)

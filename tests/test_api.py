@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,8 +41,8 @@ def test_both_languages_show_the_same_examples() -> None:
 def test_all_that_is_offered_is_there_and_nothing_heavy_is_imported_before() -> None:
     heavy = "{'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)"
     code = f"import sys, toolkit; assert 'Run' in dir(toolkit); sys.exit(' '.join({heavy}) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    done = start([sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
     assert all(callable(getattr(toolkit, name)) for name in toolkit._MODULES)
     with pytest.raises(AttributeError, match="has no attribute 'evaluat'"):
         _ = toolkit.evaluat

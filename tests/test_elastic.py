@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of
+from tests.runs import MORE_WAYS, WAYS, lines_of, slow_but
 
 ALL = {**WAYS, "zero2 x3": ["--config_file", "accelerate_configs/zero2.yaml", "--num_processes", "3"], **MORE_WAYS}
 # Each goes on from the checkpoints of those before it and from its own; one process at the end from all.
@@ -66,7 +66,7 @@ def assert_all_go_on(folder: Path, sources: list[str], expected: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [*ORDER[:-1], pytest.param(ORDER[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", slow_but(ORDER, *ORDER[:-1]))
 def test_from_those_before_it(way: str, run_way: Callable[[str, list[str]], Path]) -> None:
     sources = ORDER[: ORDER.index(way) + 1]
     assert_all_go_on(run_way(way, sources), sources, run_way("single", []) / "source")

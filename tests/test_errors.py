@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.runs import start
 from toolkit.errors import line_of
 
 FULL = Path("/dev/full")
@@ -47,5 +47,5 @@ def test_faults_of_files_and_memory_are_one_line(fault: str) -> None:
 
 def test_a_command_ends_with_the_line(tmp_path: Path) -> None:
     script = "from toolkit import launch\nlaunch.run(lambda: open('/no/such.json'))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (1, "error: /no/such.json: No such file or directory\n")
+    done = start([sys.executable, "-c", script])
+    assert (done.code, done.err) == (1, "error: /no/such.json: No such file or directory\n")

@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -197,8 +196,7 @@ def test_a_killed_run_goes_on(cls: list[Any], tmp_path: Path) -> None:
     start([*command, whole]).succeeded()
     process = begin([*command, killed])
     wait_for_steps(killed, 10)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.kill_session()
     assert len(losses_of(killed)) < 60
     start([*command, killed]).succeeded()
     assert losses_of(killed) == pytest.approx(losses_of(whole), rel=1e-5)

@@ -8,9 +8,7 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 
 from tests.faults import Fault, refusal
 from tests.report.made import classifier
-from tests.runs import ROOT, edit_json, environment
+from tests.runs import ROOT, edit_json, slow_but, start
 from toolkit.checkpoint.save import random_file
 from toolkit.config import ModelSettings, TextSettings
 from toolkit.data.labels import Labels
@@ -267,11 +265,7 @@ COMMANDS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def some_slow(names: Iterable[str], *fast: str) -> list[Any]:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", some_slow(COMMANDS, "convert", "predict, zero2"))
+@pytest.mark.parametrize("name", slow_but(COMMANDS, "convert", "predict, zero2"))
 def test_no_python_file_of_the_current_folder_is_executed(
     name: str, model: Path, tmp_path: Path, reviews: Path, fault: Fault
 ) -> None:
@@ -282,15 +276,10 @@ def test_no_python_file_of_the_current_folder_is_executed(
     for module in sys.stdlib_module_names | installed:
         (model / f"{module}.py").write_text(_EVIL.format(marker=str(tmp_path / f"executed-{module}")))
     words = [str(tmp_path / "out") if word == "OUT" else word for word in COMMANDS[name]]
-    program = (
-        [str(Path(sys.executable).with_name(words[0])), *words[1:]]
-        if words[0] == "toolkit"
-        else [sys.executable, *words]
-    )
-    done = subprocess.run(program, cwd=model, env=environment() | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
-    assert sorted(path.name for path in tmp_path.glob("executed-*")) == [], done.stderr[-2000:]
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = words if words[0] == "toolkit" else [sys.executable, *words]
+    done = start(program, env={"PYTHONPATH": str(ROOT)}, cwd=model)
+    assert sorted(path.name for path in tmp_path.glob("executed-*")) == [], done.err[-2000:]
+    done.succeeded()
     fault(f"`{name}` in a folder with files named like Python's modules", "none of them is executed")
 
 
@@ -302,5 +291,4 @@ def test_a_recipe_imports_what_lies_beside_it(tmp_path: Path) -> None:
         "    sys.stdout.write(f'imported {beside.VALUE}\\n')\n\n\nlaunch.run(main)\n"
     )
     command = [sys.executable, str(tmp_path / "mine.py"), "--config_file", "accelerate_configs/ddp.yaml"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count("imported 5") == 2
+    assert start(command).succeeded().out.count("imported 5") == 2

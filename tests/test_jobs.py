@@ -54,7 +54,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path
         data, held_back = write_rows(root / kind / "rows.jsonl", kind), write_rows(root / kind / "test.jsonl", kind, 23)
         files = ["--train_file", data, "--test_file", held_back, "--model_name_or_path", tiny_model]
         jobs.append(["recipes.cls", *files, *FEW, "--output_dir", root / kind / "run"])
-    run_jobs(root, WAYS["ddp x2"], jobs)
+    run_jobs(root, WAYS["ddp x2"], jobs, pages=True)
     return root
 
 
@@ -87,7 +87,7 @@ def test_every_kind_of_label(kind: str, labelled: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["single", pytest.param("zero2 x2", marks=pytest.mark.slow), "zero3 x2"])
+@pytest.mark.parametrize("way", ["single", "zero3 x2"])
 def test_the_best_model_is_kept_and_evaluated_again(way: str, tmp_path: Path, tiny_model: Path) -> None:
     """Training goes on after the best evaluation; what is left is the best, and its numbers are its own."""
     data, run = write_rows(tmp_path / "rows.jsonl", "six classes"), tmp_path / "run"
@@ -202,7 +202,7 @@ def test_report_writes_the_page_again(trained: Path) -> None:
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""
     words = ["accelerate", "launch", "recipes/cls.py", "--config_file", "accelerate_configs/ddp.yaml"]
-    start([*words, "--max_steps", "3", "--output_dir", tmp_path / "run"]).succeeded()
+    start([*words, "--max_steps", "3", "--max_eval_samples", "64", "--output_dir", tmp_path / "run"]).succeeded()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["world"]["num_processes"] == 2
-    assert config["data"]["samples"] == {"train": 7677, "validation": 853}
+    assert config["data"]["samples"] == {"train": 7677, "validation": 64}

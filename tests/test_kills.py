@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import WAYS, forks, lines_of, recipe, run_of, train, wait_for_steps
+from tests.runs import WAYS, fork, lines_of, recipe, run_of, slow_but, train, wait_for_steps
 from toolkit.checkpoint.folder import complete
 
 STEPS = 12
@@ -55,9 +55,7 @@ def assert_same_run(folder: Path, expected: Path, rel: float = 1e-6, stopped: bo
     assert complete(folder / "checkpoints")[0].name == complete(expected / "checkpoints")[0].name
 
 
-@pytest.mark.parametrize(
-    "event", [event if event in QUICK else pytest.param(event, marks=pytest.mark.slow) for event in range(1, 64)]
-)
+@pytest.mark.parametrize("event", slow_but(range(1, 64), *QUICK))
 def test_inside_a_save(event: int, settings: list[str], undisturbed: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed = recipe(str(event), "0", *settings, "--output_dir", folder, script="tests/kill_worker.py")
@@ -97,12 +95,11 @@ def _kill_at_random(way: str, target: str, seed: int, settings: list[str], undis
 def _start_and_kill(way: str, target: str, seed: int, settings: list[str], folder: Path) -> str:
     chosen = random.Random(f"{way} {target} {seed}")
     after = chosen.randrange(1, STEPS)
-    with forks().begin(["recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]) as process:
+    with fork(["recipes/cls.py", *settings, "--output_dir", str(folder), *WAYS[way]]) as process:
         wait_for_steps(folder, after)
         time.sleep(chosen.random() * 0.2)  # a random moment of the next
         _kill(target, process.pid, chosen)
-        process.wait(60)
-        return process.left().err
+        return process.finish(60).err
 
 
 TARGETS = ("one rank", "all ranks", "the launcher")
@@ -114,6 +111,10 @@ TARGETS = ("one rank", "all ranks", "the launcher")
 def test_at_random(way: str, target: str, settings: list[str], undisturbed: Runs, tmp_path: Path, fault: Fault) -> None:
     saw = _kill_at_random(way, target, 0, settings, undisturbed, tmp_path / "run")
     fault(f"kill -9 of {target} ({way})", saw, "the steps since the last checkpoint; the same command goes on exactly")
+
+
+CHANGES = [("zero3 x2", "single"), ("ddp x3", "zero2 x2"), ("zero2 x2", "ddp x2"), ("single", "zero1 x2"),
+           ("fsdp2 x2", "ddp x2")]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -128,22 +129,14 @@ def test_at_random_often(
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("way", "other"),
-    [
-        ("zero3 x2", "single"),
-        pytest.param("ddp x3", "zero2 x2", marks=pytest.mark.slow),
-        pytest.param("zero2 x2", "ddp x2", marks=pytest.mark.slow),
-        pytest.param("single", "zero1 x2", marks=pytest.mark.slow),
-        pytest.param("fsdp2 x2", "ddp x2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("ways", slow_but(CHANGES, CHANGES[0]), ids=" -> ".join)
 def test_killed_under_one_strategy_and_resumed_under_another(
-    way: str, other: str, settings: list[str], tmp_path: Path
+    ways: tuple[str, str], settings: list[str], tmp_path: Path
 ) -> None:
     """Without dropout, whose masks are each process's own."""
+    way, other = ways
     same = [*settings, "--dropout", "0"]
     _start_and_kill(way, "all ranks", 0, same, tmp_path / "run")
     train(*same, "--output_dir", tmp_path / "run", *WAYS[other])
-    train(*same, "--output_dir", tmp_path / "undisturbed")
+    run_of(same, tmp_path / "undisturbed")
     assert_same_run(tmp_path / "run", tmp_path / "undisturbed", rel=1e-5)

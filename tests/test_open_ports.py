@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import losses_of, run_of, wait_for_steps
-from tests.test_two_hosts import default_of
+from tests.runs import losses_of, run_of, slow_but, wait_for_steps
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
@@ -118,7 +117,7 @@ def settings(tiny_job: list[str]) -> list[str]:
     return [*tiny_job, "--max_steps", "100000", "--global_batch_size", "12", "--eval_every", "100000"]
 
 
-@pytest.mark.parametrize("name", default_of(WAYS, "python and a file"))
+@pytest.mark.parametrize("name", slow_but(WAYS, "python and a file"))
 def test_one_machine_listens_to_itself_alone(name: str, hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
     before, behind = WAYS[name]
     command = [*before, *settings, "--output_dir", str(tmp_path / "run"), *behind]
@@ -155,6 +154,6 @@ def test_predictions_listen_to_themselves_alone(
     run = run_of([*tiny_job, "--max_steps", "1", "--global_batch_size", "12"], tmp_path / "run")
     words = ["toolkit", "predict", str(run / "model"), str(reviews), *DDP, "--output", str(tmp_path / "x.csv")]
     with watched(hosts, {"a": words}) as (started, seen):
-        hosts.finish(started["a"], 150).succeeded()
+        started["a"].finish(150).succeeded()
     assert len(seen["a"]) > 1
     assert elsewhere(seen["a"]) == set()

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from tests.jobs_worker import run_jobs
 from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of
 
-ONE, MANY, LORA = "one micro-batch", "many micro-batches", "lora"
+ONE, MANY, LORA, FEW = "one micro-batch", "many micro-batches", "lora", "few steps"
 # clipping bites, the schedule warms up and decays, and the two sizes divide neither each other nor the data
 COMMON = ["--dropout", 0, "--mixed_precision", "no", "--report_to", "none", "--warmup_ratio", 0.2, "--max_grad_norm",
           0.5, "--weight_decay", 0.1, "--global_batch_size", 22]  # fmt: skip
@@ -32,6 +32,7 @@ JOBS: dict[str, list[Any]] = {
            "constant_with_warmup", "--per_device_batch_size", 6, "--lora_r", 3, "--lora_alpha", 5,
            "--lora_target_modules", "query,dense", "--metric_for_best_model", "loss"],
 }  # fmt: skip
+MORE_JOBS = JOBS | {FEW: [*JOBS[MANY], "--max_steps", 6, "--eval_every", 6]}
 Runs = Callable[..., tuple[Path, str]]
 
 
@@ -44,8 +45,8 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     def run(way: str, names: tuple[str, ...] = tuple(JOBS), *more: str) -> tuple[Path, str]:
         folder = tmp_path_factory.mktemp("same")
         settings = ["--model_name_or_path", tiny_model, "--train_file", reviews, *COMMON, *more]
-        jobs = [["recipes.cls", *settings, *JOBS[name], "--output_dir", folder / name] for name in names]
-        return folder, run_jobs(folder, {**WAYS, **MORE_WAYS}[way], jobs).err
+        jobs = [["recipes.cls", *settings, *MORE_JOBS[name], "--output_dir", folder / name] for name in names]
+        return folder, run_jobs(folder, {**WAYS, **MORE_WAYS}[way], jobs, pages=way == "single").err
 
     return run
 
@@ -80,12 +81,10 @@ def test_strategies_agree(way: str, name: str, runs_of: Runs, tiny_model: Path, 
         assert_model_is_what_was_evaluated(folder / LORA, tiny_model, reviews)
 
 
-@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", MORE_WAYS)
 def test_more_strategies_agree(way: str, runs_of: Runs) -> None:
-    folder, _ = runs_of(way, (MANY,))
-    assert_same(folder / MANY, runs_of("single")[0] / MANY)
+    assert_same(runs_of(way, (FEW,))[0] / FEW, runs_of("single", (FEW,))[0] / FEW)
 
 
 @pytest.mark.slow

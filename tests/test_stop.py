@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, forks, lines_of, losses_of, port_of, recipe, start, train, wait_for_steps
+from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, start, train, wait_for_steps
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -49,7 +49,7 @@ def settings(tiny_model: Path, reviews: Path) -> list[str]:
 def interrupt(command: list[str], folder: Path, number: signal.Signals, group: bool) -> tuple[int, str, float]:
     """(exit code, standard error, seconds from the signal to the end)."""
     program = [] if command[0] == sys.executable else [str(Path(sys.executable).with_name(command[0]))]
-    with port_of(command), forks().begin([*program, *command[1:]]) as process:
+    with port_of(command), fork([*program, *command[1:]]) as process:
         wait_for_steps(folder)
         below = psutil.Process(process.pid).children(recursive=True)
         (os.killpg if group else os.kill)(process.pid, number)
@@ -102,7 +102,7 @@ def test_the_same_command_goes_on(settings: list[str], tmp_path: Path) -> None:
     report = unescape((folder / "report.html").read_text(encoding="utf-8"))
     assert f"Stopped by SIGTERM after step {done} of 84" in report
     assert f"<pre>{again}</pre>" in report
-    assert f"step {done} of 84" in train(*settings, "--max_steps", "84", "--output_dir", folder)
+    assert f"step {done} of 84" in train(*settings, "--max_steps", "84", "--output_dir", folder, pages=True)
     train(*settings, "--max_steps", "84", "--output_dir", tmp_path / "whole")
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, 85))
     assert losses_of(folder) == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-6)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.runs import ROOT as REPOSITORY
+from tests.runs import start
 
 PACKAGE = REPOSITORY / "toolkit"
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.py"))
@@ -186,9 +186,9 @@ def test_light_modules_import_no_torch() -> None:
         "try: toolkit.cli.main()\nexcept SystemExit as left: assert not left.code\n"
         f"sys.exit(' '.join({heavy}) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "usage: toolkit" in done.stdout
+    done = start([sys.executable, "-c", code])
+    assert (done.code, done.err) == (0, "")
+    assert "usage: toolkit" in done.out
 
 
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
-from tests.runs import Finished, lines_of, losses_of, start, train, wait_for_steps
+from tests.runs import Finished, Process, lines_of, losses_of, slow_but, start, train, wait_for_steps
 from toolkit.checkpoint import folder as folders
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
@@ -44,16 +44,16 @@ class TwoDisks:
     def run(self) -> Path:
         return self.path / "run"
 
-    def start(self, *command: str | Path, **options: Any) -> dict[str, subprocess.Popen[str]]:
+    def start(self, *command: str | Path, **options: Any) -> dict[str, Process]:
         """The same line, typed on both."""
         binds = {"b": {self.path: self.on_b}}
         return self.hosts.start_both(dict.fromkeys(("a", "b"), command), binds=binds, **options)
 
-    def recipe(self, way: str, *words: str | Path) -> dict[str, subprocess.Popen[str]]:
+    def recipe(self, way: str, *words: str | Path) -> dict[str, Process]:
         return self.start("accelerate", "launch", "recipes/cls.py", "--config_file", FILES[way], "--main_process_ip",
                           ADDRESSES["a"], *words, "--output_dir", self.run)  # fmt: skip
 
-    def finish(self, started: Mapping[str, subprocess.Popen[str]]) -> dict[str, Finished]:
+    def finish(self, started: Mapping[str, Process]) -> dict[str, Finished]:
         return self.hosts.finish_both(started, SECONDS)
 
     def checkpoints(self, host: str) -> Path:
@@ -112,7 +112,7 @@ def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], referen
     assert "resuming from" in message
 
 
-@pytest.mark.parametrize("way", ["zero2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "zero3"))])
+@pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
 def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
     """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
     killed_and_continued(disks, way, settings, reference)

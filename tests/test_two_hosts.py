@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.faults import Fault
 from tests.hosts import ADDRESSES, INTERFACE, NAMES, TwoHosts
-from tests.runs import ROOT, Finished, losses_of, run_of, wait_for_steps
+from tests.runs import ROOT, Finished, Process, losses_of, run_of, slow_but, wait_for_steps
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.multiprocess]
 
@@ -25,11 +23,6 @@ LITERAL = ["accelerate", "launch", "recipes/cls.py", "--config_file"]
 FIRST = ["--main_process_ip", ADDRESSES["a"]]
 # A run with both hosts up takes about 20 s on two free cores.
 SECONDS = 150
-
-
-def default_of(cases: Iterable[str], *kept: str) -> list[Any]:
-    """All but `kept` are slow: they show, by another way, what those show."""
-    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def assert_run(done: Mapping[str, Finished], folder: Path, reference: Path, proc
 # --- the literal command
 
 
-@pytest.mark.parametrize("name", default_of(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
+@pytest.mark.parametrize("name", slow_but(["2node", "2node_zero2", "2node_zero3"], "2node_zero3"))
 def test_the_literal_command_with_the_address_in_the_file(
     name: str, hosts: TwoHosts, settings: list[str], reference: Path, tmp_path: Path
 ) -> None:
@@ -188,8 +181,7 @@ def both_within(
     """What they left, so many seconds after their launchers began."""
     started = hosts.start_both(commands, env=env or {})
     for process in started.values():
-        assert process.stderr is not None
-        while not (line := process.stderr.readline()).startswith("this is machine"):
+        while not (line := process.line("err")).startswith("this is machine"):
             assert line
     return hosts.finish_both(started, seconds)
 
@@ -225,7 +217,7 @@ def test_a_blocked_port_is_told_from_a_machine_that_is_off(hosts: TwoHosts) -> N
 BOTH = ["--machines", f"{ADDRESSES['a']},{ADDRESSES['b']}", "--machine_rank", "0"]
 
 
-@pytest.mark.parametrize("late", ["a", pytest.param("b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("late", slow_but("ab", "a"))
 @pytest.mark.parametrize("words", [[*FIRST, "--machine_rank", "0"], pytest.param(BOTH, marks=pytest.mark.slow)])
 def test_two_machines_that_both_say_they_are_the_first(
     words: list[str], late: str, hosts: TwoHosts, fault: Fault
@@ -245,7 +237,7 @@ def test_other_data_and_other_settings_are_refused_on_both(
 ) -> None:
     shorter = tmp_path / "shorter.csv"
     shorter.write_text("".join(reviews.read_text(encoding="utf-8").splitlines(keepends=True)[:-3]), encoding="utf-8")
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run")]
+    command = _command("2node", settings, tmp_path / "run")
     for finished in hosts.run_both(on_both(*command), SECONDS, binds={"b": {reviews: shorter}}).values():
         words = error_of(finished)
         assert "the content of the train data is " in words
@@ -263,8 +255,7 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
     folder = tmp_path / "data"
     folder.mkdir()
     shutil.copy(settings[settings.index("--train_file") + 1], folder / "reviews.csv")
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
-               "--train_file", str(folder / "reviews.csv")]  # fmt: skip
+    command = _command("2node", settings, tmp_path / "run", "--train_file", str(folder / "reviews.csv"))
     done = hosts.run_both(on_both(*command), SECONDS, binds={"b": {folder: empty}})
     assert "reviews.csv" in error_of(done["b"])
     assert "rank 1 on hostB failed: " in error_of(done["a"])
@@ -274,7 +265,11 @@ def test_a_file_that_one_machine_lacks_is_told_on_both(hosts: TwoHosts, settings
 # --- what breaks on the way
 
 
-def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int) -> dict[str, subprocess.Popen[str]]:
+def _command(file: str, settings: Sequence[str], folder: Path, *more: str) -> list[str]:
+    return [*LITERAL, f"accelerate_configs/{file}.yaml", *FIRST, *settings, "--output_dir", str(folder), *more]
+
+
+def _training(hosts: TwoHosts, command: Sequence[str], folder: Path, steps: int) -> dict[str, Process]:
     """Both hosts at work, at least `steps` of them done."""
     started = hosts.start_both(on_both(*command))
     wait_for_steps(folder, steps, started.values(), SECONDS)
@@ -292,13 +287,15 @@ def _worker(hosts: TwoHosts, host: str) -> psutil.Process:
 @pytest.fixture(scope="module")
 def long_settings(settings: list[str]) -> list[str]:
     """Steps enough to break something between them; a checkpoint every tenth."""
-    return [*settings, "--max_steps", "400", "--eval_every", "1000", "--checkpoint_every", "10"]
+    return [*settings, "--max_steps", "400", "--eval_every", "1000", "--checkpoint_every", "10",
+            "--lr_scheduler_type", "constant"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory: pytest.TempPathFactory, long_settings: list[str]) -> list[float]:
-    more = ["--max_steps", "40", "--lr_scheduler_type", "constant"]
-    return losses_of(run_of([*long_settings, *more], tmp_path_factory.mktemp("long-reference") / "run"))
+    """Of the first 40 steps."""
+    folder = tmp_path_factory.mktemp("long-reference") / "run"
+    return losses_of(run_of([*long_settings, "--max_steps", "40"], folder))
 
 
 BREAKS = {
@@ -308,14 +305,13 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", default_of(BREAKS, "the cable is pulled"))
+@pytest.mark.parametrize("what", slow_but(BREAKS, "the cable is pulled"))
 def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
     what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path, fault: Fault
 ) -> None:
     config, expected = BREAKS[what]
     folder = tmp_path / "run"
-    command = [*LITERAL, f"accelerate_configs/{config}.yaml", *FIRST, *long_settings, "--lr_scheduler_type", "constant",
-               "--output_dir", str(folder)]  # fmt: skip
+    command = _command(config, long_settings, folder)
     started = _training(hosts, command, folder, 12)
     broken = time.monotonic()
     try:
@@ -343,69 +339,53 @@ def test_the_other_side_ends_in_time_and_the_same_command_goes_on(
 
 
 @pytest.mark.slow
-def test_a_silence_shorter_than_the_timeout_ends_nothing(
-    hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
-) -> None:
-    """As where a switch fails over; on GPUs `--peer_timeout` is 120 by default."""
-    folder = tmp_path / "run"
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
-               "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--peer_timeout", "120"]  # fmt: skip
-    started = _training(hosts, command, folder, 3)
-    hosts.silence()
-    try:
-        time.sleep(25)  # the default on a CPU is 14
-    finally:
-        hosts.heal()
-    done = hosts.finish_both(started, SECONDS)
-    assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
-    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
-
-
-@pytest.mark.slow
 def test_a_rank_that_does_not_arrive_is_named(
     hosts: TwoHosts, long_settings: list[str], tmp_path: Path, fault: Fault
 ) -> None:
     folder = tmp_path / "run"
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--output_dir", str(folder),
-               "--ddp_timeout", "8"]  # fmt: skip
-    started = _training(hosts, command, folder, 3)
+    started = _training(hosts, _command("2node", long_settings, folder, "--ddp_timeout", "8"), folder, 3)
     stopped = _worker(hosts, "b")
     stopped.send_signal(signal.SIGSTOP)
-    words = error_of(hosts.finish(started["a"], 60))
+    words = error_of(started["a"].finish(60))
     assert "a collective hangs: the others wait for rank 1 on hostB" in words
     assert f"process {stopped.pid} there is stopped or stuck" in words
     stopped.kill()  # as the message says
-    hosts.finish(started["b"], 60)
+    started["b"].finish(60)
     fault("two machines: a rank stands still", words, "the steps since the last checkpoint")
 
 
-def test_a_killed_rank_ends_both_sides_in_time_and_max_restarts_goes_on(
-    hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
+@pytest.mark.parametrize("what", slow_but(["a rank is killed", "a silence"], "a rank is killed"))
+def test_the_launchers_continue(
+    what: str, hosts: TwoHosts, long_settings: list[str], long_reference: list[float], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--max_steps", "40",
-               "--lr_scheduler_type", "constant", "--output_dir", str(folder), "--max_restarts", "1"]  # fmt: skip
-    started = _training(hosts, command, folder, 12)
-    _worker(hosts, "b").kill()
-    killed = time.monotonic()
-    assert started["a"].stderr is not None
-    said = []
-    while not said or "error:" not in said[-1]:
-        said.append(started["a"].stderr.readline())
-    assert time.monotonic() - killed < 30
-    assert "rank 1 on hostB has ended without a word" in said[-1]
+    """After a killed rank by `--max_restarts`; a silence shorter than the timeout, as where a switch fails over, ends
+    nothing (on GPUs `--peer_timeout` is 120 by default)."""
+    more = ["--max_restarts", "1"] if "killed" in what else ["--peer_timeout", "120"]
+    command = _command("2node", long_settings, tmp_path / "run", "--max_steps", "40", *more)
+    started = _training(hosts, command, tmp_path / "run", 12 if "killed" in what else 3)
+    if "killed" in what:
+        _worker(hosts, "b").kill()
+        killed = time.monotonic()
+        while "error:" not in (line := started["a"].line("err")):
+            assert line
+        assert time.monotonic() - killed < 30
+        assert "rank 1 on hostB has ended without a word" in line
+    else:
+        hosts.silence()
+        try:
+            time.sleep(25)  # the default on a CPU is 14
+        finally:
+            hosts.heal()
     done = hosts.finish_both(started, SECONDS)
     assert [finished.code for finished in done.values()] == [0, 0], done["a"].err[-3000:]
-    assert "attempt 2 of 2" in done["a"].err
-    assert "resuming from" in done["a"].err
-    assert losses_of(folder) == pytest.approx(long_reference, rel=1e-5)
+    assert ("attempt 2 of 2" in done["a"].err) == ("resuming from" in done["a"].err) == ("killed" in what)
+    assert losses_of(tmp_path / "run") == pytest.approx(long_reference, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(hosts: TwoHosts, settings: list[str], tmp_path: Path) -> None:
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *settings, "--output_dir", str(tmp_path / "run"),
-               "--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]  # fmt: skip
-    done = hosts.run_both(on_both(*command), SECONDS)
+    more = ["--checkpoint_every", "2", "--max_restarts", "3", "--label_column", "nothing"]
+    done = hosts.run_both(on_both(*_command("2node", settings, tmp_path / "run", *more)), SECONDS)
     for finished in done.values():
         assert "nothing" in error_of(finished)
 
@@ -416,10 +396,9 @@ def test_the_launcher_that_was_typed_told_to_stop_on_one_machine_ends_both_in_go
 ) -> None:
     """`accelerate launch` hands nothing on; and the other machine's launcher would wait for this one's."""
     folder = tmp_path / "run"
-    command = [*LITERAL, "accelerate_configs/2node.yaml", *FIRST, *long_settings, "--output_dir", str(folder)]
-    started = _training(hosts, command, folder, 3)
+    started = _training(hosts, _command("2node", long_settings, folder), folder, 3)
     told = time.monotonic()
-    started["b"].terminate()
+    started["b"].send_signal(signal.SIGTERM)
     done = hosts.finish_both(started)
     assert time.monotonic() - told < 40
     assert done["a"].code == -signal.SIGTERM, done["a"].err[-3000:]

@@ -30,8 +30,6 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
         ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
 }  # fmt: skip
 MORE: dict[str, tuple[list[str], int, str]] = {
-    "accelerate, file after, overridden": (
-        [*AFTER, "--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3"], 3, "MULTI_CPU"),
     "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
     "torchrun and a file": (
         ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
@@ -82,10 +80,8 @@ def _as_srun(rank: int) -> dict[str, str]:
 def test_schedulers_variables(settings: list[str], reference: Path, tmp_path: Path) -> None:
     """Two processes with a scheduler's variables and nothing else find each other."""
     command = [sys.executable, "recipes/cls.py", *settings, "--output_dir", str(tmp_path / "run")]
-    processes = [begin(command, _as_srun(rank)) for rank in range(2)]
-    outcomes = [process.communicate(timeout=200) for process in processes]
-    finished = Finished(max(process.returncode for process in processes), "", outcomes[0][1] + outcomes[1][1])
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+    for process in [begin(command, _as_srun(rank)) for rank in range(2)]:
+        assert_run(process.finish(200), tmp_path / "run", reference, 2, "MULTI_CPU")
 
 
 @pytest.mark.multiprocess
@@ -101,11 +97,12 @@ def test_mpirun(settings: list[str], reference: Path, tmp_path: Path) -> None:
 def test_the_file_after_the_script_and_a_port_that_another_job_holds(
     settings: list[str], reference: Path, tmp_path: Path
 ) -> None:
-    """Two jobs on one machine: the second finds a port of its own."""
+    """Two jobs on one machine: the second finds a port of its own. `--num_processes` there overrides the file."""
     with socket.create_server(("", 0)) as taken:
-        way = ["--config_file", "accelerate_configs/ddp.yaml", "--main_process_port", str(taken.getsockname()[1])]
+        way = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "3", "--main_process_port",
+               str(taken.getsockname()[1])]  # fmt: skip
         finished = start([*AFTER, *settings, "--output_dir", tmp_path / "run", *way], fresh=True)
-    assert_run(finished, tmp_path / "run", reference, 2, "MULTI_CPU")
+    assert_run(finished, tmp_path / "run", reference, 3, "MULTI_CPU")
 
 
 MULTI_CPU = """compute_environment: LOCAL_MACHINE
@@ -148,8 +145,9 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(who: str, tmp_path: Pat
         assert started.poll() is None
         watched = first.children() if who == "its processes" else [first]
     os.killpg(started.pid, signal.SIGINT)
-    error = started.communicate(timeout=60)[1]
-    assert started.returncode == 130, error
+    done = started.finish(60)
+    error = done.err
+    assert done.code == 130, error
     (line,) = error.splitlines()
     assert line.split("] ")[-1] == "interrupted"
 

@@ -99,7 +99,7 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
             job = [f"own_{edit}" if edit else "recipes.cls", *data, *COMMON, *settings, "--output_dir", runs / name]
             jobs += [[*job, *HALF]] if name.endswith("again") else []
             jobs.append([*job, "--max_steps", STEPS])
-        run_jobs(runs, WAYS[way], jobs, seconds=500)
+        run_jobs(runs, WAYS[way], jobs, 500, pages=not WAYS[way])
         return runs
 
     return run

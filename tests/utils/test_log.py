@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.runs import start
+
 LINE = "import toolkit.launch, logging; logging.getLogger('toolkit').info('a line')"
 
 
 def stderr_of(code: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True)
-    assert done.stdout == ""
-    return done.stderr
+    done = start([sys.executable, "-c", code], cwd=cwd).succeeded()
+    assert done.out == ""
+    return done.err
 
 
 def test_a_line_is_printed_as_it_is_and_once(tmp_path: Path) -> None:

@@ -128,7 +128,11 @@ class FailureDetector:
                     continue
                 with contextlib.suppress(OSError, ValueError, TypeError):  # of a stranger
                     connection.settimeout(1.0)
-                    number, rank = json.loads(connection.recv(256))
+                    hello = b""
+                    # to its end alone: a rank that is done at once has sent that, too
+                    while not hello.endswith(b"]") and len(hello) < 256 and (byte := connection.recv(1)):
+                        hello += byte
+                    number, rank = json.loads(hello)
                     if number == self.me.number and rank in absent:
                         connection.settimeout(None)
                         connections[rank] = connection

@@ -50,7 +50,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Pa
     found = {}
     for way, again in (("single", 1), ("ddp x2", 2)):
         folder = found[way] = root / way
-        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews))
+        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews),
+                 pages=True)  # fmt: skip
     return found
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.hosts import ADDRESSES, TwoHosts
+from tests.runs import Process
 
 pytestmark = pytest.mark.namespaces
 
@@ -38,10 +39,10 @@ class Report(dict[str, Any]):
         return finding
 
 
-def finish(hosts: TwoHosts, running: Sequence[Any], timeout: float) -> list[Report]:
+def finish(running: Sequence[Process], timeout: float) -> list[Report]:
     reports = []
     for process in running:
-        done = hosts.finish(process, timeout + SPARE_SECONDS)
+        done = process.finish(timeout + SPARE_SECONDS)
         reports.append(Report(json.loads(done.out), code=done.code))
     return reports
 
@@ -52,7 +53,7 @@ def doctors(
     """Both at once; host b has the words of host a where it has none of its own. `of_b` goes to `TwoHosts.start`."""
     more = ["--timeout", str(timeout)]
     running = [hosts.start("a", [*DOCTOR, *a, *more]), hosts.start("b", [*DOCTOR, *(b or a), *more], **of_b)]
-    return finish(hosts, running, timeout)
+    return finish(running, timeout)
 
 
 # opens connections in silence, and sends nonsense, from an address of the run
@@ -110,7 +111,7 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
     assert "the machine answers" in a.finding("machine 1")["text"]
     assert "sudo ufw allow from" in a.finding("machine 1")["remedy"]
     hosts.heal()
-    (alone,) = finish(hosts, [hosts.start("b", [*DOCTOR, *PEERS, "--timeout", "3"])], 3)
+    (alone,) = finish([hosts.start("b", [*DOCTOR, *PEERS, "--timeout", "3"])], 3)
     refused = alone.finding("machine 0")
     assert "nothing listens on this port" in refused["text"]
     assert f"on it type: toolkit doctor --json {' '.join(PEERS)} --timeout 3" in refused["remedy"]
@@ -140,7 +141,7 @@ def test_what_is_between_dies_in_the_middle(hosts: TwoHosts, what: str) -> None:
         for process in hosts.processes("b"):
             with contextlib.suppress(psutil.Error):
                 process.suspend()
-    for report in finish(hosts, running[: 2 if what == "the network" else 1], 80):
+    for report in finish(running[: 2 if what == "the network" else 1], 80):
         assert report["code"] in (0, 1)
         assert report["findings"]
     for process in running:

@@ -142,16 +142,16 @@ def test_a_stopped_sweep_continues_the_run_it_was_in(
     words = ["--search", "x=4,2,1", "--takes", "0.4"]
     run = tmp_path / "sweep" / "trial-001"
     command = [sys.executable, "-m", "toolkit", "sweep", recipe, "--output_dir", tmp_path / "sweep", *words]
-    with begin(command) as process:
-        wait_for_steps(run)
-        os.kill(process.pid, number)
-        _, printed = process.communicate(timeout=30)
-    assert process.returncode == code, printed
+    process = begin(command)
+    wait_for_steps(run)
+    os.kill(process.pid, number)
+    done = process.finish(30)
+    assert done.code == code, done.err
     until = time.monotonic() + 20
     while "stopped" not in json.loads((run / "config.json").read_text()) and time.monotonic() < until:
         time.sleep(0.05)  # the child of a killed sweep gets a stop signal, too
-    done = len(lines_of(run / "metrics.jsonl"))
-    assert 0 < done < 4
+    steps = len(lines_of(run / "metrics.jsonl"))
+    assert 0 < steps < 4
     again = swept(*words)
     assert "trial-000" not in again.split("best settings")[0]
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [1, 2, 3, 4]
