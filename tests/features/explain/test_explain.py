@@ -14,6 +14,9 @@ import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizerFast,
     BigBirdConfig,
     BigBirdForSequenceClassification,
 )
@@ -23,11 +26,11 @@ from tests.faults import refusal
 from tests.report.made import classifier, make_run
 from tests.report.test_html import NASTY, Page
 from toolkit.cli import build_parser
+from toolkit.data.jieba_tokenizer import words_first
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.features.explain import page as explain
-from toolkit.features.explain.attribution import attribute
-from toolkit.features.explain.page import Word
+from toolkit.features.explain.page import Word, attribute
 from toolkit.models.classifier import choose_attention
 from toolkit.report.html import Sample, read_sample, write_report, write_report_of_folder
 
@@ -47,7 +50,7 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
     for text in TEXTS:
         encoded = tokenizer(text, return_tensors="pt", return_special_tokens_mask=True)
         special = encoded.pop("special_tokens_mask")[0].bool()
-        adds = attribute(model, dict(encoded), special, difference, seconds=60)
+        adds = attribute(model, dict(encoded), special, difference, math.inf)
         # the same special tokens with padding between them
         ids = torch.where(special, encoded["input_ids"], tokenizer.pad_token_id)
         output, baseline = (float(difference(model(**{**encoded, "input_ids": x}).logits))
@@ -56,7 +59,9 @@ def test_what_the_tokens_add_is_the_difference_of_the_output(sharp_model: Path, 
         assert adds.sum() == pytest.approx(output - baseline, rel=2e-2, abs=2e-3)
         assert (adds[special.numpy()] == 0).all()
         assert not model.get_input_embeddings()._forward_hooks
-    assert attribute(model, dict(encoded), special, difference, seconds=0) is None
+    with pytest.raises(TimeoutError):
+        attribute(model, dict(encoded), special, difference, 0)
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 def test_a_bigbird_up_to_its_length() -> None:
@@ -70,7 +75,7 @@ def test_a_bigbird_up_to_its_length() -> None:
     special = torch.zeros(1000, dtype=torch.bool)
     special[[0, -1]] = True
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    adds = attribute(model, inputs, special, difference, 60)
+    adds = attribute(model, inputs, special, difference, math.inf)
     both = torch.cat([ids, torch.where(special, ids, 0)])
     output, baseline = difference(model(both, attention_mask=torch.ones_like(both)).logits).tolist()
     assert adds.sum() == pytest.approx(output - baseline, rel=5e-2, abs=5e-3)
@@ -111,6 +116,25 @@ def test_every_kind_of_tokenizer_gives_the_text_back(name: str, tmp_path: Path) 
     if name not in ("XLM-R", "DeBERTa-v3", "ALBERT"):  # which take what they do not know for one token
         assert {"服", "务", "很", "好"} <= set(read)
     assert "unbelievably" in " ".join(read)
+
+
+def test_a_jieba_tokenizer_explains_its_words(tmp_path: Path) -> None:
+    """It has no offsets into the text: its tokens are the words."""
+    pytest.importorskip("jieba")
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "服务", "很", "好", "。"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    labels = Labels("single_label_classification", ("a", "b"), ("label",))
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = BertConfig(vocab_size=99, id2label={0: "a", 1: "b"}, label2id={"a": 0, "b": 1},
+                        problem_type=labels.problem_type, **sizes)  # fmt: skip
+    torch.manual_seed(0)
+    BertForSequenceClassification(config).save_pretrained(tmp_path / "run" / "model")
+    words_first(BertTokenizerFast(str(tmp_path / "vocab.txt"))).save_pretrained(tmp_path / "run" / "model")
+    data = {"problem_type": labels.problem_type, "labels": labels.names, "max_length": 20}
+    sample = Sample(0, 1, "a", "b", True, missed=[("a", 0.1)], added=[("b", 0.9)])
+    explanation = explain.explain(tmp_path / "run", data, [sample], ["服务很好。"], 1)[0]
+    assert [word.text for word in explanation.words] == ["服务", "很", "好", "。", " "]
+    assert explanation.difference
 
 
 def test_long_texts_are_cut_and_their_strongest_words_are_named_all_the_same() -> None:
