@@ -86,11 +86,14 @@ def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numb
         ).confidence_interval  # fmt: skip
     bounds = np.stack([values, low, high], axis=-1).tolist()  # (2, runs, M, 3)
 
-    def named(metrics: list[list[float]], key: str) -> Numbers:
+    def by_name(metrics: list[list[float]], key: str) -> Numbers:
         lines = zip(runs[0].names, metrics, strict=True)
         return {name: dict(zip((key, "low", "high"), numbers, strict=True)) for name, numbers in lines}
 
-    return [(named(own, "value"), named(differences, "difference")) for own, differences in zip(*bounds, strict=True)]
+    return [
+        (by_name(of_run, "value"), by_name(differences, "difference"))
+        for of_run, differences in zip(*bounds, strict=True)
+    ]
 
 
 def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:

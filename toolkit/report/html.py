@@ -183,7 +183,7 @@ def _sample_context(
     }
     if labels.problem_type == "regression":  # of several numbers in a row, each is a dot
         true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
-        return context | {"scatter": curves.scatter(list(zip(true.tolist(), predicted.tolist(), strict=True)))}
+        return context | {"scatter": curves.scatter(true, predicted)}
     if labels.problem_type == "single_label_classification":
         context["confusion"] = _confusion(samples, labels)
     answered = [sample for sample in samples if not sample.held_back]

@@ -66,5 +66,6 @@ def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curv
         for group in groups.values():
             suffix = f": {', '.join(run.name for run in group)}" if len(groups) > 1 else ""
             lines = [curves.Line(run.name, curves.values_of(lines_of(run), name), kind) for run in group]
-            drawn.append(curves.overlaid(title + suffix, lines))
+            end = max((int(line.values.index.max()) for line in lines if len(line.values)), default=1)
+            drawn.append(curves.draw_lines(title + suffix, lines, end))
     return drawn
