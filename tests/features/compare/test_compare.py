@@ -201,9 +201,12 @@ def test_permuted_answers_give_mcnemars_p(tmp_path: Path) -> None:
     permuted = bootstrap.p_values(*(score._replace(names=("a", "b")) for score in scores))["a"]
     assert 0.02 < exact < 0.9
     assert permuted == pytest.approx(exact, abs=0.05)
-    few = [bootstrap.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
-           for values in ([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])]  # fmt: skip
-    assert bootstrap.p_values(*few) == {"x": 2 / 2**3}  # all ways to swap three rows, and two of them as far apart
+    zeros, single, triple = (
+        bootstrap.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
+        for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])
+    )
+    assert bootstrap.p_values(triple, zeros) == {"x": 2 / 2**3}  # of all ways to swap three rows two are as far apart
+    assert bootstrap.p_values(single, zeros) == bootstrap.p_values(zeros, zeros) == {"x": 1}
 
 
 def test_fifty_thousand_rows_take_seconds() -> None:
