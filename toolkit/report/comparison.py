@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,8 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         raise UserError(f"these runs cannot be compared: {reasons}")
     best = reference.record.best
     runs = [run for run in runs if run.name not in left_out]
-    runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
+    values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was no finite number
+    runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
     return {
         "metric": best.metric,
         "greater_is_better": best.sign > 0,
@@ -155,9 +157,7 @@ def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
 
 def _differing_loss(*runs: ComparedRun) -> str:
     """The names of the settings that make the losses of these runs other quantities."""
-    settings = [run.loss_settings() for run in runs]
-    names = dict.fromkeys(name for each in settings for name in each)
-    return ", ".join(name for name in names if len({dumps(each.get(name)) for each in settings}) > 1)
+    return ", ".join(_differing({run.name: run.loss_settings() for run in runs}))
 
 
 def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
@@ -176,7 +176,10 @@ def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
 def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]]:
     """Setting -> its value in each run, where they are not the same. Of files their content counts, not their path."""
     same_data = len({run.identity.get("data") for run in runs}) == 1
-    settings = {run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs}
+    return _differing({run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs})
+
+
+def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     names = dict.fromkeys(name for each in settings.values() for name in each)
     values = {name: {run: each.get(name) for run, each in settings.items()} for name in names}
     return {name: by_run for name, by_run in values.items() if len(set(map(dumps, by_run.values()))) > 1}

@@ -14,6 +14,7 @@ from sklearn import metrics as sk
 from tests.faults import refusal
 from tests.report.made import SETTINGS, make_run
 from tests.report.test_html import Page
+from tests.runs import edit_json
 from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
@@ -216,12 +217,18 @@ def test_fifty_thousand_rows_take_seconds() -> None:
     assert bootstrap.p_values(*runs)["f1_macro"] > 0.001
 
 
-def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_marked_and_one_without_a_number_is_the_last(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", predictions(0.1))
     (folder / "report.html").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["data"]["total_steps"] = 80
-    (folder / "config.json").write_text(json.dumps(config))
-    comparison, _ = compare([folder])
-    assert comparison["runs"][0]["unfinished"] == "step 40 of 80"
+    data = json.loads((folder / "config.json").read_text())["data"]
+    edit_json(folder / "config.json", data=data | {"total_steps": 80})
+    other = made(tmp_path / "b", predictions(0.2))
+    for run, value in ((folder, None), (other, 0.5)):  # a metric of one's own, in one of them a NaN
+        edit_json(run / "config.json", settings={**SETTINGS, "metric_for_best_model": "score"})
+        (run / "eval.jsonl").write_text(
+            (run / "eval.jsonl").read_text().replace('"loss"', f'"score": {json.dumps(value)}, "loss"')
+        )
+    comparison, _ = compare([folder, other])
+    assert [run["name"] for run in comparison["runs"]] == ["b", "a"]
+    assert comparison["runs"][1]["unfinished"] == "step 40 of 80"
     assert ComparedRun(folder, "a").strategy == "2 x ZeRO-2"
