@@ -150,8 +150,8 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
         axes.plot(mean, color=colour, linewidth=1.8)
 
 
-def scatter(true: Sequence[float], predicted: Sequence[float]) -> Chart | None:
-    """Every sample at (true, predicted); many are thinned out evenly."""
+def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
+    """Every sample of two (N,) at (true, predicted); many are thinned out evenly."""
     pairs = np.column_stack([true, predicted])
     pairs = pairs[np.isfinite(pairs).all(axis=1)]
     if not len(pairs):
