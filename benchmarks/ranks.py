@@ -4,7 +4,8 @@
 
 The hosts are two network namespaces of this machine, so all ranks share its cores: the seconds grow with the number of
 ranks as they would not on machines of their own, the bytes are those of real hosts. The model is a random BERT of 1.1M
-parameters in float32, with one micro-batch a step. `--write` puts the table into benchmarks/results.
+parameters in float32, with one micro-batch a step, and, on 2 and 4 ranks, with eight: once as ZeRO and FSDP2 reduce by
+themselves and once with the other `--sync_each_batch`. `--write` puts the table into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from tests.hosts import ADDRESSES, TwoHosts  # noqa: E402
 
 WAYS = {"DDP": "2node", "ZeRO-2": "2node_zero2", "ZeRO-3": "2node_zero3", "FSDP2": "2node_fsdp2"}
 RANKS = (2, 4, 8, 16)
+GLOBAL_BATCH = 32
+COLUMNS = ("way", "ranks", "micro-batches", "seconds to the first step", "MB a rank and step: theory", "asked for",
+           "sent", "of these")  # fmt: skip
+MANY = 8  # micro-batches
 # times the bytes of the model, from one of N ranks by a ring, each with a factor (N - 1) / N (Rajbhandari et al. 2020,
 # section 7): an all-reduce is two, a reduce-scatter and an all-gather are one each
 THEORY = {"DDP": 2.0, "ZeRO-2": 2.0, "ZeRO-3": 3.0, "FSDP2": 3.0}
@@ -35,19 +40,29 @@ WORDS = [f"w{number}" for number in range(2000)]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/ranks.md")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--ranks", type=int, nargs="*", default=list(RANKS))
     options = parser.parse_args()
-    lines = ["| way | ranks | seconds to the first step | MB a rank and step: theory | asked for | sent | of these |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     with tempfile.TemporaryDirectory() as name, TwoHosts() as hosts:
         folder = Path(name)
         size, job = make_job(folder)
-        for way, file in WAYS.items():
+        for way in options.ways:
+            file = WAYS[way]
             for ranks in options.ranks:
                 words = [*job, "--config_file", f"accelerate_configs/{file}.yaml"]
-                found = run(hosts, words, ranks, folder / f"{file}-{ranks}")
-                lines.append(row(way, ranks, size, found))
-                print(lines[-1], flush=True)
+                jobs = {"1": []}
+                if ranks * MANY <= GLOBAL_BATCH:
+                    eight = ["--per_device_batch_size", str(GLOBAL_BATCH // ranks // MANY)]
+                    other = str(way != "FSDP2").lower()
+                    jobs |= {
+                        f"{MANY}": eight,
+                        f"{MANY}, `--sync_each_batch {other}`": [*eight, "--sync_each_batch", other],
+                    }
+                for place, (batches, more) in enumerate(jobs.items()):
+                    found = run(hosts, [*words, *more], ranks, folder / f"{file}-{ranks}-{place}")
+                    lines.append(row(way, ranks, batches, size, found))
+                    print(lines[-1], flush=True)
     if options.write:
         note = (f"`python benchmarks/ranks.py`: two network namespaces with {os.cpu_count()} CPU cores between them, "
                 f"gloo, {size / 1e6:.2f} MB of fp32 weights.")  # fmt: skip
@@ -70,8 +85,8 @@ def make_job(folder: Path) -> tuple[int, list[str]]:
     rows = (f"{' '.join(chosen.choices(WORDS, k=chosen.randrange(5, 30)))},{'ab'[row % 2]}\n" for row in range(300))
     (folder / "data.csv").write_text("text,label\n" + "".join(rows), encoding="utf-8")
     job = ["--model_name_or_path", folder / "model", "--train_file", folder / "data.csv", "--max_steps", "8",
-           "--dropout", "0", "--mixed_precision", "no", "--report_to", "none", "--global_batch_size", "32",
-           "--per_device_batch_size", "16"]  # fmt: skip
+           "--dropout", "0", "--mixed_precision", "no", "--report_to", "none",
+           "--global_batch_size", str(GLOBAL_BATCH), "--per_device_batch_size", str(GLOBAL_BATCH // 2)]  # fmt: skip
     return sum(parameter.nbytes for parameter in model.parameters()), [str(word) for word in job]
 
 
@@ -89,13 +104,13 @@ def run(hosts: TwoHosts, job: list[str], ranks: int, output: Path) -> dict[str, 
     return {"sent": sent / ranks, "asked": asked, "seconds": float((output / "first_step_seconds").read_text())}
 
 
-def row(way: str, ranks: int, size: int, found: dict[str, Any]) -> str:
+def row(way: str, ranks: int, batches: str, size: int, found: dict[str, Any]) -> str:
     theory = THEORY[way] * size * (ranks - 1) / ranks
     largest = sorted(found["asked"].items(), key=lambda item: -item[1])[:2]
     named = ", ".join(f"{name} {count / 1e6:.2f}" for name, count in largest)
     asked = sum(found["asked"].values())
     numbers = " | ".join(f"{count / 1e6:.2f}" for count in (theory, asked, found["sent"]))
-    return f"| {way} | {ranks} | {found['seconds']:.0f} | {numbers} | {named} |"
+    return f"| {way} | {ranks} | {batches} | {found['seconds']:.0f} | {numbers} | {named} |"
 
 
 if __name__ == "__main__":

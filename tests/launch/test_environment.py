@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults import refusal
-from toolkit.launch.environment import FIRST_PORT, PORTS, Place, first_host, place_of, settle
+from toolkit.launch.environment import Place, first_host, place_of, settle
 
 TORCHRUN = {
     "RANK": "3",
@@ -153,11 +153,3 @@ def test_an_address_and_port_that_are_given_stay() -> None:
 
 def test_several_machines_without_an_address() -> None:
     refusal(settle, dict(OPEN_MPI), match=r"mpirun -x MASTER_ADDR")
-
-
-def test_two_processes_of_one_parent_take_the_same_port() -> None:
-    found = [dict(HYDRA, PMI_RANK=rank, MPI_LOCALRANKID=rank) for rank in "01"]
-    for env in found:
-        settle(env)
-    assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
-    assert FIRST_PORT <= int(found[0]["MASTER_PORT"]) < FIRST_PORT + PORTS

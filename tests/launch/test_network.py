@@ -18,11 +18,6 @@ def test_a_port_nobody_listens_on_and_a_name_nobody_knows(name: str, kind: str) 
     assert error.value.remedy
 
 
-@pytest.mark.parametrize("kind", ["name", "refused", "silent", "no_route", "local"])
-def test_every_kind_has_something_to_type(kind: str) -> None:
-    assert network.remedy_for(kind, "10.0.0.9", 29600)
-
-
 @pytest.mark.parametrize("seconds", [14, 120])
 def test_silence_of_a_network_is_borne_as_long_as_the_setting_says(seconds: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, connect(*server.getsockname()[:2], 5) as connection:

@@ -89,12 +89,6 @@ def test_of_a_list_each_knows_itself_by_its_own_address(find: Find, own: str, ra
         assert own in machines.how
 
 
-def test_a_name_that_debian_lets_mean_127_0_1_1_is_this_machines_own(find: Find) -> None:
-    at_the_first = {"gpu1": ["127.0.1.1"], "gpu2": [SECOND]}
-    machines = find({"main_process_ip": "gpu1"}, own=[FIRST], names=at_the_first)
-    assert (machines.rank, machines.first) == (0, "gpu1")
-
-
 def test_what_is_not_sure_is_not_guessed(find: Find) -> None:
     """A machine that is not in the list; the other ones of three; a first one whose name nobody knows."""
     assert "does not know which it is" in refusal(find, {"machines": f"{FIRST},{SECOND}"}, own=[ELSEWHERE])

@@ -7,12 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate.utils
 import pytest
 import torch
 
-from tests.faults import refusal
-from toolkit.launch.precision import auto_precision, choose_matmul_precision, refuse_different
+from toolkit.launch.precision import auto_precision, choose_matmul_precision
 from toolkit.launch.world import _launch_of
 
 
@@ -70,12 +68,6 @@ def test_a_deepspeed_json_counts_where_it_says_it_by_name(
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert auto_precision({}, None)[0] == chosen
-
-
-def test_ranks_that_chose_differently_are_told_the_weakest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate.utils, "gather_object", lambda mine: [*mine, "fp16", "bf16", "fp16"])
-    accelerator: Any = SimpleNamespace(mixed_precision="bf16")
-    refusal(refuse_different, accelerator, match="bf16 on ranks 0, 2, fp16 on ranks 1, 3: pass --mixed_precision fp16")
 
 
 @pytest.mark.parametrize(

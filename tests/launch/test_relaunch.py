@@ -21,7 +21,7 @@ from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORCHRUN
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
-from toolkit.launch import environment, launcher
+from toolkit.launch import launcher
 from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
@@ -150,14 +150,6 @@ def test_plan_of_two_machines(path: Path) -> None:
     assert arguments.deepspeed_multinode_launcher == ("standard" if stage else None)  # not pdsh
 
 
-def test_torchrun_starts_the_processes_of_this_machine_alone() -> None:
-    given = Namespace(nnodes="2", node_rank=1, rdzv_endpoint="gpu1:29600", nproc_per_node="8")
-    found = launcher._of_this_node(given)
-    assert (found.nnodes, found.node_rank, found.rdzv_endpoint, found.standalone) == ("1", 0, "", False)
-    assert found.rdzv_backend == "one_node"
-    assert found.nproc_per_node == "8"
-
-
 @pytest.mark.parametrize(("now", "says"), [(7, "lack of memory"), (6, "a scheduler")])
 def test_a_kill_is_the_systems_where_it_counted_one(
     now: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -185,16 +177,6 @@ def test_a_process_stops_with_its_launcher_and_with_nothing_else_that_started_it
     assert done.stdout.split() == [number]
 
 
-@pytest.mark.parametrize(("line", "launches"), [
-    (["python", "/bin/accelerate", "launch", "x.py"], True), (["python", "/bin/torchrun", "x.py"], True),
-    (["python", "-m", "torch.distributed.run", "x.py"], True), (["python", "-m", "ipykernel_launcher"], False),
-    (["ray::train"], False),
-])  # fmt: skip
-def test_a_launcher_that_was_typed(line: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.Process.cmdline", lambda _: line)
-    assert environment.typed_launcher(os.getpid()) is launches
-
-
 @pytest.mark.parametrize(("seen", "each"), [(0, 1), (8, 8)])
 def test_without_a_number_two_machines_run_a_process_for_each_device(
     monkeypatch: pytest.MonkeyPatch, seen: int, each: int
@@ -220,8 +202,6 @@ TWO = {"main_process_ip": FIRST, "machine_rank": "0"}
         ("ddp", {"num_processes": "1.5"}, "num_processes"),
         ("single", {"num_processes": "2"}, r"ddp\.yaml"),  # accelerate starts one for it
         ("ddp", {"main_process_port": "99999"}, "main_process_port 99999"),
-        ("2node", {**TWO, "main_process_port": "-5"}, "main_process_port -5"),
-        ("ddp", {"main_process_port": "x"}, "main_process_port"),
         ("ddp", {"max_restarts": "1.5"}, r"max_restarts.*1\.5"),
         ("ddp", {"max_restarts": "-1"}, "max_restarts.*-1"),
         ("ddpp", {}, r"ddpp.*did you mean ddp\.yaml\?"),
@@ -286,12 +266,6 @@ def launched(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[tuple[l
     return calls
 
 
-def test_without_launch_options_nothing_is_launched(launched: list[Any]) -> None:
-    arguments, options = relaunch_if_requested([SCRIPT, "--seed", "3", "--deepspeed_config", "z.json"])
-    assert (arguments, options.deepspeed_config) == ([SCRIPT, "--seed", "3"], "z.json")
-    assert launched == []
-
-
 def test_a_config_makes_the_process_the_launcher(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     relaunch_if_requested([SCRIPT, "--seed", "3", "--config_file", "accelerate_configs/ddp.yaml"])
@@ -316,19 +290,6 @@ def test_only_the_first_process_of_a_machine_starts_again(launched: list[Any], m
         relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml"])
     assert left.value.code == 0
     assert launched == []
-
-
-def test_the_first_process_of_another_machine_starts_there(
-    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (TORCHRUN | {"RANK": "2", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "2"}).items():
-        monkeypatch.setenv(name, value)
-    options = ["--config_file", "accelerate_configs/2node.yaml", "--main_process_ip", "h", "--num_processes", "4"]
-    relaunch_if_requested([SCRIPT, *options])
-    ((_, env),) = launched
-    requested = json.loads(env[MARKER])
-    assert (requested["nodes"]["rank"], requested["num_processes"]) == (1, 4)
-    assert "this is machine 1" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("argument", ["--num_processes=2", "--machines=a,b", "--max_restarts=1", "--machine_rank=0"])

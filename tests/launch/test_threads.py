@@ -58,38 +58,36 @@ def test_the_users_threads(way: str, tmp_path: Path) -> None:
         assert finished.out.split("\n").count(f"{processes} x {expected}") == processes, finished
 
 
-OURS = {MARKER: "{}"}
+TORCHRUN, ACCELERATE, OURS = ({name: "x"} for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", MARKER))
+ONE = {"OMP_NUM_THREADS": "1"}
+OPTION = "/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py"
 
 
 @pytest.mark.parametrize(
-    ("value", "above", "expected"),
+    ("env", "above", "expected"),
     [
-        # (value here, (command line, environment) of each process above it, what the user set)
-        (None, [], None),
-        ("", [], None),
-        ("many", [], None),
-        ("4,2", [("torchrun cls.py", {})], 4),
-        ("1", [("bash", {})], 1),
-        ("1", [("python cls.py", {})], 1),
-        ("1", [("python /bin/torchrun cls.py", {})], None),
-        ("1", [("python -m torch.distributed.run cls.py", {})], None),
-        ("1", [("python /bin/torchrun cls.py", {"OMP_NUM_THREADS": "1"}), ("bash", {})], 1),
-        ("1", [("python cls.py --config_file ddp.yaml", {})], None),  # ours
-        ("1", [("python cls.py --config_file ddp.yaml", {"OMP_NUM_THREADS": "1"}), ("bash", {})], 1),
-        (
-            "1",
-            [("python cls.py", {"OMP_NUM_THREADS": "1"}), ("/bin/accelerate launch cls.py --config_file x", {})],
-            None,
-        ),
-        ("1", [("/bin/accelerate launch --num_cpu_threads_per_process 1 cls.py", {})], 1),
-        ("1", [("deepspeed cls.py", {"OMP_NUM_THREADS": "1"})], 1),  # of a container, say
+        # (environment here, (command line, environment) of each process above it, what the user set)
+        ({}, [], None),
+        ({"OMP_NUM_THREADS": ""}, [], None),
+        ({"OMP_NUM_THREADS": "many"}, [], None),
+        (TORCHRUN | {"OMP_NUM_THREADS": "4,2"}, [("torchrun cls.py", {})], 4),
+        (ONE, [("bash", {})], 1),
+        (ONE | TORCHRUN, [("torchrun cls.py", {})], None),
+        (ONE | TORCHRUN, [("torchrun cls.py", ONE), ("bash", {})], 1),
+        (ONE | OURS, [("python cls.py --config_file ddp.yaml", {})], None),
+        (ONE | OURS, [("python cls.py --config_file ddp.yaml", ONE), ("bash", {})], 1),
+        (ONE | OURS, [("python cls.py", ONE | ACCELERATE), ("/bin/accelerate launch cls.py", {})], None),
+        (ONE | ACCELERATE, [(OPTION, {})], 1),
+        (ONE, [("deepspeed cls.py", ONE)], 1),  # of a container, say
     ],
 )
 def test_who_set_the_threads(
-    value: str | None, above: list[tuple[str, dict[str, str]]], expected: int | None, monkeypatch: pytest.MonkeyPatch
+    env: dict[str, str],
+    above: list[tuple[str, dict[str, str]]],
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parents = [SimpleNamespace(cmdline=line.split, environ=lambda env=env: env) for line, env in above]
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
-    env = ({} if value is None else {"OMP_NUM_THREADS": value}) | (OURS if "ddp.yaml" in str(above) else {})
     assert users_threads(env) == expected
-    assert clean_environment(env).get("OMP_NUM_THREADS") == (value if expected else None)
+    assert clean_environment(env).get("OMP_NUM_THREADS") == (env.get("OMP_NUM_THREADS") if expected else None)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,8 +97,16 @@ def test_a_world_that_is_not_the_one_requested(accelerator: Accelerator, monkeyp
 
 
 def test_one_process_waits_for_nobody(accelerator: Accelerator) -> None:
-    wait_for_all(accelerator, "nothing", patience_seconds=0)
+    wait_for_all(accelerator, "nothing")
     same_everywhere(accelerator, "nothing", "x")
+
+
+def test_precisions_that_differ_are_named_with_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [(f"rank {rank}", {"mixed precision": name}) for rank, name in ((1, "fp16"), (2, "bf16"))]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, *others])
+    several: Any = SimpleNamespace(num_processes=3, process_index=0)
+    words = "mixed precision is bf16 on rank 0, rank 2 and fp16 on rank 1"
+    refusal(same_everywhere, several, "--mixed_precision", {"mixed precision": "bf16"}, match=words)
 
 
 @pytest.fixture

@@ -238,8 +238,8 @@ class TrainingSettings:
     """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, beside fp32 masters: less memory and
     traffic, gradients several times coarser. Otherwise weights, sums and reductions are fp32, products 16 bits."""
     sync_each_batch: bool | None = None
-    """Reduce gradients after each micro-batch, not once a step; by default under FSDP2 alone, which would otherwise
-    keep whole gradients in every process."""
+    """Reduce gradients after each micro-batch, not once a step: less memory, more traffic. By default under FSDP2, and
+    with 16-bit weights under ZeRO."""
     torch_compile: bool = False
     """Compile each layer with torch.compile, for GPUs: a minute's start, then fewer kernels. On a CPU it is slower."""
     logging_steps: int | None = Field(default=None, ge=1)

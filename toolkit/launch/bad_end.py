@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.utils.within import within
+
 # A tracker's server may not answer, and an end must not hang on it.
 _CLOSE_SECONDS = 10.0
 _closing = threading.Lock()
@@ -38,16 +40,9 @@ def close_at_bad_end(close: Callable[[], object] | None = None) -> None:
 
 
 def close_what_is_open() -> None:
-    """In a thread, which is left behind where it hangs. Two threads may be about to end the process: the second one
-    waits for the first."""
+    """Two threads may be about to end the process: the second one waits for the first."""
     with _closing:
         close, ending.close = ending.close, None
         if close is not None:
-            thread = threading.Thread(target=_ignoring_errors, args=(close,), daemon=True, name="close")
-            thread.start()
-            thread.join(_CLOSE_SECONDS)
-
-
-def _ignoring_errors(close: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):  # the failure has been reported
-        close()
+            with contextlib.suppress(Exception):  # the failure has been reported
+                within(_CLOSE_SECONDS, close)

@@ -31,6 +31,8 @@ _NAMES = {
 # what our own launcher starts, as JSON (see `relaunch`)
 MARKER = "TOOLKIT_LAUNCH"
 THREADS = "OMP_NUM_THREADS"
+# what our launcher, torchrun and `accelerate launch` set for their processes
+_LAUNCHERS_OWN = (MARKER, "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 # what `toolkit verify` adds to the seed of all random numbers but the order of samples and the weights
 OTHER_RANDOMNESS = "TOOLKIT_OTHER_RANDOMNESS"
 FIRST_PORT, PORTS = 20000, 12000  # below those that systems give to outgoing connections
@@ -114,6 +116,13 @@ def accelerate_arguments(line: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
+def typed_accelerate_launch() -> bool:
+    """Whether an `accelerate launch` has started this very process."""
+    with contextlib.suppress(psutil.Error):
+        return accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None
+    return False
+
+
 def users_threads(env: Mapping[str, str]) -> int | None:
     """OMP_NUM_THREADS; None where it is not set, or where it is the 1 of a launcher, which `torchrun` and `accelerate
     launch` set for several processes however many cores there are."""
@@ -129,26 +138,9 @@ def _launcher_set_threads(env: Mapping[str, str]) -> bool:
         for parent in psutil.Process().parents():
             begun_with = parent.environ()
             if THREADS not in begun_with:
-                ours = MARKER in env and MARKER not in begun_with
-                return ours or _sets_threads(parent.cmdline())
+                by_option = "num_cpu_threads_per_process" in " ".join(parent.cmdline()).replace("-", "_")
+                return not by_option and any(name in env and name not in begun_with for name in _LAUNCHERS_OWN)
             env = begun_with
-    return False
-
-
-def _sets_threads(line: Sequence[str]) -> bool:
-    has_option = any(word.replace("-", "_").startswith("__num_cpu_threads_per_process") for word in line)
-    return _is_torchrun(line) or (accelerate_arguments(line) is not None and not has_option)
-
-
-def _is_torchrun(line: Sequence[str]) -> bool:
-    return any(word.startswith("torch.distributed.") or Path(word).name == "torchrun" for word in line[:4])
-
-
-def typed_launcher(pid: int) -> bool:
-    """Whether this process is an `accelerate launch` or a `torchrun`; a notebook, or Ray, can start processes too."""
-    with contextlib.suppress(psutil.Error):
-        line = psutil.Process(pid).cmdline()
-        return _is_torchrun(line) or accelerate_arguments(line) is not None
     return False
 
 

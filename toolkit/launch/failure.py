@@ -124,9 +124,8 @@ def _report(work: Callable[[], object]) -> None:
     except UserError as error:
         leave(f"error: {error}", 1, str(error), final=True, early=not isinstance(error, RendezvousError))
     except Exception as error:
-        detector = failure_detector.current
-        if _lost_contact(error) and detector is not None and (failure := detector.failure_within(_REPORT_SECONDS)):
-            detector.end(failure)
+        if _lost_contact(error) and failure_detector.current is not None:
+            failure_detector.current.wait_for_failure(_REPORT_SECONDS)
         message = _describe(error)
         leave(message, 141 if message == _NO_READER else 1, message.removeprefix("error: ").strip().split("\n")[-1])
 
@@ -172,17 +171,10 @@ def leave(message: str, code: int, short: str = "", final: bool = False, early: 
         signal.signal(signal.SIGINT, signal.SIG_IGN if code == INTERRUPTED else signal.SIG_DFL)
     detector, place = failure_detector.current, _place()
     if detector is not None:
-        failure = detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
-        if failure.rank != place.rank:
-            detector.end(failure)
-        # Ctrl-C reaches every process of a terminal, and rank 0 reports it
-        speaks = code != INTERRUPTED or place.rank == 0 or detector.failure is None
-    elif code == INTERRUPTED:
-        speaks = place.rank == 0
-    else:
-        speaks = True
-        if place.world_size > 1 and place.local_rank:  # all usually fail alike, and the first of each node reports it
-            time.sleep(SILENCE_SECONDS)
+        detector.report("interrupted" if code == INTERRUPTED else "failed", short[-2000:], final)
+    elif code != INTERRUPTED and place.world_size > 1 and place.local_rank:
+        time.sleep(SILENCE_SECONDS)  # all usually fail alike, and the first of each node reports it
+    speaks = code != INTERRUPTED or place.rank == 0  # Ctrl-C reaches every process of a terminal
     if speaks:
         who = f"[rank {place.rank} on {socket.gethostname()}] " if place.world_size > 1 else ""
         logger.error(f"{who}{message}")

@@ -5,21 +5,24 @@ the run's failure there: the first one that was written. A store does not report
 a connection to rank 0 on which nothing is sent but one byte, when its work is done: the kernel closes it when the
 process dies, however it dies, and reports a node that no longer answers. Every process ends, and one of each node says
 why.
+
+Where a rank is killed, the collectives of the others fail, too, perhaps before rank 0 has looked at its connections. So
+a rank that fails waits until rank 0 has: only then is its failure the first.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
+import selectors
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,14 +34,15 @@ from toolkit.launch.bad_end import close_what_is_open
 from toolkit.launch.environment import seconds_of
 from toolkit.launch.interrupted import ENDED_FILE
 from toolkit.launch.nodes import name_machine
-from toolkit.launch.rendezvous import Rendezvous, read
+from toolkit.launch.rendezvous import Rendezvous, nodes_of, read
 from toolkit.launch.restarts import give_up, most_restarts
 from toolkit.utils.log import logger
 from toolkit.utils.within import within
 
-_HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 3.0
-# A failed rank waits for reports of earlier failures, so that the first cause is named.
-_REPORT_SECONDS = 0.5
+_HEARTBEAT_SECONDS, _CONNECT_SECONDS, _STORE_SECONDS = 1.0, 10.0, 10.0
+# A failed rank waits for reports of earlier failures, so that the first cause is named: so long where no other rank's
+# end can have caused its own, else until rank 0 has looked, and so long at most.
+_REPORT_SECONDS, _LONGEST_REPORT_SECONDS = 0.5, 15.0
 # Waiting this long for a rank is worth a line.
 _MENTION_SECONDS = 60.0
 # Without a heartbeat for so long a rank is stopped, or stuck.
@@ -55,7 +59,7 @@ class Failure:
     rank: int
     kind: Literal["failed", "interrupted", "gone", "lost", "late"]
     """It reported so itself; its process ended; its node does not answer; it does not arrive in a collective."""
-    message: str
+    message: str = ""
     final: bool = False
     """It would fail again."""
 
@@ -64,71 +68,68 @@ class Failure:
 class _Progress:
     """Of a rank, by its heartbeats."""
 
-    heartbeat: Sequence[object] = ()
+    looks: int = 0
+    """How often it has looked at its connections."""
     collectives: int = 0
     position: str = "its start"
-    moved: float = field(default_factory=time.monotonic)
     alive: float = field(default_factory=time.monotonic)
+    moved: float = field(default_factory=time.monotonic)
 
-    def update(self, heartbeat: Sequence[object]) -> None:
-        if heartbeat != self.heartbeat:
-            self.heartbeat, self.position, self.alive = heartbeat, str(heartbeat[2]), time.monotonic()
-            if heartbeat[1] != self.collectives:
-                self.collectives, self.moved = int(str(heartbeat[1])), self.alive
+    def update(self, looks: int, collectives: int, position: str) -> None:
+        if looks != self.looks:
+            self.alive = time.monotonic()
+        if collectives != self.collectives:
+            self.moved = time.monotonic()
+        self.looks, self.collectives, self.position = looks, collectives, position
 
 
 class FailureDetector:
     """A rank's part; rank 0 has a connection to every other one, the others have theirs to rank 0."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
-        self.peers, self.me = rendezvous.peers, rendezvous.peers[rendezvous.rank]
+        self.peers, self.me = rendezvous.peers, rendezvous.me
         self.failure: Failure | None = None
         self.finished = False
         """Work is done: from now on connections may close."""
-        self._rendezvous, self._store = rendezvous, rendezvous.store
+        self._store = self._own_store = rendezvous.store
         self._connections: dict[int, socket.socket] = {}
-        self._progress = {rank: _Progress() for rank in (0, self.me.rank)}
+        self._looks = 0
+        watched = range(len(self.peers)) if self.me.rank == 0 else (0, self.me.rank)
+        self._progress = {rank: _Progress() for rank in watched}
         self._done: set[int] = set()
         self._failed, self._all_done, self._ending = threading.Event(), threading.Event(), threading.Lock()
         self._leaving = False  # the main thread ends the process, not one of the detector
 
     def start(self, timeout: int) -> None:
         """`timeout`: the seconds for which a node may not answer. Raises UserError where rank 0 cannot be reached."""
-        # a call that waits holds up its own client alone
-        self._store = self._rendezvous.store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        if self.me.rank:
-            self._connections[0] = self._connect()
-        else:
-            self._connections = self._accept()
-            self._progress = {rank: _Progress() for rank in range(len(self.peers))}
-        for rank, connection in self._connections.items():
+        # the threads' own client, as a call that waits holds up all others of its client
+        self._store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._connections = {0: self._connect()} if self.me.rank else self._accept()
+        for connection in self._connections.values():
             network.keep_alive(connection, timeout)
             os.register_at_fork(after_in_child=connection.close)  # the copy would stay open when this process dies
-            self._start(partial(self._watch_connection, rank, connection))
-        self._start(self._watch_store)
+        for watch in (self._watch_connections, self._watch_store):
+            threading.Thread(target=watch, daemon=True, name="failure detector").start()
         atexit.register(self.done)
-
-    def _start(self, watch: Callable[[], object]) -> None:
-        threading.Thread(target=watch, daemon=True, name="failure detector").start()
 
     def _accept(self) -> dict[int, socket.socket]:
         """Rank 0's connections: all ranks connect now, as they have read the verdict."""
-        master, one_node = os.environ["MASTER_ADDR"], len({peer.node for peer in self.peers}) == 1
+        master = os.environ["MASTER_ADDR"]
         address = master if network.is_own(master) else network.address_towards(master) or master
         connections: dict[int, socket.socket] = {}
-        with network.listen(0, network.address_to_listen(address, local=one_node)) as server:
+        with network.listen(0, network.address_to_listen(address, local=len(nodes_of(self.peers)) == 1)) as server:
             self._store.set("connect", json.dumps([address, server.getsockname()[1]]))
-            server.settimeout(2 * _CONNECT_SECONDS)  # a rank that cannot connect reports why
+            server.settimeout(2 * _CONNECT_SECONDS)
             while absent := set(range(1, len(self.peers))) - connections.keys():
                 try:
                     connection, _ = server.accept()
-                except TimeoutError:
-                    self._start(partial(self._decide, Failure(min(absent), "gone", "")))
-                    break
+                except TimeoutError:  # a rank that cannot connect reports why
+                    self._decide(Failure(min(absent), "gone"))
+                    continue
                 with contextlib.suppress(OSError, ValueError, TypeError):  # of a stranger
                     connection.settimeout(1.0)
                     number, rank = json.loads(connection.recv(256))
-                    if number == self._rendezvous.hello["id"] and rank in absent:
+                    if number == self.me.number and rank in absent:
                         connection.settimeout(None)
                         connections[rank] = connection
         return connections
@@ -143,23 +144,35 @@ class FailureDetector:
                 f"all TCP ports must be open between the machines of a run, not just one. To do: {error.remedy}"
             ) from error
         connection.settimeout(None)
-        connection.sendall(json.dumps([self._rendezvous.hellos[0]["id"], self.me.rank]).encode())
+        connection.sendall(json.dumps([self.peers[0].number, self.me.rank]).encode())
         return connection
 
     # --- for the main thread
 
-    def report(self, kind: Literal["failed", "interrupted"], message: str, final: bool) -> Failure:
-        """Reports this rank's own failure to all; returns the one that counts, which came first."""
+    def report(self, kind: Literal["failed", "interrupted"], message: str, final: bool) -> None:
+        """Reports this rank's own failure to all, and returns where it is the first; else the process ends here."""
         self._leaving = True
-        self._failed.wait(_REPORT_SECONDS)
+        if kind == "interrupted" or final:  # by a user, or by a setting: no other rank's end has caused it
+            self._failed.wait(_REPORT_SECONDS)
+        else:
+            self._wait_for_rank_0()
         self.failure = self.failure or self._write(Failure(self.me.rank, kind, message, final))
-        return self.failure
+        if self.failure.rank != self.me.rank:
+            self.end(self.failure)
+        self._ending.acquire()  # for good
 
-    def failure_within(self, seconds: float) -> Failure | None:
-        """The failure that others report, where they do in time."""
+    def _wait_for_rank_0(self) -> None:
+        """Until a failure is known, or rank 0 has looked at all connections since this was called."""
+        with contextlib.suppress(RuntimeError, TimeoutError):  # rank 0 has ended, or is stopped
+            looks, _, _ = within(_STORE_SECONDS, partial(read, self._own_store, "heartbeat 0"))
+            deadline = time.monotonic() + _LONGEST_REPORT_SECONDS
+            while self._progress[0].looks < looks + 2 and time.monotonic() < deadline and not self._failed.wait(0.1):
+                pass
+
+    def wait_for_failure(self, seconds: float) -> None:
+        """Of another rank, which ends this one."""
         self._leaving = True
         self._failed.wait(seconds)
-        return self.failure
 
     def done(self) -> None:
         """This rank may leave; when rank 0 does, all may."""
@@ -174,6 +187,11 @@ class FailureDetector:
         self._all_done.wait(seconds)
         self.done()
         self.wait_for_readers()
+
+    def _send_done(self) -> None:
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(_DONE)
 
     def wait_for_readers(self) -> None:
         """Rank 0 leaves last, a few seconds later at most."""
@@ -200,20 +218,20 @@ class FailureDetector:
 
     def ends_all_attempts(self, final: bool) -> bool:
         """Also where one node has no restart left: the others would wait for it."""
-        return final or (most_restarts() > 0 and any(hello["restarts_left"] < 1 for hello in self._rendezvous.hellos))
+        return final or (most_restarts() > 0 and any(peer.restarts_left < 1 for peer in self.peers))
 
     # --- who reports what
 
     def speaks_of(self, failure: Failure) -> bool:
         """Whether this process reports for its node what happened to another one."""
         culprit = self.peers[failure.rank]
-        same = culprit.node == self.me.node
-        if same and (failure.kind == "failed" or (failure.kind == "gone" and ENDED_FILE in os.environ)):
-            return False  # it reported itself, or the launcher does
+        reports_itself = failure.kind == "failed" or (failure.kind == "gone" and ENDED_FILE in os.environ)
+        if culprit.node == self.me.node and reports_itself:  # or its launcher does
+            return False
         if failure.kind == "interrupted":
             return self.me.rank == 0
-        others = [p.local_rank for p in self.peers if p.node == self.me.node and p.rank != failure.rank]
-        return self.me.local_rank == min(others, default=self.me.local_rank)
+        others = [peer.rank for peer in self.peers if peer.node == self.me.node and peer != culprit]
+        return self.me.rank == min(others, default=self.me.rank)
 
     def describe(self, failure: Failure) -> str:
         """One line."""
@@ -227,7 +245,7 @@ class FailureDetector:
         if failure.kind == "late":
             return f"error: a collective hangs: the others wait for {failure.message}"
         if failure.kind == "lost":
-            machine = name_machine(culprit.host, [p.rank for p in self.peers if p.node == culprit.node])
+            machine = name_machine(culprit.host, nodes_of(self.peers)[culprit.node])
             return f"error: no contact with {machine}: it, or the network between, is down ({failure.message}){again}"
         return f"error: {who} has ended without a word: it was killed, or crashed; its own machine knows more{again}"
 
@@ -244,7 +262,8 @@ class FailureDetector:
             return failure
 
     def _decide(self, failure: Failure) -> None:
-        self._learn(self._write(failure))
+        # behind a network that is down the store does not answer
+        self._learn(failure if failure.kind == "lost" and self.me.rank else self._write(failure))
 
     def _learn(self, failure: Failure) -> None:
         """The end of this process, unless its main thread is about to end it."""
@@ -257,37 +276,42 @@ class FailureDetector:
 
     # --- who is gone: the connections
 
-    def _send_done(self) -> None:
-        for connection in self._connections.values():
-            with contextlib.suppress(OSError):
-                connection.send(_DONE)
+    def _watch_connections(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, rank)
+            while not self.finished:
+                for key, _ in selector.select(_HEARTBEAT_SECONDS):
+                    if not self._receive(key.data):
+                        selector.unregister(key.fileobj)
+                self._looks += 1
 
-    def _watch_connection(self, rank: int, connection: socket.socket) -> None:
-        kind: Literal["gone", "lost"] = "gone"
-        message = ""
+    def _receive(self, rank: int) -> bool:
+        """Whether the connection is still open."""
+        failure = Failure(rank, "gone")
         try:
-            while connection.recv(64):
+            if self._connections[rank].recv(64):
                 self._done.add(rank)
                 self.finished = self.finished or rank == 0
                 if rank == 0 or len(self._done) == len(self.peers) - 1:
                     self._all_done.set()
+                return True
         except ConnectionResetError:
             pass
         except OSError as error:
-            kind, message = "lost", str(error.strerror or error)
+            failure = Failure(rank, "lost", str(error.strerror or error))
         if rank not in self._done and not self.finished:
-            self._decide(Failure(rank, kind, message))
+            self._decide(failure)
+        return False
 
     # --- who does not arrive: the store
 
     def _watch_store(self) -> None:
         # rank 0 names who does not arrive; where it is stopped itself, the others do
         timeout, mentioned = seconds_of("ddp_timeout") + (_SILENCE_SECONDS if self.me.rank else 0.0), -1
-        for count in itertools.count():
-            if self.finished or self.failure is not None:
-                return
+        while not self.finished and self.failure is None:
             try:
-                within(timeout, partial(self._exchange_heartbeats, count))
+                within(timeout, self._exchange_heartbeats)
             except TimeoutError:  # rank 0, whose process serves the store, is stopped
                 self._learn(Failure(0, "late", self._account([0], timeout)))
             except RuntimeError:  # the process that serves it has ended: the connection to rank 0 shows it
@@ -295,13 +319,14 @@ class FailureDetector:
             mentioned = self._check_progress(timeout, mentioned)
             time.sleep(_HEARTBEAT_SECONDS)
 
-    def _exchange_heartbeats(self, count: int) -> None:
+    def _exchange_heartbeats(self) -> None:
         if self._store.check(["failure"]):
             self._learn(Failure(**read(self._store, "failure")))
-        self._store.set(f"heartbeat {self.me.rank}", json.dumps([count, collectives(), what_main_thread_does()]))
+        heartbeat = [self._looks, collectives(), what_main_thread_does()]
+        self._store.set(f"heartbeat {self.me.rank}", json.dumps(heartbeat))
         for rank, progress in self._progress.items():
             if self._store.check([f"heartbeat {rank}"]):
-                progress.update(read(self._store, f"heartbeat {rank}"))
+                progress.update(*read(self._store, f"heartbeat {rank}"))
 
     def _check_progress(self, timeout: float, mentioned: int) -> int:
         """`mentioned`, and what is returned, is the collective for which a line has named who is waited for."""
@@ -342,13 +367,9 @@ current: FailureDetector | None = None
 def start(rendezvous: Rendezvous | None, timeout: int) -> None:
     """From now on this process ends when another one of the run has failed, unless one has `--failure_detector off`."""
     global current
-    hellos = rendezvous.hellos if rendezvous else []
-    if (
-        rendezvous
-        and len(hellos) > 1
-        and current is None
-        and all(hello["failure_detector"] == "on" for hello in hellos)
-    ):
+    if current is not None or rendezvous is None or len(rendezvous.peers) == 1:
+        return
+    if all(peer.failure_detector == "on" for peer in rendezvous.peers):
         current = FailureDetector(rendezvous)
         current.start(timeout)
 

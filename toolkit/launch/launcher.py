@@ -25,9 +25,10 @@ from torch.distributed import run as elastic
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from toolkit.launch import network
-from toolkit.launch.environment import accelerate_arguments
+from toolkit.launch.environment import typed_accelerate_launch
 from toolkit.launch.interrupted import ENDED_FILE, INTERRUPTED, LAUNCHER_PID, raise_again, say_interrupted
 from toolkit.launch.nodes import requested_nodes
 from toolkit.utils.compat import require
@@ -47,9 +48,14 @@ def launch(words: Sequence[str]) -> NoReturn:
 
     def run_here(options: argparse.Namespace) -> None:
         os.environ["PYTHONPATH"] = python_path  # accelerate adds the current folder, for DeepSpeed alone
-        run(_of_this_node(options))
+        # this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the launchers of
+        # several machines would wait for each other, deaf to signals
+        options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
+        options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
+        run(options)
 
     elastic.run = run_here
+    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
     if not torch.accelerator.is_available() or os.environ.get("ACCELERATE_USE_CPU") == "true":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # what DeepSpeed would find, without its warning
     # which process it stops next adds nothing to what the failed process has reported
@@ -68,50 +74,22 @@ def launch(words: Sequence[str]) -> NoReturn:
     os._exit(code)  # to take down what was imported takes Python a second
 
 
-def _of_this_node(options: argparse.Namespace) -> argparse.Namespace:
-    """torchrun starts this machine's processes alone, which find those of the others (see `nodes.span_nodes`): the
-    launchers of several machines would wait for each other, deaf to signals."""
-    options.nnodes, options.node_rank, options.rdzv_endpoint, options.standalone = "1", 0, "", False
-    rendezvous.rendezvous_handler_registry.register(_OneNode.NAME, _OneNode)
-    options.rdzv_backend, options.rdzv_id = _OneNode.NAME, str(uuid.uuid4())
-    return options
-
-
-class _OneNode(rendezvous.RendezvousHandler):
-    """Of a launcher that is alone. torch's own (c10d) listens on all addresses and unpickles what is written there."""
+class _OneNode(StaticTCPRendezvous):
+    """Of a launcher that is alone, with a store that the processes connect to: no port has to be free until they are
+    there. torch's own stores listen on all addresses, and c10d unpickles what is written there."""
 
     NAME = "one_node"
 
     def __init__(self, parameters: rendezvous.RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
+        super().__init__(network.LOOPBACK, 0, 0, 1, parameters.run_id, _SHUTDOWN_SECONDS)
 
     def get_backend(self) -> str:
         return self.NAME
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The processes connect to the store, so that no port has to be free until they are there."""
-        return True
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """A new store for each attempt: an old one would give it the addresses of the last."""
         store = network.serve_store(network.LOOPBACK, network.listen(0, network.LOOPBACK))
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(network.LOOPBACK, store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
 
 
 def _without_ours(path: Path, folder: Path) -> Path:
@@ -129,7 +107,9 @@ def _launch(arguments: argparse.Namespace, ended: Path, kills: int) -> int:
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # torch knows the seconds alone: where one was killed and the others failed for it, the kill came first
+        killed = ((rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0)
+        rank, failure = next(killed, error.get_first_failure())
         if nodes := requested_nodes():  # torchrun counts those of this machine
             rank += nodes.rank * (arguments.num_processes // nodes.count)
         return _code_of(failure.exitcode, f"rank {rank}", kills)
@@ -183,8 +163,7 @@ def _code_of(exit_code: int, who: str, kills: int) -> int:
 def _end_typed_launcher(code: int) -> None:
     """`accelerate launch` ends with a traceback and code 1, whatever its script ended with. Where a signal stopped the
     run, that one ends it too: a scheduler sees which. (Nothing gives it another code or makes it silent.)"""
-    with contextlib.suppress(psutil.Error, OSError):
-        stopped = code - 128 in (signal.SIGTERM, signal.SIGUSR1)
-        if stopped and accelerate_arguments(psutil.Process(os.getppid()).cmdline()) is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
+    if code - 128 in (signal.SIGTERM, signal.SIGUSR1) and typed_accelerate_launch():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of `restarts.stop_with_parent`
+        with contextlib.suppress(OSError):
             os.kill(os.getppid(), code - 128)

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError, listing
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -61,18 +59,3 @@ def choose_matmul_precision(accelerator: Accelerator) -> None:
 
     coarse = accelerator.device.type == "cuda" and accelerator.mixed_precision != "no"
     torch.set_float32_matmul_precision("high" if coarse else "highest")
-
-
-def refuse_different(accelerator: Accelerator) -> None:
-    """Raises UserError, in every process, where one computes in one precision and another in another."""
-    from accelerate.utils import gather_object
-
-    settings: list[str] = gather_object([accelerator.mixed_precision])
-    if len(set(settings)) == 1:
-        return
-    ranks = {name: [rank for rank, each in enumerate(settings) if each == name] for name in sorted(set(settings))}
-    weakest = next(name for name in ("no", "fp16", "bf16") if name in ranks)
-    raise UserError(
-        f"mixed precision is {', '.join(f'{name} on ranks {listing(numbers)}' for name, numbers in ranks.items())}: "
-        f"pass --mixed_precision {weakest} everywhere"
-    )

@@ -26,7 +26,7 @@ from toolkit.launch.environment import (
     THREADS,
     TIMEOUTS,
     place_of,
-    typed_launcher,
+    typed_accelerate_launch,
     users_threads,
     whole,
 )
@@ -186,7 +186,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _become_launcher(arguments: Sequence[str], requested: Mapping[str, Any]) -> NoReturn:
-    if typed_launcher(os.getppid()):
+    if "TORCHELASTIC_RUN_ID" in os.environ or typed_accelerate_launch():
         stop_with_parent()  # a typed `accelerate launch` passes no stop signal on
     env = clean_environment(os.environ)
     env[MARKER] = json.dumps(requested)

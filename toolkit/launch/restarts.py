@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 
-from toolkit.launch.environment import requested
 from toolkit.launch.interrupted import leave_code
 
 
@@ -28,11 +27,6 @@ def most_restarts() -> int:
 def launcher_keeps_store() -> bool:
     """Whether torch's store is the launcher's, and the same for all attempts."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def started() -> str | None:
-    """When our own launcher was, before all attempts: `20260701-120000`."""
-    return requested().get("started")
 
 
 def stop_with_parent(parent: int | None = None) -> None:

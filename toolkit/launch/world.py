@@ -36,7 +36,7 @@ from toolkit.launch.environment import (
 from toolkit.launch.interrupted import LAUNCHER_PID
 from toolkit.launch.network import free_port
 from toolkit.launch.nodes import span_nodes
-from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision, refuse_different
+from toolkit.launch.precision import AUTO, auto_precision, choose_matmul_precision
 from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
@@ -122,7 +122,7 @@ def make_accelerator(
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
         # accelerate would compute in fp32 there, or shard in fp16, and scale no loss
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
-    refuse_different(accelerator)
+    same_everywhere(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
     choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
     if setting == AUTO:
@@ -294,11 +294,8 @@ def say(accelerator: Accelerator, line: str) -> None:
         logger.info(line)
 
 
-def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 24 * 3600) -> None:
-    """Waits through the store, not in a collective, which would time out while one machine works.
-
-    Raises UserError after `patience_seconds`, naming the ranks that did not come.
-    """
+def wait_for_all(accelerator: Accelerator, what: str) -> None:
+    """Waits through the store, not in a collective, which would time out while one machine works."""
     if accelerator.num_processes == 1:
         return
     import torch
@@ -309,8 +306,6 @@ def wait_for_all(accelerator: Accelerator, what: str, patience_seconds: float = 
     started = mentioned = time.monotonic()
     while missing := [rank for rank, key in keys.items() if not store.check([key])]:
         now = time.monotonic()
-        if now - started > patience_seconds:
-            raise UserError(f"waiting for {what}: ranks {missing} did not finish in {patience_seconds:.0f} s")
         if now - mentioned > 60:
             mentioned = now
             say(accelerator, f"waiting for {what} on ranks {missing} ({now - started:.0f} s)")

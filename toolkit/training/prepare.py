@@ -9,6 +9,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit.config import TrainingSettings
 from toolkit.data.tokens import Split
+from toolkit.training.coalesce import coalesce_reductions
 from toolkit.training.estimate import fit_batch_size
 from toolkit.training.optimizer import make_scheduler
 from toolkit.training.steps import Steps
@@ -28,4 +29,5 @@ def prepare(
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)
     model, optimizer = accelerator.prepare(model, optimizer)
+    coalesce_reductions(accelerator, settings)
     return model, optimizer, make_scheduler(optimizer, settings, steps.schedule.total_steps), steps

@@ -18,6 +18,7 @@ from toolkit.checkpoint.folder import complete
 from toolkit.config import TrainingSettings
 from toolkit.errors import UserError
 from toolkit.launch import restarts
+from toolkit.launch.environment import requested
 from toolkit.training.resume import Origin, choose_origin
 from toolkit.utils.files import refuse_link_out, remove_drafts
 
@@ -64,7 +65,7 @@ def create_run_folder(settings: TrainingSettings, recipe: str, facts: dict[str, 
         raise UserError(
             "--max_restarts resumes from the newest checkpoint, and there would be none: pass --checkpoint_every STEPS"
         )
-    started = restarts.started()
+    started = requested().get("started")  # by our own launcher, before all attempts
     if restarts.most_restarts() and not settings.output_dir and not started:
         raise UserError("torchrun's --max_restarts needs --output_dir: the next attempt finds its checkpoints there")
     stamp = started or time.strftime("%Y%m%d-%H%M%S")

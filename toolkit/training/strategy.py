@@ -52,8 +52,6 @@ def align_strategy(
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
-    if settings.sync_each_batch is not None:
-        say(accelerator, "sync_each_batch: DeepSpeed decides by its stage when gradients are reduced")
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # reads the norm, and waits for the update
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     config = plugin.deepspeed_config

@@ -30,23 +30,18 @@ def findings_of(done: Finished) -> dict[str, dict[str, str]]:
 
 
 def test_what_is_wrong_here_is_found_with_the_line_that_mends_it(tmp_path: Path) -> None:
-    """A port that is taken, a lock of a killed build, a file that is missing, and variables that a launcher left:
-    RANK 3 of 8 makes other commands wait for a rank 0, and stay silent."""
+    """A lock of a killed build, a file that is missing, and variables that a launcher left: RANK 3 of 8 makes other
+    commands wait for a rank 0, and stay silent."""
     folder = tmp_path / "py311_cpu" / "cpu_adam"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     left = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "1"}
-    line = ["recipes/cls.py", "--train_file", "no/such.csv", "--json", "--main_process_port"]
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        done = doctor(*line, str(port), env={**left, "TORCH_EXTENSIONS_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"})
+    line = ["recipes/cls.py", "--train_file", "no/such.csv", "--json"]
+    done = doctor(*line, env={**left, "TORCH_EXTENSIONS_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"})
     found, output = findings_of(done), json.loads(done.out)
     assert (done.code, output["ok"], output["host"]) == (1, False, socket.gethostname())
     assert output["environment"]["python_version"].startswith(f"{sys.version_info.major}.")
-    assert {"python", "libraries", "backend", "disk", "port"} <= set(found)
-    assert found["port"]["level"] == "warn"
-    assert f"taken by process {os.getpid()} " in found["port"]["text"]
-    assert found["port"]["remedy"].startswith(f"kill {os.getpid()} ")
+    assert {"python", "libraries", "backend", "disk", "interfaces"} <= set(found)
     assert (found["launcher"]["level"], found["launcher"]["remedy"]) == ("warn", f"unset {' '.join(sorted(left))}")
     assert found["variables"]["text"] == "NCCL_DEBUG=INFO"
     assert "no/such.csv" in found["train_file"]["text"]
@@ -88,17 +83,6 @@ def test_help_needs_no_torch_and_lists_the_options() -> None:
     done = doctor("--help")
     assert done.code == 0
     assert all(option in done.out for option in ("--peers", "--timeout", "--json"))
-
-
-@needs_address
-def test_the_others_never_come() -> None:
-    started, peers = time.monotonic(), f"{OWN},192.0.2.77"
-    done = doctor("--json", "--peers", peers, "--main_process_port", str(network.free_port()), "--timeout", "2")
-    assert time.monotonic() - started < 60  # it waits 2 s; the rest is importing torch on a busy machine
-    missing = findings_of(done)["machine 1"]
-    assert (done.code, missing["level"]) == (1, "fail")
-    assert "machine 1 (192.0.2.77) did not come within 2 s" in missing["text"]
-    assert "on it type: toolkit doctor --json --peers" in missing["remedy"]
 
 
 @needs_address

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hosts import ADDRESSES, NOBODY, TwoHosts
+from tests.hosts import ADDRESSES, TwoHosts
 
 pytestmark = pytest.mark.namespaces
 
@@ -154,31 +154,3 @@ def _connected(hosts: TwoHosts) -> bool:
             rows = [line.split() for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]]
             return any(row[2].endswith(f":{PORT:04X}") and row[3] == "01" for row in rows)
     return False
-
-
-@pytest.mark.slow
-def test_another_program_has_the_port(hosts: TwoHosts) -> None:
-    code = f"import socket, time; server = socket.create_server(('', {PORT})); print('up', flush=True); time.sleep(90)"
-    holder = hosts.start("a", [sys.executable, "-c", code])
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "up\n"
-    a, b = doctors(hosts, timeout=10)
-    holder.kill()
-    holder.wait(10)
-    assert (a["code"], b["code"]) == (1, 1)
-    assert "is taken by process" in a.finding("port")["text"]
-    assert a.finding("port")["remedy"].startswith("kill ")
-
-
-@pytest.mark.slow
-def test_names_instead_of_addresses(hosts: TwoHosts) -> None:
-    """Each host's own name means 127.0.1.1 there, as Debian has it."""
-    a, b = doctors(hosts, ["--peers", "hostA,hostB"])
-    assert (a["code"], b["code"]) == (0, 0), (a["findings"], b["findings"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("of_b", [f"{ADDRESSES['b']},{ADDRESSES['a']}", f"{ADDRESSES['a']},{ADDRESSES['b']},{NOBODY}"])
-def test_hosts_with_other_lists_of_machines(hosts: TwoHosts, of_b: str) -> None:
-    a, b = doctors(hosts, PEERS, ["--peers", of_b], timeout=8)
-    assert (a["code"], b["code"]) == (1, 1)

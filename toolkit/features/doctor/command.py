@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,10 +66,6 @@ def _examine(line: Job) -> int:
     return 1 if failed else 0
 
 
-def _list(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    return list(check())
-
-
 def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
     """Takes about as long as the import of torch; a check that breaks or does not end is a note."""
     env, install = dict(os.environ), versions.install_command("torch")
@@ -80,17 +76,17 @@ def look_at_machine(line: Job) -> tuple[devices.Devices, list[Finding]]:
     except Exception as error:
         text = f"torch cannot be imported: {type(error).__name__}: {plain(first_line(error))}"
         findings = [Finding("devices", "torch", "fail", text, install)]
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "files": lambda: host.check_files(line.files),
-        "versions": versions.check,
-        "host": lambda: host.check_disk(Path(line.options.output_dir or "runs")),
-        "builds": lambda: host.check_builds(env),
-        "shell": lambda: host.check_shell(env),
-        "network": lambda: [network.check_port(line.nodes), *network.check_interfaces(line.nodes)],
+    checks: dict[str, Iterator[Finding]] = {
+        "files": host.check_files(line.files),
+        "versions": versions.check(),
+        "host": host.check_disk(Path(line.options.output_dir or "runs")),
+        "builds": host.check_builds(env),
+        "shell": host.check_shell(env),
+        "network": network.check_interfaces(line.nodes),
     }
     for area, check in checks.items():
         try:
-            findings += within(_CHECK_SECONDS, functools.partial(_list, check))
+            findings += within(_CHECK_SECONDS, partial(list, check))
         except Exception as error:
             findings.append(Finding(area, area, "note", f"could not be checked: {plain(first_line(error))}"))
     return hardware, findings

@@ -56,21 +56,22 @@ def check_disk(output: Path) -> Iterator[Finding]:
         yield Finding("host", "shared memory", "warn", text, "`docker run --shm-size=8g ...` (or --ipc=host)")
 
 
-def check_builds(env: Mapping[str, str]) -> list[Finding]:
+def check_builds(env: Mapping[str, str]) -> Iterator[Finding]:
     """torch's FileBaton makes a file `lock` while it builds; a build that is killed does not remove it."""
     folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
     folder = Path(env.get("TORCH_EXTENSIONS_DIR") or folder)
     locks = [path.resolve() for path in (*folder.glob("*/lock"), *folder.glob("*/*/lock"))]
-    open_files, findings = _open_files() if locks else set(), []
+    open_files = _open_files() if locks else set()
+    if not locks:
+        yield Finding("builds", "cache", "ok", f"{folder}: no lock is left")
     for lock in locks:
         name, minutes = lock.parent.name, (time.time() - lock.stat().st_mtime) / 60
         if str(lock) in open_files:
-            findings.append(Finding("builds", name, "note", f"{name} is being built (for {minutes:.0f} min now)"))
+            yield Finding("builds", name, "note", f"{name} is being built (for {minutes:.0f} min now)")
             continue
         text = f"a build of {name} that was killed left a lock {minutes:.0f} min ago (or another machine that shares "
         text += f"this folder is building it): every run that needs {name} waits forever"
-        findings.append(Finding("builds", name, "fail", text, f"rm {shlex.quote(str(lock))}"))
-    return findings or [Finding("builds", "cache", "ok", f"{folder}: no lock is left")]
+        yield Finding("builds", name, "fail", text, f"rm {shlex.quote(str(lock))}")
 
 
 def _open_files() -> set[str]:

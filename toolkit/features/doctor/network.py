@@ -1,14 +1,12 @@
-"""The network as this machine sees it: the port, the interface that is chosen, the machine's own address."""
+"""The network as this machine sees it: the interface that is chosen, the machine's own address."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
-from toolkit.errors import plain
 from toolkit.features.doctor.finding import Finding
 from toolkit.launch import network
 from toolkit.launch.network import address_towards, addresses_of, is_loopback
@@ -18,28 +16,10 @@ _NOWHERE = "192.0.2.1"
 """An address reserved for documentation: the way to it is the default route."""
 
 
-def check_port(nodes: Nodes) -> Finding:
-    """Whether the launch port is free: a run on one machine takes another by itself, several machines cannot."""
-    port, several = nodes.port, nodes.count > 1
-    try:
-        network.listen(port).close()
-        return Finding("network", "port", "ok", f"{port} is free")
-    except PermissionError:
-        remedy = "--main_process_port 29600 (or another from 1024 on)"
-        return Finding("network", "port", "fail", f"port {port} is for root alone", remedy)
-    except OSError:
-        text, remedy = "by a process this user cannot see", f"`sudo ss -ltnp 'sport = :{port}'` shows by whom"
-        if holder := network.holder_of(port):
-            text, remedy = f"by {holder[1]}", f"kill {holder[0]}  (if it is left over)"
-        remedy += f", or --main_process_port {port + 1}{' on every machine' * several}"
-        is_called = several and nodes.rank == 0
-        return Finding("network", "port", "fail" if is_called else "warn", plain(f"{port} is taken {text}"), remedy)
-
-
 def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
     """Lists the interfaces, and the one that processes of several machines will use."""
     interfaces, states = network.own_addresses(), psutil.net_if_stats()
-    down = set(filter(_is_down, states))
+    down = {name for name, state in states.items() if not state.isup}  # switched off, or without a cable
     listed = ", ".join(
         f"{name} {address} ({'down, ' * (name in down)}MTU {states[name].mtu})"
         for address, name in interfaces.items()
@@ -66,13 +46,3 @@ def check_interfaces(nodes: Nodes) -> Iterator[Finding]:
             text = f"{name} is an address of this machine, and its interface {interface} is down or has no cable"
             remedy = f"sudo ip link set {interface} up; `ethtool {interface}`: is the cable in, the switch on?"
             yield Finding("machines", name, "fail", text, remedy)
-
-
-def _is_down(interface: str) -> bool:
-    """By the kernel's account: psutil's is a second late."""
-    try:
-        return Path(f"/sys/class/net/{interface}/carrier").read_text(encoding="ascii").strip() == "0"
-    except FileNotFoundError:  # not Linux
-        return False
-    except OSError:  # switched off
-        return True

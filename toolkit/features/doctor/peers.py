@@ -103,17 +103,17 @@ def _measure(rendezvous: Rendezvous, backend: str) -> dict[str, Any]:
     import torch
     from torch import distributed
 
-    world, timeout = rendezvous.world_size, timedelta(seconds=_REDUCE_SECONDS)
+    world, timeout = rendezvous.me.world_size, timedelta(seconds=_REDUCE_SECONDS)
     if not distributed.is_initialized():
         store = distributed.PrefixStore("group", rendezvous.store)
-        distributed.init_process_group("gloo", store=store, rank=rendezvous.rank, world_size=world, timeout=timeout)
+        distributed.init_process_group("gloo", store=store, rank=rendezvous.me.rank, world_size=world, timeout=timeout)
     group = distributed.new_group(backend=backend, timeout=timeout)
     device = "cuda:0" if backend == "nccl" else "cpu"
 
     def fastest(numel: int, repeats: int) -> float:
         durations = []
         for _ in range(1 + repeats):  # the first one connects
-            numbers = torch.full((numel,), float(rendezvous.rank + 1), device=device)
+            numbers = torch.full((numel,), float(rendezvous.me.rank + 1), device=device)
             float(numbers[0])  # waits for the device
             started = time.perf_counter()
             distributed.all_reduce(numbers, group=group)
