@@ -18,6 +18,7 @@ from tests.report.made import TITLES, add_comparison, make_run
 from tests.runs import edit_json
 from toolkit.config import TaskSettings, build, flat
 from toolkit.data.labels import Labels
+from toolkit.evaluation import Evaluation
 from toolkit.features.titles.settings import TitleSettings
 from toolkit.report.card import cell, write_card
 from toolkit.report.record import last_evaluation
@@ -50,8 +51,13 @@ def card(
         add_comparison(run, accuracy=0.5, f1_macro=0.25)
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["BertForSequenceClassification"]}))
-    write_card(model, run, type(last)(split, last.numbers, None))
+    loaded = written(model, run, type(last)(split, last.numbers, None))
     assert sorted(path.name for path in model.iterdir()) == ["README.md", "config.json"]
+    return loaded
+
+
+def written(model: Path, run: Path, last: Evaluation) -> ModelCard:
+    write_card(model, run, last)
     loaded = ModelCard.load(model / "README.md")
     assert not re.search(r"\n{3,}", loaded.text)
     return loaded
@@ -70,10 +76,7 @@ def title_card(folder: Path, settings: dict[str, Any], saved: Path | None = None
     else:
         model.mkdir()
         (model / "config.json").write_text(json.dumps({"architectures": ["EncoderDecoderModel"]}))
-    write_card(model, run, last)
-    loaded = ModelCard.load(model / "README.md")
-    assert not re.search(r"\n{3,}", loaded.text)
-    return loaded
+    return written(model, run, last)
 
 
 def snippet_of(loaded: ModelCard) -> str:
@@ -217,8 +220,6 @@ def test_reading_less_is_compared(tmp_path: Path) -> None:
 | the first 16 tokens | 0.5000 | 0.2500 | – | 0.2500 |
 """
     assert table in text
-    assert "the same weights on the same samples" in text
-    assert "not what a model trained on texts of that length would reach" in text
     assert "The saved model (step 40) on the 453 samples of validation" in text
 
 

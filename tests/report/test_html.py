@@ -248,8 +248,6 @@ def test_reading_less_is_compared(three: Run) -> None:
         ["the first 128 tokens", "0.7500", "0.7000", "0.5000"],
         ["the first 16 tokens", "0.6250", "0.9900", "0.2500"],
     ]
-    assert "the same weights on the same samples" in page.text
-    assert "not what a model trained on texts of that length would reach" in page.text
 
 
 @pytest.mark.parametrize("split", ["validation_first_16", "validation"])

@@ -21,21 +21,20 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
     from sklearn import metrics as sk  # a second's import, and only the main process computes
 
     if labels.problem_type == "regression":
-        return _of_outputs(logits, truth.reshape(logits.shape), labels)
+        return _of_outputs(logits.astype(np.float64), truth.reshape(logits.shape).astype(np.float64), labels)
     classes = list(range(labels.size))
     single = labels.problem_type == "single_label_classification"
     guess = logits.argmax(axis=1) if single else (logits > 0).astype(int)
     truth = truth if single else truth.astype(int)
+    report: Any = sk.classification_report(truth, guess, labels=classes, output_dict=True, zero_division=0)
     numbers: dict[str, Any] = {"accuracy": float(sk.accuracy_score(truth, guess))}
-    for average in ("macro", "micro", "weighted"):
-        numbers[f"f1_{average}"] = float(sk.f1_score(truth, guess, labels=classes, average=average, zero_division=0))
-    precision, recall, f1, support = sk.precision_recall_fscore_support(
-        truth, guess, labels=classes, average=None, zero_division=0
-    )
+    for average in ("macro", "micro", "weighted"):  # of single labels the micro F1 is the accuracy
+        numbers[f"f1_{average}"] = float(report.get(f"{average} avg", {"f1-score": numbers["accuracy"]})["f1-score"])
     numbers["per_class"] = {
-        name: {"precision": float(p), "recall": float(r), "f1": float(f), "support": int(s)}
-        for name, p, r, f, s in zip(labels.names, precision, recall, f1, support, strict=True)
-    }
+        name: {"precision": float(line["precision"]), "recall": float(line["recall"]), "f1": float(line["f1-score"]),
+               "support": int(line["support"])}
+        for name, line in zip(labels.names, map(report.__getitem__, map(str, classes)), strict=True)
+    }  # fmt: skip
     if single and labels.size <= MOST_CONFUSABLE:
         numbers["confusion_matrix"] = sk.confusion_matrix(truth, guess, labels=classes).tolist()
     return numbers
@@ -43,19 +42,19 @@ def classification_metrics(logits: np.ndarray, truth: np.ndarray, labels: Labels
 
 def _of_outputs(guess: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, Any]:
     """(N, C) numbers -> the means over the outputs, and each output's numbers where there are several."""
-    each = {name: _of_numbers(guess[:, place], truth[:, place]) for place, name in enumerate(labels.names)}
-    means = {name: float(np.mean([numbers[name] for numbers in each.values()])) for name in ("mse", "mae", "pearson")}
-    return means | ({"per_output": each} if len(each) > 1 else {})
-
-
-def _of_numbers(guess: np.ndarray, truth: np.ndarray) -> dict[str, float]:
     from scipy.stats import pearsonr
     from sklearn import metrics as sk
 
-    varied = len(truth) > 1 and np.ptp(truth) > 0 and np.ptp(guess) > 0
-    return {
-        "mse": float(sk.mean_squared_error(truth, guess)),
-        "mae": float(sk.mean_absolute_error(truth, guess)),
-        # without variation there is no correlation to speak of
-        "pearson": float(pearsonr(truth, guess).statistic) if varied else 0.0,
+    # without variation there is no correlation to speak of
+    varied = (np.ptp(truth, axis=0) > 0) & (np.ptp(guess, axis=0) > 0)
+    columns = {
+        "mse": sk.mean_squared_error(truth, guess, multioutput="raw_values"),
+        "mae": sk.mean_absolute_error(truth, guess, multioutput="raw_values"),
+        "pearson": [
+            pearsonr(*pair).statistic if vary else 0.0 for *pair, vary in zip(truth.T, guess.T, varied, strict=True)
+        ],
     }
+    means = {name: float(np.mean(column)) for name, column in columns.items()}
+    each = {label: {name: float(column[place]) for name, column in columns.items()}
+            for place, label in enumerate(labels.names)}  # fmt: skip
+    return means | ({"per_output": each} if len(each) > 1 else {})

@@ -1,4 +1,4 @@
-"""How sure a metric is, and whether one run is better than another: the bootstrap over rows, and McNemar's test."""
+"""How sure a metric is, and whether one run is better than another: resampled rows, and swapped answers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from sklearn.preprocessing import MultiLabelBinarizer
 _RESAMPLES, _FEWEST, _MOST_DRAWS = 1000, 100, 10**8
 _BATCH = 50
 """Resamples that are in memory together."""
+Numbers = dict[str, dict[str, float]]
 
 
 class Scores(NamedTuple):
     """What the metrics of one run's predictions are computed from."""
 
+    names: Sequence[str]
+    """Of the M metrics."""
     rows: Any
-    """(N, F) sparse: what each row adds to F sums."""
-    metrics: Callable[[np.ndarray, int], dict[str, np.ndarray]]
-    """(R, F) sums over N rows -> each metric (R,)."""
-    right: np.ndarray | None = None
-    """(N,) bool: for classes, whether the whole prediction of the row is right."""
+    """(N, F) sparse; of classes the first column says whether the row's whole prediction is right."""
+    metrics: Callable[[np.ndarray], np.ndarray] = np.asarray
+    """(R, F) means over rows -> (R, M)."""
 
     @property
     def values(self) -> dict[str, float]:
         """The metrics of all rows, each counted once."""
-        metrics = self.metrics(np.asarray(self.rows.sum(axis=0)).reshape(1, -1), self.rows.shape[0])
-        return {name: float(value[0]) for name, value in metrics.items()}
+        return dict(zip(self.names, self.metrics(self.rows.mean(axis=0)[None])[0].tolist(), strict=True))
 
 
 def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
     """The scores of the lines of predictions.jsonl."""
     if problem_type == "title_generation":
         names = sorted(lines[0]["scores"])
-        return _means(names, [[line["scores"][name] for name in names] for line in lines])
+        return Scores(names, sparse.csr_array([[float(line["scores"][name]) for name in names] for line in lines]))
     if problem_type == "regression":
         errors = np.array([np.subtract(line["prediction"], line["label"]) for line in lines]).reshape(len(lines), -1)
-        return _means(("mae", "mse"), np.stack([np.abs(errors).mean(axis=1), np.square(errors).mean(axis=1)], axis=1))
+        rows = np.stack([np.abs(errors).mean(axis=1), np.square(errors).mean(axis=1)], axis=1)
+        return Scores(("mae", "mse"), sparse.csr_array(rows))
     binarizer = MultiLabelBinarizer(classes=classes, sparse_output=True)
 
     def label_sets(key: str) -> Any:
@@ -51,61 +52,78 @@ def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Seque
 def class_scores(truth: Any, guess: Any, problem_type: str) -> Scores:
     """The scores of two sparse (N, C) of ones: the labels of each row, and the predicted ones."""
     truth, guess = sparse.csr_array(truth, dtype=np.float64), sparse.csr_array(guess, dtype=np.float64)
+    several = problem_type == "multi_label_classification"
+
+    def metrics(means: np.ndarray) -> np.ndarray:
+        hits, true, guessed = np.split(means[:, 1:], 3, axis=1)  # (R, C) each
+        some = np.finfo(float).tiny  # a class that no row has, nor is given, has no hits either
+        f1_macro = (2 * hits / np.maximum(true + guessed, some)).mean(axis=1)
+        f1_micro = 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), some)
+        return np.stack([means[:, 0], f1_macro, *[f1_micro] * several], axis=1)
+
     right = np.asarray(abs(truth - guess).sum(axis=1)).ravel() == 0
-
-    def metrics(sums: np.ndarray, count: int) -> dict[str, np.ndarray]:
-        hits, true, guessed = np.split(sums[:, 1:], 3, axis=1)  # (R, C) each
-        values = {"accuracy": sums[:, 0] / count, "f1_macro": (2 * hits / np.maximum(true + guessed, 1)).mean(axis=1)}
-        if problem_type == "multi_label_classification":
-            values["f1_micro"] = 2 * hits.sum(axis=1) / np.maximum((true + guessed).sum(axis=1), 1)
-        return values
-
-    columns = [sparse.csr_array(right[:, None].astype(float)), truth.multiply(guess), truth, guess]
-    return Scores(sparse.hstack(columns, format="csr"), metrics, right)
+    rows = sparse.hstack([sparse.csr_array(right[:, None].astype(float)), truth.multiply(guess), truth, guess], "csr")
+    return Scores(["accuracy", "f1_macro", *["f1_micro"] * several], rows, metrics)
 
 
-def _means(names: Sequence[str], rows: Any) -> Scores:
-    return Scores(
-        sparse.csr_array(np.array(rows, np.float64)),
-        lambda sums, count: {name: sums[:, column] / count for column, name in enumerate(names)},
-    )
-
-
-def resampled(runs: Sequence[Scores], seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Each run's metrics (R,) in resamples of the rows, drawn with replacement; the same ones for all runs, so that
-    differences between runs are paired (Efron and Tibshirani 1993). 1,000 of them, fewer above 100,000 rows."""
+def intervals(runs: Sequence[Scores], seed: int = 0) -> list[tuple[Numbers, Numbers]]:
+    """Of each run its metrics (`value`, `low`, `high`), and their differences from the first run's (`difference`,
+    `low`, `high`). Between low and high lie the middle 95 % of resamples of the rows, drawn with replacement: the same
+    ones for all runs, so that differences are paired (Efron and Tibshirani 1993)."""
     count = runs[0].rows.shape[0]
-    if count == 1:  # of which scipy makes no resamples: they are all the same
-        return [{name: np.array([value]) for name, value in run.values.items()} for run in runs]
 
-    def metrics(rows: np.ndarray, axis: int) -> np.ndarray:
-        """(B, N) numbers of rows -> (all metrics of all runs, B)."""
+    def statistic(rows: np.ndarray, axis: int = -1) -> np.ndarray:
+        """(B, N) numbers of rows -> (2, runs, M, B): the metrics, and the differences."""
         weights = np.stack([np.bincount(sample, minlength=count) for sample in rows], axis=1).astype(float)  # (N, B)
-        return np.stack([v for run in runs for v in run.metrics((run.rows.T @ weights).T, count).values()])
+        metrics = np.stack([run.metrics((run.rows.T @ weights).T / count).T for run in runs])
+        return np.stack([metrics, metrics - metrics[0]])
 
-    resamples = max(_FEWEST, min(_RESAMPLES, _MOST_DRAWS // count))
-    drawn = iter(
-        stats.bootstrap(
-            (np.arange(count),), metrics, n_resamples=resamples, batch=_BATCH, vectorized=True, method="percentile",
-            rng=seed,
-        ).bootstrap_distribution
-    )  # fmt: skip
-    return [{name: next(drawn) for name in run.values} for run in runs]
+    low = high = values = statistic(np.arange(count)[None])[..., 0]
+    if count > 1:  # of one row all resamples are the same, and scipy makes none
+        low, high = stats.bootstrap(
+            (np.arange(count),), statistic, n_resamples=_resamples(count), batch=_BATCH, vectorized=True,
+            method="percentile", rng=seed,
+        ).confidence_interval  # fmt: skip
+    bounds = np.stack([values, low, high], axis=-1).tolist()  # (2, runs, M, 3)
 
+    def by_name(metrics: list[list[float]], key: str) -> Numbers:
+        lines = zip(runs[0].names, metrics, strict=True)
+        return {name: dict(zip((key, "low", "high"), numbers, strict=True)) for name, numbers in lines}
 
-def interval(values: np.ndarray) -> dict[str, float]:
-    """The middle 95 %."""
-    low, high = np.quantile(values, [0.025, 0.975]).tolist()
-    return {"low": low, "high": high}
-
-
-def paired_p(differences: np.ndarray) -> float:
-    """Two-sided p of a paired bootstrap: how often the difference is not on its side of 0."""
-    beyond = min((differences <= 0).sum(), (differences >= 0).sum())
-    return min(1.0, 2 * float(beyond + 1) / (len(differences) + 1))
+    return [
+        (by_name(of_run, "value"), by_name(differences, "difference"))
+        for of_run, differences in zip(*bounds, strict=True)
+    ]
 
 
-def mcnemar(one: np.ndarray, other: np.ndarray) -> float:
-    """Exact two-sided p for two models' (N,) right answers on the same rows (McNemar 1947)."""
-    only_one, only_other = int((one & ~other).sum()), int((other & ~one).sum())
-    return float(stats.binomtest(only_one, only_one + only_other).pvalue) if only_one + only_other else 1.0
+def p_values(one: Scores, other: Scores, seed: int = 0) -> dict[str, float]:
+    """Two-sided p of each metric's difference between two models on the same rows, by a paired permutation test: how
+    often it is as great where chance decides which of the two a row's answer is from. Of accuracy it is exact: McNemar
+    1947."""
+    change = other.rows - one.rows
+    change = change[abs(change).sum(axis=1) > 0].T  # (F, D): of the D rows whose answers are not the same
+    count, differing = one.rows.shape[0], change.shape[1]
+    if differing < 2:  # swapped, a row alone gives a difference as great
+        return dict.fromkeys(one.names, 1.0)
+
+    def statistic(swapped: np.ndarray, _: np.ndarray, axis: int = -1) -> np.ndarray:
+        """(..., D), 1 where the answers of the two are swapped -> (..., M): the differences."""
+        moved = (change @ swapped.reshape(-1, differing).T).T / count
+        difference = one.metrics(one.rows.mean(axis=0) + moved) - other.metrics(other.rows.mean(axis=0) - moved)
+        return difference.reshape(*swapped.shape[:-1], -1)
+
+    p = stats.permutation_test(
+        (np.zeros(differing), np.ones(differing)), statistic, permutation_type="samples", vectorized=True,
+        n_resamples=_resamples(differing), batch=_BATCH, rng=seed,
+    ).pvalue  # fmt: skip
+    values = dict(zip(one.names, p.tolist(), strict=True))
+    if "accuracy" in values:
+        only_one, only_other = (int((change[[0]] == sign).sum()) for sign in (-1, 1))
+        either = only_one + only_other
+        values["accuracy"] = float(stats.binomtest(only_one, either).pvalue) if either else 1.0
+    return values
+
+
+def _resamples(rows: int) -> int:
+    """1,000, and fewer above 100,000 rows."""
+    return max(_FEWEST, min(_RESAMPLES, _MOST_DRAWS // rows))

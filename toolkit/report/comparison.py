@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import collections
-import unicodedata
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm.utils import disp_len
 
 from toolkit.errors import UserError, listing
-from toolkit.report.bootstrap import Scores, interval, mcnemar, paired_p, resampled, scores_of
+from toolkit.report.bootstrap import Scores, intervals, p_values, scores_of
 from toolkit.report.files import dumps
 from toolkit.report.record import Record, number, plain, run_config
 
@@ -113,7 +114,8 @@ def compare(folders: Sequence[str | Path]) -> tuple[dict[str, Any], list[Compare
         raise UserError(f"these runs cannot be compared: {reasons}")
     best = reference.record.best
     runs = [run for run in runs if run.name not in left_out]
-    runs.sort(key=lambda run: -best.sign * run.record.last.numbers[best.metric])
+    values = {run.name: run.record.last.numbers[best.metric] for run in runs}  # None: it was no finite number
+    runs.sort(key=lambda run: math.inf if values[run.name] is None else -best.sign * values[run.name])
     return {
         "metric": best.metric,
         "greater_is_better": best.sign > 0,
@@ -155,35 +157,29 @@ def _why_left_out(run: ComparedRun, reference: ComparedRun | None) -> str:
 
 def _differing_loss(*runs: ComparedRun) -> str:
     """The names of the settings that make the losses of these runs other quantities."""
-    settings = [run.loss_settings() for run in runs]
-    names = dict.fromkeys(name for each in settings for name in each)
-    return ", ".join(name for name in names if len({dumps(each.get(name)) for each in settings}) > 1)
+    return ", ".join(_differing({run.name: run.loss_settings() for run in runs}))
 
 
 def _measure(runs: Sequence[ComparedRun], metric: str) -> list[dict[str, Any]]:
     """Each run's metrics with their intervals, and how it differs from the first one, the best."""
-    resamples = resampled([run.scores for run in runs])
-    best, best_values = runs[0].scores, runs[0].scores.values
-    measured = []
-    for run, drawn in zip(runs, resamples, strict=True):
-        values, numbers = run.scores.values, run.record.last.numbers
-        metrics: dict[str, Any] = {name: {"value": value, **interval(drawn[name])} for name, value in values.items()}
-        metrics |= {name: {"value": numbers[name]} for name in (metric, "loss") if name in numbers.keys() - metrics}
-        against_best: dict[str, Any] = {}
-        for name, value in values.items():
-            differences = drawn[name] - resamples[0][name]
-            exact = name == "accuracy" and run.scores.right is not None and best.right is not None
-            p = mcnemar(run.scores.right, best.right) if exact else paired_p(differences)  # type: ignore[arg-type]
-            against_best[name] = {"difference": value - best_values[name], **interval(differences), "p": p}
-        measured.append({"name": run.name, "metrics": metrics,
-                         "against_best": None if run is runs[0] else against_best, **run.summary()})  # fmt: skip
+    best, measured = runs[0], []
+    for run, (metrics, differences) in zip(runs, intervals([run.scores for run in runs]), strict=True):
+        numbers, against_best = run.record.last.numbers, None
+        if run is not best:
+            p = p_values(run.scores, best.scores)
+            against_best = {name: {**difference, "p": p[name]} for name, difference in differences.items()}
+        others: Any = {name: {"value": numbers[name]} for name in (metric, "loss") if name in numbers.keys() - metrics}
+        measured.append({"name": run.name, "metrics": metrics | others, "against_best": against_best, **run.summary()})
     return measured
 
 
 def _differing_settings(runs: Sequence[ComparedRun]) -> dict[str, dict[str, Any]]:
     """Setting -> its value in each run, where they are not the same. Of files their content counts, not their path."""
     same_data = len({run.identity.get("data") for run in runs}) == 1
-    settings = {run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs}
+    return _differing({run.name: run.settings(_FILE_SETTINGS if same_data else ()) for run in runs})
+
+
+def _differing(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     names = dict.fromkeys(name for each in settings.values() for name in each)
     values = {name: {run: each.get(name) for run, each in settings.items()} for name in names}
     return {name: by_run for name, by_run in values.items() if len(set(map(dumps, by_run.values()))) > 1}
@@ -292,7 +288,7 @@ def verdicts(comparison: dict[str, Any]) -> list[str]:
         )
         lines.append(f"{run['name']} against {best['name']}: {clear} ({tests})")
     if others:
-        lines.append("p: McNemar's exact test of accuracy, a paired bootstrap of the rest, on the same rows")
+        lines.append("p: McNemar's exact test of accuracy, a paired permutation test of the rest, on the same rows")
     if len(others) >= _MANY_TESTS:
         lines.append(f"of {len(others)} such tests some fall below {_SIGNIFICANT} by chance, and the best of many is "
                      "lucky: confirm it on rows that chose nothing (--test_file)")  # fmt: skip
@@ -318,9 +314,6 @@ def _with_interval(metric: dict[str, float]) -> str:
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    def width(text: str) -> int:  # a Chinese character takes two columns
-        return sum(1 + (unicodedata.east_asian_width(character) in "WF") for character in text)
-
-    widths = [max(map(width, column)) for column in zip(*table, strict=True)]
-    padded = ([cell + " " * (most - width(cell)) for cell, most in zip(row, widths, strict=True)] for row in table)
+    widths = [max(map(disp_len, column)) for column in zip(*table, strict=True)]  # a Chinese character takes two
+    padded = ([cell + " " * (most - disp_len(cell)) for cell, most in zip(row, widths, strict=True)] for row in table)
     return ["  ".join(row).rstrip() for row in padded]

@@ -19,7 +19,6 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from toolkit.report.record import METRICS, Record
 
@@ -45,7 +44,7 @@ class Chart:
 
     title: str
     svg: Markup
-    legend: tuple[tuple[str, str], ...] = ()
+    legend: Sequence[tuple[str, str]] = ()
     """(colour of the page, what is drawn in it)."""
     note: str = ""
 
@@ -69,17 +68,27 @@ def charts(record: Record) -> list[Chart]:
     steps, during = record.steps, record.during
     if not steps:
         return []
-    end, clip = steps[-1]["step"], record.settings.get("max_grad_norm")
+    end, clip, saved = steps[-1]["step"], record.settings.get("max_grad_norm"), record.saved_step
 
     def of_steps(title: str, name: str, kind: Any = "smooth", unit: float = 1, **more: Any) -> Chart:
-        return _chart(title, [Line("", values_of(steps, name) / unit, kind)], end, **more)
+        return draw_lines(title, [Line("", values_of(steps, name) / unit, kind)], end, **more)
+
+    def of_evaluations(names: Sequence[str]) -> Chart:
+        shared = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
+        title = record.metric_title(names[0]) if len(names) == 1 else shared
+        lines = [Line(record.metric_title(name), values_of(during, name), "points") for name in names]
+        note = f"dashed: the saved model, step {saved:,}" if saved else ""
+        return draw_lines(f"{title} on {during[0]['split']}", lines, end, dashed_at=saved, note=note)
 
     loss = [Line("training", values_of(steps, "loss"), "smooth")]
+    metrics: list[tuple[str, ...]] = []
     if during:
         loss.append(Line(during[0]["split"], values_of(during, "loss"), "points"))
+        others = [(name,) for name, value in during[0].items() if isinstance(value, float) and name not in METRICS]
+        metrics = [*_EVALUATION_CHARTS[record.problem_type], *others]  # a metric of this recipe alone has its own chart
     return [
-        _chart("Loss", loss, end),
-        *(_metrics_chart(record, names, during, end) for names in _charted(record, during)),
+        draw_lines("Loss", loss, end),
+        *map(of_evaluations, metrics),
         of_steps("Learning rate", "learning_rate", "plain", from_zero=True),
         of_steps("Gradient norm", "grad_norm", note=f"before clipping at {clip:g}" if clip else ""),
         of_steps("Samples per second", "samples_per_second", from_zero=True),
@@ -94,29 +103,7 @@ def values_of(lines: Sequence[dict[str, Any]], name: str) -> pd.Series:
     return values.where(np.isfinite(values)).sort_index()
 
 
-def _charted(record: Record, evaluations: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Names of metrics that share a chart; one that only this recipe has gets its own."""
-    if not evaluations:
-        return []
-    others = [(name,) for name, value in evaluations[0].items() if isinstance(value, float) and name not in METRICS]
-    return [*_EVALUATION_CHARTS[record.problem_type], *others]
-
-
-def _metrics_chart(record: Record, names: Sequence[str], evaluations: Sequence[dict[str, Any]], end: int) -> Chart:
-    shared = "ROUGE" if record.problem_type == "title_generation" else "Metrics"
-    title = record.metric_title(names[0]) if len(names) == 1 else shared
-    lines = [Line(record.metric_title(name), values_of(evaluations, name), "points") for name in names]
-    saved = record.saved_step
-    note = f"dashed: the saved model, step {saved:,}" if saved else ""
-    return _chart(f"{title} on {evaluations[0]['split']}", lines, end, dashed_at=saved, note=note)
-
-
-def overlaid(title: str, lines: Sequence[Line]) -> Chart:
-    """The same curve of several runs."""
-    return _chart(title, lines, max([int(line.values.index.max()) for line in lines if len(line.values)], default=1))
-
-
-def _chart(
+def draw_lines(
     title: str,
     lines: Sequence[Line],
     end: int,
@@ -137,10 +124,10 @@ def _chart(
             top = np.nanpercentile(values, 99.5) if spike else np.nanmax(values)
             axes.set_ylim(0, 1.08 * top or 1)
         axes.set_xlim(0, 1.02 * end)
-        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
+        axes.locator_params(axis="x", nbins=6, integer=True)
 
     legend = tuple(zip(_COLOURS.values(), (line.name for line in lines), strict=False)) if len(lines) > 1 else ()
-    return Chart(title, _svg(title, draw), legend, ", ".join(filter(None, (note, spike))))
+    return _chart(title, draw, 2.3, legend, ", ".join(filter(None, (note, spike))))
 
 
 def _spike(values: pd.Series) -> str:
@@ -163,24 +150,22 @@ def _draw_line(axes: Axes, line: Line, colour: str) -> None:
         axes.plot(mean, color=colour, linewidth=1.8)
 
 
-def scatter(samples: Sequence[tuple[float, float]]) -> Chart | None:
-    """Every sample at (true, predicted); many are thinned out evenly."""
-    pairs = np.array(samples, np.float64).reshape(-1, 2)
+def scatter(true: np.ndarray, predicted: np.ndarray) -> Chart | None:
+    """Every sample of two (N,) at (true, predicted); many are thinned out evenly."""
+    pairs = np.column_stack([true, predicted])
     pairs = pairs[np.isfinite(pairs).all(axis=1)]
     if not len(pairs):
         return None
-    dots = pairs[np.linspace(0, len(pairs) - 1, min(len(pairs), _MOST_DOTS)).astype(int)]
-    margin = 0.04 * (pairs.max() - pairs.min()) or 1.0
-    ends = (pairs.min() - margin, pairs.max() + margin)
+    dots, ends = pairs[:: -(-len(pairs) // _MOST_DOTS)], (pairs.min(), pairs.max())
 
     def draw(axes: Axes) -> None:
         axes.plot(ends, ends, **_DASHED)
-        axes.plot(dots[:, 0], dots[:, 1], "o", color="C0", markersize=3, alpha=0.45, markeredgewidth=0)
+        axes.plot(*dots.T, "o", color="C0", markersize=3, alpha=0.45, markeredgewidth=0, clip_on=False)
         axes.set(xlabel="true", ylabel="predicted", xlim=ends, ylim=ends)
         axes.grid(axis="x")
 
     thinned = f"; {len(dots):,} of {len(pairs):,} samples are drawn" if len(dots) < len(pairs) else ""
-    return Chart("Predicted against true", _svg("scatter", draw, (5.2, 4.2)), (), f"dashed: exactly right{thinned}")
+    return _chart("Predicted against true", draw, 4.2, note=f"dashed: exactly right{thinned}")
 
 
 def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
@@ -188,14 +173,14 @@ def reliability(before: dict[str, Any], after: dict[str, Any]) -> Chart:
     changed = before["bins"] != after["bins"]
 
     def draw(axes: Axes) -> None:
-        axes.plot((0, 1), (0, 1), **_DASHED)
+        axes.axline((0, 0), slope=1, **_DASHED)
         for bins, colour in ((before["bins"], "C1"), (after["bins"], "C0"))[not changed :]:
             _, probabilities, right = zip(*bins, strict=True)
             axes.plot(probabilities, right, color=colour, linewidth=1.4, marker="o")
         axes.set(xlabel="probability", ylabel="share that is right", xlim=(0, 1), ylim=(0, 1.02))
 
     legend = (("two", "before"), ("one", "after the temperature")) if changed else ()
-    return Chart("Reliability", _svg("reliability", draw, (5.2, 3.6)), legend, "dashed: as often right as it says")
+    return _chart("Reliability", draw, 3.6, legend, "dashed: as often right as it says")
 
 
 def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
@@ -210,35 +195,28 @@ def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
         axes.set(xlabel="share of the rows that is answered", ylabel="share that is right", xlim=(0, 1.02))
 
     note = "" if below is None else f"dashed: no answer below {below:g}"
-    return Chart("Accuracy of what is answered", _svg("coverage", draw, (5.2, 3.6)), (), note)
+    return _chart("Accuracy of what is answered", draw, 3.6, note=note)
 
 
-def _svg(name: str, draw: Callable[[Axes], None], size: tuple[float, float] = (5.2, 2.3)) -> Markup:
-    """Draws on one pair of axes -> an <svg> element, colours and fonts those of the page.
-
-    `name` is the drawing's own on the page: the ids inside it are made of it.
-    """
-    style = Path(__file__).with_name("curves.mplstyle")
-    with matplotlib.rc_context({"svg.hashsalt": name}, style):
-        figure = Figure(figsize=size, layout="constrained")
+def _chart(
+    title: str, draw: Callable[[Axes], None], height: float, legend: Sequence[tuple[str, str]] = (), note: str = ""
+) -> Chart:
+    """Draws on one pair of axes; the title is the drawing's own on the page, as its ids are made of it."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": title}, Path(__file__).with_name("curves.mplstyle")):
+        figure = Figure(figsize=(5.2, height), layout="constrained")
         axes = figure.subplots()
+        axes.xaxis.set_major_formatter("{x:,.7g}")
+        axes.yaxis.set_major_formatter("{x:,.7g}")
+        axes.locator_params(nbins=5)
         draw(axes)
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True)
-    # what may stand in HTML: no prologue, no addresses, no names that two drawings would share, no fonts
-    svg = re.sub(r'^.*?<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', file.getvalue(),
-                 count=1, flags=re.DOTALL)  # fmt: skip
+        figure.savefig(
+            file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        )
+    # what may stand in HTML: no prologue, no addresses, no names that two drawings would share
     svg = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->| font-family: [^;]*;", "", svg, flags=re.DOTALL
+        '^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', r'<svg \1 aria-hidden="true">', file.getvalue(), flags=re.DOTALL
     )
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    for drawn, variable in _COLOURS.items():
-        svg = svg.replace(drawn, f"var(--{variable})")
-    return Markup(svg)
-
-
-def _tick(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}".replace("e-0", "e-")
+    svg = re.sub('<g id="[^"]*"', "<g", svg)
+    svg = re.sub("|".join(_COLOURS), lambda drawn: f"var(--{_COLOURS[drawn[0]]})", svg)
+    return Chart(title, Markup(svg), legend, note)

@@ -72,7 +72,7 @@ class RunFiles:
         for name, lines, count in (("metrics.jsonl", metrics, len(earlier)),
                                    ("eval.jsonl", evaluations, len(evaluations))):  # fmt: skip
             if count < counts.get(name, 0):
-                _warn(f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}")
+                logger.warning(f"{self.path / name} has {count} of the {counts[name]} lines that it had at step {step}")
             if lines:
                 write_whole(self.path / name, (dumps(line) + "\n" for line in lines))
             else:
@@ -139,11 +139,7 @@ def read_lines(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
                 yield dict(json.loads(line.strip("\0 \n")))
             except (ValueError, TypeError, RecursionError):
                 if line.endswith("\n") or "\0" in line:
-                    _warn(f"{path}, line {number} is broken and is skipped")
-
-
-def _warn(line: str) -> None:
-    logger.warning(line)
+                    logger.warning(f"{path}, line {number} is broken and is skipped")
 
 
 def by_step(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import collections
 import heapq
-import json
 import math
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,10 +131,6 @@ def _is_stacked(name: str) -> bool:
     return re.fullmatch(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uff60]+", name) is not None
 
 
-def _median(lines: Sequence[dict[str, Any]], name: str) -> str:
-    return f"{statistics.median(line[name] for line in lines):,.0f}"
-
-
 def _duration(seconds: float) -> str:
     if seconds < 600:
         return f"{seconds:,.0f} s"
@@ -145,9 +139,7 @@ def _duration(seconds: float) -> str:
 
 _FILTERS: dict[str, Any] = {
     "setting": plain,
-    "pretty": lambda value: json.dumps(value, indent=2, ensure_ascii=False),
     "stacks": _is_stacked,
-    "median": _median,
     "duration": _duration,
 }
 
@@ -183,7 +175,7 @@ def _sample_context(
     }
     if labels.problem_type == "regression":  # of several numbers in a row, each is a dot
         true, predicted = (np.ravel([getattr(sample, name) for sample in samples]) for name in ("label", "prediction"))
-        return context | {"scatter": curves.scatter(list(zip(true.tolist(), predicted.tolist(), strict=True)))}
+        return context | {"scatter": curves.scatter(true, predicted)}
     if labels.problem_type == "single_label_classification":
         context["confusion"] = _confusion(samples, labels)
     answered = [sample for sample in samples if not sample.held_back]

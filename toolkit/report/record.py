@@ -118,7 +118,10 @@ class Record:
         return {
             "steps": self.steps[-1]["step"] if self.steps else 0,
             "seconds": sum(step["samples"] / step["samples_per_second"] for step in timed) or None,
-            "samples_per_second": statistics.median(step["samples_per_second"] for step in timed) if timed else None,
+            **{
+                name: statistics.median(values) if (values := [step[name] for step in timed if name in step]) else None
+                for name in ("samples_per_second", "tokens_per_second")
+            },
             "peak_memory_bytes": max(peaks, default=None),
         }
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 FEWEST_ROWS = 10
 _MOST_SLICES = 15
@@ -29,14 +29,10 @@ def worst_slices(wrong: np.ndarray, groups: Mapping[str, Sequence[str]]) -> list
     """Groups of the rows, by column and value, in which more are wrong than chance explains (two standard deviations),
     the clearest first. (N,) truth values; a column holds each row's value."""
     share, slices = float(wrong.mean()) if len(wrong) else 0.0, []
-    for name, values in groups.items():
-        by_value = defaultdict(list)
-        for place, value in enumerate(values):
-            by_value[value].append(place)
-        for value, places in by_value.items():
-            if FEWEST_ROWS <= len(places) < len(wrong) and 0 < share < 1:
-                slice_share = float(wrong[places].mean())
-                deviations = (slice_share - share) / math.sqrt(share * (1 - share) / len(places))
-                slices.append(Slice(name, value, len(places), slice_share, deviations))
+    for name, values in groups.items() if 0 < share < 1 else ():
+        for value, rows, slice_share in pd.Series(wrong).groupby(list(values)).agg(["size", "mean"]).itertuples():
+            if FEWEST_ROWS <= rows < len(wrong):
+                deviations = (slice_share - share) / math.sqrt(share * (1 - share) / rows)
+                slices.append(Slice(name, value, rows, slice_share, deviations))
     slices.sort(key=lambda slice: -slice.deviations)
     return [slice for slice in slices if slice.deviations > 2][:_MOST_SLICES]

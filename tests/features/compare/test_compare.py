@@ -14,6 +14,7 @@ from sklearn import metrics as sk
 from tests.faults import refusal
 from tests.report.made import SETTINGS, make_run
 from tests.report.test_html import Page
+from tests.runs import edit_json
 from toolkit.cli import build_parser
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
@@ -187,23 +188,47 @@ def test_every_kind_of_prediction_has_intervals() -> None:
     assert numbers.values == {"mae": 1.5, "mse": 2.5}
     titles = bootstrap.scores_of([{"scores": {"rougeL": 0.25}}, {"scores": {"rougeL": 0.75}}], "title_generation", ())
     assert titles.values == {"rougeL": 0.5}
-    (drawn,) = bootstrap.resampled([titles])
-    assert {round(value, 3) for value in drawn["rougeL"].tolist()} == {0.25, 0.5, 0.75}
+    ((values, differences),) = bootstrap.intervals([titles])
+    assert values == {"rougeL": {"value": 0.5, "low": 0.25, "high": 0.75}}
+    assert differences == {"rougeL": {"difference": 0.0, "low": 0.0, "high": 0.0}}
+    assert bootstrap.intervals([numbers])[0][0]["mse"] == {"value": 2.5, "low": 2.5, "high": 2.5}  # a single row
 
 
-def test_a_hundred_thousand_rows_take_seconds() -> None:
+def test_permuted_answers_give_mcnemars_p(tmp_path: Path) -> None:
+    """Of accuracy the permutation test, whose p the other metrics have, is the test that is exact for it."""
+    one, other = (predictions(wrong, seed) for seed, wrong in ((1, 0.2), (2, 0.24)))
+    scores = [bootstrap.scores_of(lines, LABELS.problem_type, NAMES) for lines in (one, other)]
+    exact = bootstrap.p_values(*scores)["accuracy"]
+    permuted = bootstrap.p_values(*(score._replace(names=("a", "b")) for score in scores))["a"]
+    assert 0.02 < exact < 0.9
+    assert permuted == pytest.approx(exact, abs=0.05)
+    zeros, single, triple = (
+        bootstrap.scores_of([{"scores": {"x": value}} for value in values], "title_generation", ())
+        for values in ([0.0] * 3, [1.0, 0.0, 0.0], [1.0, 2.0, 3.0])
+    )
+    assert bootstrap.p_values(triple, zeros) == {"x": 2 / 2**3}  # of all ways to swap three rows two are as far apart
+    assert bootstrap.p_values(single, zeros) == bootstrap.p_values(zeros, zeros) == {"x": 1}
+
+
+def test_fifty_thousand_rows_take_seconds() -> None:
     runs = [bootstrap.scores_of(predictions(0.1, seed, 50_000), LABELS.problem_type, NAMES) for seed in (0, 1)]
-    one, other = (drawn["f1_macro"] for drawn in bootstrap.resampled(runs))
-    assert len(one) == 1000
-    assert bootstrap.paired_p(one - other) > 0.001
+    _, (_, difference) = bootstrap.intervals(runs)
+    assert difference["f1_macro"]["low"] < 0 < difference["f1_macro"]["high"]
+    assert bootstrap.p_values(*runs)["f1_macro"] > 0.001
 
 
-def test_an_unfinished_run_is_marked(tmp_path: Path) -> None:
+def test_an_unfinished_run_is_marked_and_one_without_a_number_is_the_last(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", predictions(0.1))
     (folder / "report.html").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["data"]["total_steps"] = 80
-    (folder / "config.json").write_text(json.dumps(config))
-    comparison, _ = compare([folder])
-    assert comparison["runs"][0]["unfinished"] == "step 40 of 80"
+    data = json.loads((folder / "config.json").read_text())["data"]
+    edit_json(folder / "config.json", data=data | {"total_steps": 80})
+    other = made(tmp_path / "b", predictions(0.2))
+    for run, value in ((folder, None), (other, 0.5)):  # a metric of one's own, in one of them a NaN
+        edit_json(run / "config.json", settings={**SETTINGS, "metric_for_best_model": "score"})
+        (run / "eval.jsonl").write_text(
+            (run / "eval.jsonl").read_text().replace('"loss"', f'"score": {json.dumps(value)}, "loss"')
+        )
+    comparison, _ = compare([folder, other])
+    assert [run["name"] for run in comparison["runs"]] == ["b", "a"]
+    assert comparison["runs"][1]["unfinished"] == "step 40 of 80"
     assert ComparedRun(folder, "a").strategy == "2 x ZeRO-2"

@@ -175,7 +175,7 @@ def test_a_damaged_file_is_refused(changed: dict[str, Any], told: str, tmp_path:
     [
         ({"tune_thresholds": "cost=1:5"}, THREE, "these are 3 classes: for them there is --tune_thresholds f1"),
         ({"tune_thresholds": "f1", "positive_class": "a"}, THREE, "name one of two classes"),
-        ({"tune_thresholds": "f1"}, NUMBER, "these are numbers"),
+        ({"tune_thresholds": "f1"}, NUMBER, "which have no probabilities"),
         ({"tune_thresholds": "f1", "positive_class": "poss"}, TWO, "did you mean pos"),
         ({"tune_thresholds": "f1", "positive_class": "x"}, SEVERAL, "name one of two classes"),
         ({"calibrate": True}, NUMBER, "which have no probabilities"),

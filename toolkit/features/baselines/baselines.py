@@ -20,7 +20,7 @@ from toolkit.data.tokens import Split
 from toolkit.errors import first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.outputs import Evaluation
-from toolkit.report.bootstrap import class_scores, interval, resampled
+from toolkit.report.bootstrap import class_scores, intervals
 from toolkit.report.files import dumps, write_whole
 
 FILE = "baselines.json"
@@ -88,11 +88,8 @@ def baselines(train: Split | None, split: Split, logits: np.ndarray, answers: Cl
 
     truth = one_hot(split.labels)
     scores = [class_scores(truth, one_hot(guess), labels.problem_type) for guess in guesses.values()]
-    models = {
-        name: {metric: {"value": value, **interval(draws[metric])} for metric, value in score.values.items()}
-        for name, score, draws in zip(guesses, scores, resampled(scores), strict=True)
-    }
-    return {"models": models, "trained_on": trained_on}
+    models = (values for values, _ in intervals(scores))
+    return {"models": dict(zip(guesses, models, strict=True)), "trained_on": trained_on}
 
 
 def describe(content: dict[str, Any], metric: str = "f1_macro") -> list[str]:

@@ -39,7 +39,10 @@ class BaselinesFeature(Feature):
         from toolkit.features.baselines.baselines import read_baselines
 
         content = read_baselines(page.folder, page.last)
-        return PagePart(Path(__file__).with_name("page.html"), {"baselines": content}) if content else None
+        if content is None:
+            return None
+        titles = [page.record.metric_title(name) for name in next(iter(content["models"].values()))]
+        return PagePart(Path(__file__).with_name("page.html"), {"baselines": content, "titles": titles})
 
 
 FEATURE = BaselinesFeature()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +44,20 @@ def write_page(path: Path, comparison: dict[str, Any], runs: Sequence[ComparedRu
 
 def charts(comparison: dict[str, Any], runs: Sequence[ComparedRun]) -> list[curves.Chart]:
     """The best runs' curves over each other; runs with different losses in charts of their own."""
-    metric = comparison["metric"]
-
-    def steps(run: ComparedRun) -> list[dict[str, Any]]:
-        return run.record.steps
-
-    def evaluations(run: ComparedRun) -> list[dict[str, Any]]:
-        return by_step(run.record.during)
-
-    overlays: list[tuple[str, Any, str, Callable[[ComparedRun], list[dict[str, Any]]], Collection[str]]] = [
-        ("Training loss, a moving average", "mean", "loss", steps, TRAINING_LOSS_SETTINGS),
-        ("Validation loss", "points", "loss", evaluations, LOSS_SETTINGS),
-        (f"{runs[0].record.metric_title(metric)} on validation", "points", metric, evaluations, ()),
-        ("Samples per second", "mean", "samples_per_second", steps, ()),
+    metric, drawn = comparison["metric"], []
+    overlays: list[tuple[str, Any, str, Collection[str]]] = [  # of steps a mean, of evaluations points
+        ("Training loss, a moving average", "mean", "loss", TRAINING_LOSS_SETTINGS),
+        ("Validation loss", "points", "loss", LOSS_SETTINGS),
+        (f"{runs[0].record.metric_title(metric)} on validation", "points", metric, ()),
+        ("Samples per second", "mean", "samples_per_second", ()),
     ]
-    drawn = []
-    for title, kind, name, lines_of, loss_settings in overlays:
-        groups: dict[str, list[ComparedRun]] = collections.defaultdict(list)
+    for title, kind, name, loss_settings in overlays:
+        groups: dict[str, list[curves.Line]] = collections.defaultdict(list)
         for run in runs[:_MOST_CURVES]:
-            groups[dumps(run.loss_settings(loss_settings))].append(run)
-        for group in groups.values():
-            suffix = f": {', '.join(run.name for run in group)}" if len(groups) > 1 else ""
-            lines = [curves.Line(run.name, curves.values_of(lines_of(run), name), kind) for run in group]
-            drawn.append(curves.overlaid(title + suffix, lines))
+            values = curves.values_of(run.record.steps if kind == "mean" else by_step(run.record.during), name)
+            groups[dumps(run.loss_settings(loss_settings))].append(curves.Line(run.name, values, kind))
+        for lines in groups.values():
+            suffix = f": {', '.join(line.name for line in lines)}" if len(groups) > 1 else ""
+            end = max((int(line.values.index.max()) for line in lines if len(line.values)), default=1)
+            drawn.append(curves.draw_lines(title + suffix, lines, end))
     return drawn

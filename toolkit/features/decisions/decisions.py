@@ -71,16 +71,52 @@ class Decisions(ClassAnswers):
         }  # fmt: skip
 
     def evaluation(self, evaluation: Evaluation, compute_metrics: ComputeMetrics) -> Evaluation:
-        """The same evaluation with numbers and predictions by these decisions; on the main process."""
+        """The same evaluation with numbers and predictions by these decisions; on the main process.
+
+        Under `decisions` the numbers hold the metrics without them (`before`) and with them (`after`), how true the
+        probabilities are in both, and what abstaining brings.
+        """
         if evaluation.outputs is None:
             return evaluation
         split, logits = evaluation.outputs
-        more = decided_metrics(evaluation.single_numbers, logits, split.labels, self, compute_metrics)
-        lines = partial(self.prediction_lines, split.rows, logits, split.labels)
-        return replace(evaluation, numbers=evaluation.numbers | more, predictions=lines)
+        truth, chances, adjusted = split.labels, self.probabilities(logits), self.adjusted(logits)
+        metrics, effect = as_json(compute_metrics(adjusted, truth)), self.as_json()
+        plain = {name: value for name, value in evaluation.single_numbers.items() if name in metrics}
+        effect["before"] = plain | truthfulness(ClassAnswers(self.labels).probabilities(logits), truth)
+        effect["after"] = {name: metrics[name] for name in plain} | truthfulness(chances, truth)
+        if self.labels.problem_type == _SINGLE:
+            right, answer = _right(adjusted, truth, self.labels), adjusted.argmax(axis=1)
+            sure = np.take_along_axis(chances, answer[:, None], axis=1)[:, 0]
+            effect["coverage"] = coverage(sure, right)
+            if self.abstain_below is not None:
+                answered = sure >= self.abstain_below
+                effect["answered"] = int(answered.sum())
+                effect["accuracy_of_answered"] = float(right[answered].mean()) if answered.any() else None
+        lines = partial(self.prediction_lines, split.rows, logits, truth)
+        numbers = evaluation.numbers | metrics | {"decisions": effect}
+        return replace(evaluation, numbers=numbers, predictions=lines)
 
     def describe(self, evaluation: Evaluation) -> list[str]:
-        return lines_of(evaluation)
+        effect = evaluation.numbers.get("decisions")
+        if effect is None:
+            return []
+        before, after, lines = effect["before"], effect["after"], []
+
+        def change(*names: str) -> str:
+            return ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before)
+
+        if self.thresholds:
+            thresholds = [f"{name} {value:.3f}" for name, value in self.thresholds.items()]
+            lines.append(f"thresholds from the validation rows: {listing(thresholds, 8)}")
+            lines.append(f"  on {evaluation.split}: {change('accuracy', 'f1_macro', 'f1_micro')}")
+        if self.temperature != 1:
+            lines.append(f"temperature {self.temperature:.3f}, on {evaluation.split}: {change('ece', 'brier')}")
+        if self.abstain_below is not None:
+            share, right = effect["answered"] / evaluation.numbers["num_samples"], effect["accuracy_of_answered"]
+            of = "" if right is None else f", of which {100 * right:.1f} % are right"
+            answered = f"{100 * share:.1f} % of {evaluation.split} answered"
+            lines.append(f"no answer below {self.abstain_below:g}: {answered}{of}")
+        return lines
 
 
 # the file
@@ -141,8 +177,9 @@ def _decisions_file(model: str) -> Path | None:
 def check(settings: DecisionSettings, labels: Labels) -> None:
     """Raises UserError for settings that these labels cannot have."""
     kind = labels.problem_type
-    if settings.tune_thresholds and kind == "regression":
-        raise UserError("--tune_thresholds is for classes, and these are numbers")
+    for name in ("tune_thresholds", "calibrate"):
+        if getattr(settings, name) and kind == "regression":
+            raise UserError(f"--{name} is for classes, and these labels are numbers, which have no probabilities")
     if settings.tune_thresholds and kind == _SINGLE and labels.size > 2:
         if settings.tune_thresholds != "f1":
             raise UserError(
@@ -157,8 +194,6 @@ def check(settings: DecisionSettings, labels: Labels) -> None:
         raise UserError(
             f"--positive_class {settings.positive_class}{near}: name one of two classes: {listing(labels.names)}"
         )
-    if settings.calibrate and kind == "regression":
-        raise UserError("--calibrate is for classes, and these labels are numbers, which have no probabilities")
     if settings.abstain_below is not None and kind != _SINGLE:
         labels_are = "several per text: a set of labels has no one probability" if kind == MULTI else "numbers"
         raise UserError(f"--abstain_below is for one class per text, and these labels are {labels_are}")
@@ -194,46 +229,35 @@ def tune(settings: DecisionSettings, labels: Labels, validation: Evaluation) -> 
             "what toolkit.evaluation.classification_evaluation makes, or leave these settings out"
         )
     logits, truth = validation.outputs[1], validation.outputs[0].labels
-    temperature, notes = _temperature(logits, truth, labels) if settings.calibrate else (1.0, [])
-    thresholds: dict[str, float] = {}
+    temperature, thresholds, notes = 1.0, dict[str, float](), []
+    if settings.calibrate and _right(logits, truth, labels).all():
+        notes.append("temperature 1: the model makes no mistake on the validation rows: they do not show its doubt")
+    elif settings.calibrate:
+        temperature = temperature_of(logits, truth)
+        if temperature > 0.99 * _TEMPERATURES[1]:
+            notes.append(f"temperature {temperature:.0f}, the highest that is tried: on the validation rows the "
+                         "probabilities say next to nothing; train longer, or look at the labels")  # fmt: skip
     if settings.tune_thresholds:
         # scaled as probabilities are, in the precision in which thresholds lie between them
-        thresholds, more = _thresholds(settings, logits.astype(np.float64) / temperature, truth, labels)
-        notes = notes + more
+        thresholds = _thresholds(settings, logits.astype(np.float64) / temperature, truth, labels)
+        rows = truth.sum(axis=0) if labels.problem_type == MULTI else np.bincount(truth, minlength=labels.size)
+        few = [name for name, count in zip(labels.names, rows, strict=True) if name in thresholds and count < _FEW]
+        notes += [f"thresholds of {listing(few, 5)}: fewer than {_FEW} of the validation rows have each"] * bool(few)
     return Decisions(labels, temperature, thresholds, settings.abstain_below), notes
 
 
-def _temperature(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> tuple[float, list[str]]:
-    if _right(logits, truth, labels).all():
-        return 1.0, ["temperature 1: the model makes no mistake on the validation rows: they do not show its doubt"]
-    temperature = temperature_of(logits, truth)
-    if temperature <= 0.99 * _TEMPERATURES[1]:
-        return temperature, []
-    return temperature, [
-        f"temperature {temperature:.0f}, the highest that is tried: on the validation rows the probabilities say next "
-        "to nothing; train longer, or look at the labels"
-    ]
-
-
-def _thresholds(
-    settings: DecisionSettings, logits: np.ndarray, truth: np.ndarray, labels: Labels
-) -> tuple[dict[str, float], list[str]]:
-    """(by label; notes on labels with few rows)."""
+def _thresholds(settings: DecisionSettings, logits: np.ndarray, truth: np.ndarray, labels: Labels) -> dict[str, float]:
+    """By label; of two classes for the positive one."""
     if labels.problem_type == _SINGLE and labels.size > 2:
-        few = [labels.names[place] for place in np.flatnonzero(np.bincount(truth, minlength=labels.size) < _FEW)]
-        notes = [f"thresholds of {listing(few, 5)}: fewer than {_FEW} of the validation rows have each"] * bool(few)
-        return dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True)), notes
-    multi = labels.problem_type == MULTI
-    places = list(range(labels.size)) if multi else [labels.names.index(settings.positive_class or labels.names[1])]
-    thresholds, notes = {}, []
-    for place in places:
-        score = logits[:, place] if multi else logits[:, place] - logits[:, 1 - place]
-        present = truth[:, place] > 0.5 if multi else truth == place
-        chances = 1 / (1 + np.exp(-score))
-        thresholds[labels.names[place]] = best_threshold(present, chances, str(settings.tune_thresholds))
-        if (count := int(present.sum())) < _FEW:
-            notes.append(f"threshold of {labels.names[place]}: only {count} of the validation rows have it")
-    return thresholds, notes
+        return dict(zip(labels.names, best_thresholds(truth, logits).tolist(), strict=True))
+    if labels.problem_type == MULTI:
+        each = {name: (logits[:, place], truth[:, place] > 0.5) for place, name in enumerate(labels.names)}
+    else:
+        name = settings.positive_class or labels.names[1]
+        place = labels.names.index(name)
+        each = {name: (logits[:, place] - logits[:, 1 - place], truth == place)}
+    criterion = str(settings.tune_thresholds)
+    return {name: best_threshold(true, 1 / (1 + np.exp(-score)), criterion) for name, (score, true) in each.items()}
 
 
 def temperature_of(logits: np.ndarray, truth: np.ndarray) -> float:
@@ -330,31 +354,6 @@ def _f1_on_the_way(truth: np.ndarray, other: np.ndarray, place: int, true: np.nd
 # their effect
 
 
-def decided_metrics(
-    before: Mapping[str, float],
-    logits: np.ndarray,
-    truth: np.ndarray,
-    decisions: Decisions,
-    compute_metrics: ComputeMetrics,
-) -> dict[str, Any]:
-    """The metrics by these decisions, and under `decisions` those without (`before`), how true the probabilities are
-    before and after, and what abstaining brings. (N, C) logits, (N,) or (N, C) labels."""
-    labels, chances, adjusted = decisions.labels, decisions.probabilities(logits), decisions.adjusted(logits)
-    metrics, effect = as_json(compute_metrics(adjusted, truth)), decisions.as_json()
-    plain = {name: value for name, value in before.items() if name in metrics}
-    effect["before"] = plain | truthfulness(ClassAnswers(labels).probabilities(logits), truth)
-    effect["after"] = {name: metrics[name] for name in plain} | truthfulness(chances, truth)
-    if labels.problem_type == _SINGLE:
-        right, answer = _right(adjusted, truth, labels), adjusted.argmax(axis=1)
-        sure = np.take_along_axis(chances, answer[:, None], axis=1)[:, 0]
-        effect["coverage"] = coverage(sure, right)
-        if decisions.abstain_below is not None:
-            answered = sure >= decisions.abstain_below
-            effect["answered"] = int(answered.sum())
-            effect["accuracy_of_answered"] = float(right[answered].mean()) if answered.any() else None
-    return metrics | {"decisions": effect}
-
-
 def _right(logits: np.ndarray, truth: np.ndarray, labels: Labels) -> np.ndarray:
     """(N,): whether each row's class, or all of its labels, are right."""
     return logits.argmax(axis=1) == truth if labels.problem_type == _SINGLE else ((logits > 0) == truth).all(axis=1)
@@ -388,27 +387,3 @@ def coverage(sure: np.ndarray, right: np.ndarray) -> list[list[float]]:
     hits = np.cumsum(right[order])
     counts = [count for count in dict.fromkeys(np.round(_COVERAGES * len(sure)).astype(int).tolist()) if count]
     return [[count / len(sure), float(hits[count - 1] / count), float(sure[order[count - 1]])] for count in counts]
-
-
-def lines_of(last: Evaluation) -> list[str]:
-    """The effect of tuned decisions, for the screen."""
-    effect = last.numbers.get("decisions")
-    if effect is None:
-        return []
-    before, after, lines = effect["before"], effect["after"], []
-
-    def change(*names: str) -> str:
-        return ", ".join(f"{name} {before[name]:.4f} -> {after[name]:.4f}" for name in names if name in before)
-
-    if effect["thresholds"]:
-        thresholds = ", ".join(f"{name} {value:.3f}" for name, value in list(effect["thresholds"].items())[:8])
-        more = f" and {len(effect['thresholds']) - 8} more" if len(effect["thresholds"]) > 8 else ""
-        lines.append(f"thresholds from the validation rows: {thresholds}{more}")
-        lines.append(f"  on {last.split}: {change('accuracy', 'f1_macro', 'f1_micro')}")
-    if effect["temperature"] != 1:
-        lines.append(f"temperature {effect['temperature']:.3f}, on {last.split}: {change('ece', 'brier')}")
-    if effect["abstain_below"] is not None:
-        share, right = effect["answered"] / last.numbers["num_samples"], effect["accuracy_of_answered"]
-        of = "" if right is None else f", of which {100 * right:.1f} % are right"
-        lines.append(f"no answer below {effect['abstain_below']:g}: {100 * share:.1f} % of {last.split} answered{of}")
-    return lines

@@ -1,11 +1,15 @@
-"""Which words led to the worst mistakes: `toolkit report RUN --explain 5`."""
+"""Which words led to the worst mistakes, by integrated gradients over the word embeddings, as captum computes them.
+
+Sundararajan, Taly and Yan 2017, "Axiomatic Attribution for Deep Networks". The baseline is the text with padding
+between its special tokens: what all words add is the difference between the outputs of the two.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,18 +17,20 @@ import numpy as np
 import torch
 
 from toolkit.config import ModelSettings
+from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError
-from toolkit.features.explain.attribution import attribute
 from toolkit.models.classifier import load_saved_classifier
 from toolkit.utils.log import logger
 
 SECONDS = 60.0
 """For all rows together, loading the model not counted."""
-_MOST_CHARACTERS = 1500
-_STRONGEST = 5
+_POINTS, _MOST_TOKENS = 32, 4096
+"""Of the integral, by Gauss-Legendre; of one batch of points."""
+_MOST_CHARACTERS, _STRONGEST = 1500, 5
 _CJK = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff00-\uffef\U00020000-\U0003ffff]")
+_Output = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Word(NamedTuple):
@@ -62,61 +68,81 @@ def explain(
     tokenizer, model = load_tokenizer(settings), load_saved_classifier(settings).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)
     labels = Labels(data["problem_type"], tuple(data["labels"]), ())
-    started, explanations = time.monotonic(), {}
+    deadline, explanations = time.monotonic() + SECONDS, dict[int, Explanation]()
     for sample in samples[:most]:
         pair = texts[sample.place].split("\n", 1) if data.get("text_pair") else [texts[sample.place]]
-        towards, against, place, other = _output(labels, sample)
-        words = _words_of(
-            model, tokenizer, pair, data["max_length"], place, other, SECONDS - (time.monotonic() - started)
-        )
-        if words is not None:
-            explanations[sample.place] = summarize(words, towards, against)
-    if len(explanations) < min(most, len(samples)):
-        logger.info(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s")
+        towards, against, output_of = _output(labels, sample)
+        try:
+            words = _words_of(model, tokenizer, pair, data["max_length"], output_of, deadline)
+        except TimeoutError:
+            logger.info(f"{len(explanations)} rows are explained: more would take longer than {SECONDS:.0f} s")
+            break
+        explanations[sample.place] = summarize(words, towards, against)
     return explanations
 
 
-def _output(labels: Labels, sample: Any) -> tuple[str, str, int, int | None]:
-    """(what the explained output speaks for, and against, its logit, the logit that is subtracted from it)."""
+def _output(labels: Labels, sample: Any) -> tuple[str, str, _Output]:
+    """(what the explained output speaks for, and against, (B, C) logits -> that output (B,))."""
     if labels.problem_type == "single_label_classification":
-        places = labels.names.index(sample.prediction), labels.names.index(sample.label)
-        return sample.prediction, sample.label, *places
+        guess, truth = labels.names.index(sample.prediction), labels.names.index(sample.label)
+        return sample.prediction, sample.label, lambda logits: logits[:, guess] - logits[:, truth]
     if labels.problem_type == "multi_label_classification":  # the label that is wrong most surely
         errors = dict(sample.added) | {name: 1 - chance for name, chance in sample.missed}
         name = max(errors, key=errors.__getitem__)
-        return name, f"not {name}", labels.names.index(name), None
+        return name, f"not {name}", lambda logits: logits[:, labels.names.index(name)]
     place = int(np.abs(np.subtract(sample.prediction, sample.label)).argmax())
-    return f"a greater {labels.names[place]}", "a smaller one", place, None
+    return f"a greater {labels.names[place]}", "a smaller one", lambda logits: logits[:, place]
 
 
 def _words_of(
-    model: Any, tokenizer: Any, texts: list[str], max_length: int, place: int, other: int | None, seconds: float
-) -> list[Word] | None:
-    """The words of one row's text or pair of texts; None where there is no time for it."""
+    model: Any, tokenizer: Any, texts: list[str], max_length: int, output_of: _Output, deadline: float
+) -> list[Word]:
+    """The words of one row's text or pair of texts; where a tokenizer has no offsets, its tokens."""
+    has_offsets = tokenizer.is_fast and not is_jieba(tokenizer)
     encoded = tokenizer(
         *texts, truncation="longest_first", max_length=max_length, return_tensors="pt", return_special_tokens_mask=True,
-        return_offsets_mapping=tokenizer.is_fast,
+        return_offsets_mapping=has_offsets,
     )  # fmt: skip
     special = encoded["special_tokens_mask"][0].bool()
     inputs = {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask", "token_type_ids")
               if name in encoded}  # fmt: skip
-
-    def output_of(logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, place] - (0 if other is None else logits[:, other])
-
-    attributions = attribute(model, inputs, special.to(model.device), output_of, seconds)
-    if attributions is None:
-        return None
-    adds = attributions.tolist()
-    if not tokenizer.is_fast:  # it has no offsets
-        names = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
-        return [Word(name, value) for name, value, skip in zip(names, adds, special, strict=True) if not skip]
-    offsets, word_ids = encoded["offset_mapping"][0].tolist(), encoded.word_ids(0)
-    words = []
+    adds = attribute(model, inputs, special.to(model.device), output_of, deadline).tolist()
+    if not has_offsets:
+        tokens = tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist())
+        words = [Word(token, value) for token, value, skip in zip(tokens, adds, special, strict=True) if not skip]
+        return [*words, Word(" ", None)]
+    offsets, word_ids, words = encoded["offset_mapping"][0].tolist(), encoded.word_ids(0), list[Word]()
     for number, text in enumerate(texts):
         places = [token for token, sequence in enumerate(encoded.sequence_ids(0)) if sequence == number]
         words += join_tokens(text, [(*offsets[token], word_ids[token], adds[token]) for token in places])
     return words
+
+
+def attribute(
+    model: Any, inputs: dict[str, torch.Tensor], special: torch.Tensor, output_of: _Output, deadline: float
+) -> np.ndarray:
+    """What each token adds to an output: `inputs` (1, S) of one text, `special` (S,) bool -> (S,) float32.
+
+    Raises TimeoutError at the deadline (of `time.monotonic`).
+    """
+    from captum.attr import LayerIntegratedGradients
+
+    ids, (names, others) = inputs["input_ids"], zip(*list(inputs.items())[1:], strict=True)
+
+    def output(ids: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        return output_of(model(input_ids=ids, **dict(zip(names, others, strict=True))).logits.float())
+
+    adds = LayerIntegratedGradients(output, model.get_input_embeddings()).attribute(
+        ids,
+        torch.where(special, ids, model.config.get_text_config().pad_token_id or 0),
+        additional_forward_args=others,
+        n_steps=_POINTS,
+        method="gausslegendre",
+        internal_batch_size=max(1, _MOST_TOKENS // ids.shape[1]),
+    )  # (1, S, H); a BigBird pads S to whole blocks
+    return adds.sum(dim=-1)[0, : ids.shape[1]].float().cpu().numpy()
 
 
 def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]]) -> list[Word]:
@@ -125,35 +151,30 @@ def join_tokens(text: str, tokens: Sequence[tuple[int, int, int | None, float]])
     The pieces of a word are joined; Chinese characters stay apart, where a tokenizer takes a sentence for a word.
     """
     words: list[Word] = []
-    done, last, carried = 0, None, 0.0
+    done, last = 0, None
     for start, end, word, adds in tokens:
         start, end = max(start, done), max(end, done)
-        piece, before = text[start:end], words[-1] if words else Word("", None)
-        joins = word is not None and word == last and start == done and before.adds is not None
+        piece, before = text[start:end], words[-1] if words else Word("", 0)
+        joins = word is not None and word == last and start == done
         if joins and not (piece and _CJK.search(before.text[-1:] + piece[:1])):  # no piece: a byte of a character
-            words[-1] = Word(before.text + piece, before.adds + adds)  # type: ignore[operator]
+            words[-1] = Word(before.text + piece, (before.adds or 0) + adds)
         else:
             blank = start + len(piece) - len(piece.lstrip())  # some tokenizers count it to a word
-            words += [Word(text[done:blank], None)] * (blank > done)
-            carried += adds
-            if blank < end or not piece:
-                words.append(Word(text[blank:end], carried))
-                carried = 0.0
+            words += [*[Word(text[done:blank], None)] * (blank > done), Word(text[blank:end], adds)]
         done, last = end, word
     return [*words, Word(" ", None)]
 
 
 def summarize(words: Sequence[Word], towards: str, against: str) -> Explanation:
     """The strengths of words with a letter or digit, the strongest of them, and the beginning of a long text."""
-    readable = [word.adds is not None and any(map(str.isalnum, word.text)) for word in words]
-    sizes = [abs(word.adds or 0) * letters for word, letters in zip(words, readable, strict=True)]
-    greatest = max(sizes, default=0) or 1.0
-    words = [word._replace(strength=size / greatest) for word, size in zip(words, sizes, strict=True)]
-    difference = sum(word.adds or 0 for word in words)
-    punctuation = sum(word.adds or 0 for word, letters in zip(words, readable, strict=True) if not letters)
-    strongest = sorted((word for word in words if word.strength), key=lambda word: -word.strength)[:_STRONGEST]
+    adds, readable = np.array([(word.adds or 0, any(map(str.isalnum, word.text))) for word in words]).T
+    sizes = np.abs(adds) * readable
+    words = [
+        word._replace(strength=size) for word, size in zip(words, (sizes / (sizes.max() or 1)).tolist(), strict=True)
+    ]
+    strongest = [words[place] for place in np.argsort(-sizes, kind="stable")[:_STRONGEST] if sizes[place]]
     ends = np.cumsum([len(word.text) for word in words])
     beginning = words[: int(np.searchsorted(ends, _MOST_CHARACTERS)) + 1]
-    if len(beginning) < len(words):
-        beginning.append(Word("…", None))
-    return Explanation(towards, against, beginning, strongest, punctuation, difference)
+    beginning += [Word("…", None)] * (len(beginning) < len(words))
+    punctuation = float(adds[readable == 0].sum())
+    return Explanation(towards, against, beginning, strongest, punctuation, float(adds.sum()))
