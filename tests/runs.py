@@ -125,8 +125,9 @@ def recipe(*arguments: str | Path, script: str = "recipes/cls.py", seconds: floa
 
 
 def train(*arguments: Any) -> str:
-    """What recipes/cls.py said; it must succeed."""
-    return recipe(*arguments).succeeded().err
+    """What recipes/cls.py reported, and its results after that; it must succeed."""
+    finished = recipe(*arguments).succeeded()
+    return finished.err + finished.out
 
 
 def failed(*arguments: Any, **options: Any) -> str:
