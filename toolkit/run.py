@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from toolkit.training import mfu
 from toolkit.training.average import Average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.identity import identity_of
+from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
@@ -180,9 +182,10 @@ class Run:
         launch.stopped_by(self._steps.stop_signal)
         name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
         command = self.summary.command_to_continue()
-        self.say(
+        self._log.print_line(
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
-            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}"
+            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
+            logging.WARNING,  # the result of this run, which --log_level warning shows
         )
         try:
             self.files.mark_stopped(signal=name, step=done, command=command)
@@ -243,13 +246,7 @@ class Run:
         more = {
             "identity": self.facts["identity"],
             "model_class": type(unwrapped(self.checkpoints.model)).__name__,
-            "optimizer": _optimizer_name(self.checkpoints.optimizer),
+            "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
         }
         self.files.write_config(self.settings, self.accelerator, facts, more)
-
-
-def _optimizer_name(optimizer: Any) -> str:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return type(optimizer).__name__

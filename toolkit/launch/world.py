@@ -218,7 +218,7 @@ def _command_words(argv: tuple[str, ...]) -> list[str]:
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
             line = process.cmdline()
-            if argv[0] in line[1:] and Path(line[0]).name.startswith(_STARTERS):  # not `timeout 60 python ...`
+            if argv[0] in line[1:] and Path(line[0]).name.lower().startswith(_STARTERS):  # not `timeout 60 python ...`
                 words = line
     interpreter, script = Path(words[0]), Path(words[1])
     if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say
