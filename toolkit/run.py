@@ -39,7 +39,7 @@ from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.utils.features import features, results
+from toolkit.utils.features import features, write_results
 from toolkit.utils.files import writing
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
@@ -228,7 +228,7 @@ class Run:
         if evaluation is not logged:
             self._log.log_evaluation(evaluation, self.best.step)
         self._close()
-        lines = results(self.folder.path, self.settings, self.data, evaluation, self.answers)
+        lines = write_results(self.folder.path, self.settings, self.data, evaluation, self.answers)
         if self.accelerator.is_main_process:
             self.summary.write_pages(self.best.step)
             seconds = time.monotonic() - self._started

@@ -34,7 +34,9 @@ def test_results_are_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             return lines
 
     monkeypatch.setattr(features, "features", lambda: [Silent()])
-    refusal(features.results, Path(), None, None, None, None, says=["Silent.results", repr(lines), "list of lines"])
+    refusal(
+        features.write_results, Path(), None, None, None, None, says=["Silent.results", repr(lines), "list of lines"]
+    )
 
 
 class Plain:

@@ -170,8 +170,8 @@ def _checked(feature: Any, where: str) -> Feature:
     return feature
 
 
-def results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
-    """The lines of each feature's `results`. Raises UserError for a hook that returns anything else."""
+def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
+    """Calls `results` of each feature: their lines. Raises UserError for a hook that returns anything else."""
     lines: list[str] = []
     for feature in features():
         of_feature = feature.results(folder, settings, data, evaluation, answers)

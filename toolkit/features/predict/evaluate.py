@@ -29,7 +29,7 @@ from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
 from toolkit.utils.cache import digest_of_text, remove
-from toolkit.utils.features import features, results
+from toolkit.utils.features import features, write_results
 from toolkit.utils.files import as_json, replace_folder
 from toolkit.utils.log import logger
 
@@ -78,7 +78,7 @@ def evaluate_file(options: Any) -> None:
         files.write_config(settings, accelerator, data, more)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        lines = results(draft, settings, None, evaluation, answers)
+        lines = write_results(draft, settings, None, evaluation, answers)
         write_report(draft, evaluation, texts)
     effect = answers.describe(evaluation)
     print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))
