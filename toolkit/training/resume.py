@@ -55,13 +55,11 @@ class Origin:
 def precision_of(settings: TrainingSettings) -> str:
     """`--mixed_precision`; where that is auto and the run resumes from a checkpoint, the checkpoint's."""
     resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    if settings.mixed_precision != "auto" or not resumes:
+    begins_anew = settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt()
+    if settings.mixed_precision != "auto" or not resumes or begins_anew:
         return settings.mixed_precision
-    if settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt():
-        return "auto"
-    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
     with contextlib.suppress(UserError, OSError):  # `choose_origin` reports it
-        place = checkpoints if settings.resume == "auto" else _place_of(settings.resume, checkpoints)
+        place = _place_of(settings.resume, Path(settings.output_dir or ".") / "checkpoints")
         folder = place if (place / folders.MANIFEST).is_file() else next(iter(folders.complete(place)), None)
         return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
@@ -74,7 +72,7 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
     """
     if resume == "no":
         return Origin()
-    place = checkpoints if resume == "auto" else _place_of(resume, checkpoints)
+    place = _place_of(resume, checkpoints)
     if (place / folders.MANIFEST).is_file() or folders.step_number(place) is not None:
         if fault := folders.fault_of(place):
             raise UserError(f"--resume {resume}: {fault}; `--resume auto` takes the newest one that is complete")
@@ -90,8 +88,10 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
 
 
 def _place_of(resume: str, checkpoints: Path) -> Path:
-    """A checkpoint's folder, or one of checkpoints; a run's folder means the ones in it, and a bare name
-    (`best`, `last`, `step-00000100`) one of this run's."""
+    """A checkpoint's folder, or one of checkpoints, this run's for `auto`; a run's folder means the ones in it, and a
+    bare name (`best`, `last`, `step-00000100`) one of this run's."""
+    if resume == "auto":
+        return checkpoints
     path = Path(resume)
     if not path.exists() and (checkpoints / resume).is_dir():
         path = checkpoints / resume
