@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 tests/checkpoint/accelerate_worker.py FOLDER
 
-writes FOLDER/ddp/{safe,bin,sharded}, FOLDER/fsdp/{sharded,full} and a truth.safetensors beside them.
+writes FOLDER/ddp/{safe,bin}, FOLDER/fsdp/{sharded,full} and a truth.safetensors beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ def data_parallel(accelerator: Accelerator, folder: Path) -> None:
     optimizer.step()
     accelerator.save_state(str(folder / "safe"))
     accelerator.save_state(str(folder / "bin"), safe_serialization=False)
-    accelerator.save_model(model, str(folder / "sharded"), max_shard_size=600)
     if accelerator.is_main_process:
         state = {name: tensor.clone() for name, tensor in accelerator.unwrap_model(model).state_dict().items()}
         save_file(state, folder / "truth.safetensors")

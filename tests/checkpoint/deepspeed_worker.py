@@ -39,8 +39,6 @@ class Kind:
     """Saved without the frozen parameters."""
     bert: bool = False
     """The folder's BERT with 3 labels, in place of `elastic_ways.Odd`."""
-    lora: bool = False
-    """With peft's LoRA on queries and values."""
     later: bool = False
     """Saves in NAME-later, too, one step after."""
 
@@ -53,7 +51,6 @@ KINDS: dict[str, Kind] = {
     "zero3-groups": Kind(3, "bf16", groups=3),
     **{f"zero{stage}-frozen": Kind(stage, "bf16", groups=2, frozen=True) for stage in (1, 2, 3)},
     **{f"zero{stage}-excluded": Kind(stage, frozen=True, exclude=True) for stage in (1, 2, 3)},
-    **{f"zero{stage}-lora": Kind(stage, "bf16", bert=True, lora=True, exclude=stage > 1) for stage in (1, 2, 3)},
     "zero3-frozen-group": Kind(3, groups=2, frozen=True, frozen_group=True),  # stages 1 and 2 do not start
     "zero0": Kind(0),
     "zero0-bf16": Kind(0, "bf16"),
@@ -73,21 +70,12 @@ def groups_of(model: nn.Module, kind: Kind) -> list[dict[str, Any]]:
     return [{"params": group, "weight_decay": 0.01 * number} for number, group in enumerate(dealt)]
 
 
-def with_adapter(model: nn.Module) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(12)
-    config = LoraConfig(task_type="SEQ_CLS", r=3, target_modules=["query", "value"], init_lora_weights=False)
-    return get_peft_model(model, config)
-
-
 def make_model(kind: Kind) -> nn.Module:
     torch.manual_seed(11)
     if kind.bert:
         from transformers import AutoModelForSequenceClassification
 
-        model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=3)
-        return with_adapter(model) if kind.lora else model
+        return AutoModelForSequenceClassification.from_pretrained(sys.argv[1], num_labels=3)
     # DeepSpeed's stage 3 cannot gather an empty one
     model: Any = Odd("empty" if kind.stage < 3 else "")
     if kind.frozen:

@@ -18,54 +18,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.elastic_ways import SAVED_AFTER, TRAINED_ON, Way, build, take_step, truth_of
-from toolkit.checkpoint import folder as folders
-from toolkit.checkpoint.live import tied_names
+from tests.checkpoint.handmade import save_state
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
-from toolkit.checkpoint.save import drafts_of, files_of_rank, optimizer_facts, write
 
 WAIT_SECONDS = 100
 HANG_SECONDS = 60  # of one restore
-
-
-def save(way: Way, folder: Path) -> None:
-    """As toolkit/training/checkpoints.py does, without a recipe's run around it."""
-    rank = dist.get_rank()
-    if rank == 0:
-        folders.begin(folder)
-    dist.barrier()
-    if way.state.strategy_files == "deepspeed":
-        way.engine.save_checkpoint(str(folder), tag=f"global_step{SAVED_AFTER}")
-    else:
-        for draft in drafts_of(way.state, set(), rank):
-            write(draft, folder)
-    facts = optimizer_facts(way.state)
-    entries: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(entries, folders.manifest_entries(folder, files_of_rank(folder, rank)))
-    if rank == 0:
-        module = way.state.module
-        folders.publish(
-            folder,
-            {
-                "format": 1,
-                "step": SAVED_AFTER,
-                "state": way.state.strategy_files,
-                "strategy": way.strategy,
-                "optimizer": facts,
-                "world": dist.get_world_size(),
-                "tied": tied_names(module),
-                "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-                "files": {name: entry for part in entries for name, entry in part.items()},
-            },
-        )
-    dist.barrier()
 
 
 def make(model: str, name: str, root: Path) -> None:
@@ -73,7 +37,8 @@ def make(model: str, name: str, root: Path) -> None:
     way = build(model, name)
     for step in range(SAVED_AFTER):
         take_step(way, step)
-    save(way, root / "checkpoint")
+    frozen = [name for name, parameter in way.state.module.named_parameters() if not parameter.requires_grad]
+    save_state(way.state, root / "checkpoint", SAVED_AFTER, way.engine, strategy=way.strategy, frozen=frozen)
     truth = truth_of(way)
     saved = way.state.gather_weights(torch.device("cpu"))
     kinds = {"weight", "frozen", "buffer"}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from toolkit.checkpoint.save import Draft, write
+from toolkit.checkpoint import folder as folders
+from toolkit.checkpoint.live import LiveState, tied_names
+from toolkit.checkpoint.save import Draft, drafts_of, files_of_rank, optimizer_facts, write
 from toolkit.checkpoint.tensor_index import crc32_of_range
 
 
@@ -47,6 +50,33 @@ def write_run(folder: Path, tensors: Mapping[str, torch.Tensor], **manifest: Any
     (folder / "model").mkdir(parents=True)
     write_tensors(folder / "weights.safetensors", tensors, format="pt")
     return write_manifest(folder, **{"step": 7, "state": "whole", "strategy": "single", "world": 1, **manifest})
+
+
+def save_state(
+    state: LiveState, folder: Path, step: int, engine: Any = None, without: Collection[str] = (), **manifest: Any
+) -> None:
+    """As toolkit/training/checkpoints.py does, without a recipe's run around it. All processes call this."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        folders.begin(folder)
+    if dist.is_initialized():
+        dist.barrier()
+    if state.strategy_files == "deepspeed":
+        engine.save_checkpoint(str(folder), tag=f"global_step{step}")
+    else:
+        for draft in drafts_of(state, set(without), rank):
+            write(draft, folder)
+    facts = optimizer_facts(state)
+    entries: list[Any] = [folders.manifest_entries(folder, files_of_rank(folder, rank))] * state.world
+    if dist.is_initialized():
+        dist.all_gather_object(entries, entries[0])
+    if rank == 0:
+        files = {name: entry for part in entries for name, entry in part.items()}
+        known = {"format": 1, "step": step, "files": files, "optimizer": facts, "tied": tied_names(state.module),
+                 "state": state.strategy_files, "strategy": state.strategy, "world": state.world}  # fmt: skip
+        folders.publish(folder, {**known, **manifest})
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.conftest import Made, names
+from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits
 from tests.checkpoint.test_open_deepspeed import read_reference
 from tests.faults import refusal
@@ -89,18 +88,6 @@ def test_from_pretrained_loads_it(made: Made, most: str, tiny_model: Path, tmp_p
     assert AutoTokenizer.from_pretrained(out)("good film")["input_ids"]
     shards = sorted(path.name for path in out.glob("*.safetensors"))
     assert (out / "model.safetensors.index.json").is_file() == (len(shards) > 1) == (most == "20KB")
-
-
-@pytest.mark.parametrize("name", [name for name in names() if "excluded" in name])
-def test_frozen_parameters_come_from_the_base_model(made: Made, tmp_path: Path) -> None:
-    whole = {key.partition(".")[2]: tensor for key, tensor in load_file(made.reference).items()
-             if key.startswith("weight.")}  # fmt: skip
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file({f"model.{key}": tensor for key, tensor in whole.items()}, base / "model.safetensors")
-    convert(made.folder, tmp_path / "out", base_model=base)
-    actual = read_folder(tmp_path / "out")
-    assert all(same_bits(actual[key], whole[key].float()) for key in whole if key != "nothing")
 
 
 def test_verify_builds_the_model_of_the_config(

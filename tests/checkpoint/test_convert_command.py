@@ -49,13 +49,11 @@ def names_in(folder: Path) -> list[str]:
         (["convert", "run"], "name the folder to make"),
         (["convert", "--inspect", "run", "out"], "writes nothing: leave OUT out"),
         (["convert", "run", "out", "--json"], "--json goes with --inspect"),
-        (["convert", "run", "out", "--max_shard_size", "5 apples"], "is not a size"),
         (["convert", "run", "out", "--dtype", "int8"], "invalid choice"),
         (["convert", "run", "out", "--config_from", "run"], "run has no config.json"),
         (["convert", "run", "out", "--base_model", "nowhere"], "nowhere does not exist"),
         (["convert", "run", "run"], "holds run, which is to be read"),
         (["convert", "run", "."], "is no name of a folder to make"),
-        (["convert", "run", ""], "is no name of a folder to make"),
         (["convert", "run", "out", "--max_shard_size", "5"], "did you mean 5GB?"),
         (["convertt", "run"], "did you mean convert"),
     ],
@@ -106,6 +104,7 @@ def test_overwrite_keeps_its_hands_off_other_folders(run: Path, tmp_path: Path) 
     checkpoint = write_run(tmp_path / "checkpoint", TENSORS)
     refusal(convert, run, checkpoint, overwrite=True, match=r"holds manifest.json, ")
     refusal(convert, run, checkpoint / "out", match="lies in the checkpoint")
+    refusal(convert, tmp_path / "nosuch", checkpoint / "out", match="nosuch does not exist")
     (tmp_path / "file").write_text("x")
     refusal(convert, run, tmp_path / "file", overwrite=True, match="is not a folder")
 
@@ -152,16 +151,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(name: str, tmp_path: Path, fau
     message = refusal(convert, model, tmp_path / "out", says=[str(model / name)])
     assert not (tmp_path / "out").exists()
     fault(f"convert of a folder whose {name} is a pipe", message)
-
-
-def test_a_hub_caches_links_are_what_they_should_be(tmp_path: Path) -> None:
-    snapshot = tmp_path / "models--x" / "snapshots" / "0123"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--x" / "blobs").mkdir()
-    save_file(TENSORS, tmp_path / "models--x" / "blobs" / "aa")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/aa")
-    convert(snapshot, tmp_path / "out")
-    assert set(read_folder(tmp_path / "out")) == set(TENSORS)
 
 
 def test_verify_executes_nothing_of_the_folder(run: Path, tmp_path: Path) -> None:
@@ -233,7 +222,7 @@ def test_an_interruption_leaves_nothing(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["zero1-lora x2", "zero3-subgroups x2"])
+@pytest.mark.parametrize("name", ["zero1-bert x2", "zero3-subgroups x2"])
 def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
     """Of processor time, of which a busy machine takes nothing away."""
     began = os.times()
@@ -244,7 +233,6 @@ def test_inspect_takes_less_than_a_second(name: str, made: Made) -> None:
     assert f"{made.world} process" in done.out
     message = json.loads(command("convert", "--inspect", "--json", made.folder).out)
     assert message["step"] == 2
-    assert message["lora"] == ("lora" in name)
     assert message["shapes"]
     assert any("config" in what for what in message["missing"])
 

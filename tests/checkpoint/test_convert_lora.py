@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import bert_config, convert
 from tests.faults import refusal
@@ -86,31 +85,6 @@ def test_the_adapter_folder_loads_in_peft(variant: str, tiny_model: Path, tmp_pa
     again = peft.PeftModel.from_pretrained(make_peft(tiny_model).unload(), tmp_path / "out")
     state, expected = again.state_dict(), live.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected if "lora_" in name or "modules_to" in name)
-
-
-@pytest.mark.parametrize("name", ["zero1-lora x2", "zero3-lora x2"])
-def test_from_deepspeeds_own_files(made: Made, tiny_model: Path, tmp_path: Path) -> None:
-    from tests.checkpoint.deepspeed_worker import with_adapter
-
-    live = with_adapter(make_peft(tiny_model).unload())
-    folder = bert_config(tiny_model, tmp_path / "config")
-    refusal(convert, made.folder, tmp_path / "out", match=r"adapter_config.json is not there.*--config_from")
-    live.peft_config["default"].save_pretrained(folder)
-    truth = {key.partition(".")[2]: tensor.float() for key, tensor in load_file(made.reference).items()
-             if key.startswith("weight.")}  # fmt: skip
-    live.load_state_dict(truth, strict=False)
-    convert(made.folder, tmp_path / "adapter", config_from=folder)
-    actual = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    expected = peft.get_peft_model_state_dict(live, save_embedding_layers=False)
-    assert set(actual) == set(expected)
-    assert all(same_bits(actual[key], expected[key]) for key in expected)
-    live.unload().save_pretrained(tmp_path / "base")
-    live = with_adapter(make_peft(tiny_model).unload())
-    live.load_state_dict(truth, strict=False)
-    convert(made.folder, tmp_path / "merged", config_from=folder, base_model=tmp_path / "base", merge_lora=True)
-    merged, state = read_folder(tmp_path / "merged"), live.merge_and_unload().state_dict()
-    assert set(merged) == set(state)
-    assert all(torch.allclose(merged[key], state[key], rtol=1e-6, atol=1e-6) for key in state)
 
 
 def by_hand(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:

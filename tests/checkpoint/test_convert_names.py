@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from safetensors.torch import save_file
 from tests.checkpoint.handmade import read_folder, same_bits, write_run
 from tests.checkpoint.test_convert import convert
 from tests.faults import refusal
-from toolkit.checkpoint.convert.conversion import _by_names_of, model_names
 from toolkit.checkpoint.convert.model_files import check_config
-from toolkit.checkpoint.convert.transfer import Output, into_shards
-from toolkit.checkpoint.tensor_index import CheckpointReader, TensorIndex
 from toolkit.commands.convert import parse_size
 from toolkit.errors import UserError
 
@@ -72,16 +68,9 @@ def test_a_file_that_is_no_models_config(content: str, message: str, tmp_path: P
     (other / "model").mkdir(parents=True)
     (other / "config.json").write_text(content)
     (other / "model" / "config.json").write_text("{}")
-    said = refusal(convert, run, tmp_path / "out", config_from=other, match=message)
+    answer = refusal(convert, run, tmp_path / "out", config_from=other, match=message)
     if "model_type" in message:
-        assert f"did you mean {other / 'model'}?" in said
-
-
-def test_a_malformed_config_is_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {"a": torch.ones(2)})
-    path = run / "model" / "config.json"
-    path.write_text(json.dumps({**CONFIG, "num_hidden_layers": 3_000_000_000}))
-    refusal(convert, run, tmp_path / "out", match=f"^{path}: num_hidden_layers is .* and should be ")
+        assert f"did you mean {other / 'model'}?" in answer
 
 
 def test_what_is_copied_and_what_stays(tmp_path: Path) -> None:
@@ -101,14 +90,6 @@ def test_sizes() -> None:
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "0", "5XB", "5GBs"):
         refusal(parse_size, text, match="--max_shard_size")
-
-
-def test_shards_are_no_larger_than_asked() -> None:
-    outputs = [Output(f"x.{size}", TensorIndex("", (size,), "F32", ()), "F32") for size in (10, 10, 50, 5, 5, 5)]
-    shards = into_shards(outputs, 80)
-    assert [[output.tensor.count for output in shard.outputs] for shard in shards] == [[10, 10], [50], [5, 5, 5]]
-    assert [shard.name for shard in shards] == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert len(into_shards(outputs, 10**6)) == 1
 
 
 def base_folder(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -138,29 +119,6 @@ def test_a_base_model_that_does_not_fit(tmp_path: Path) -> None:
     other = base_folder(tmp_path / "other", {**BASE, "dense.bias": torch.ones(6)})
     refusal(convert, run, tmp_path / "out", base_model=other, match=r"bert.dense.bias is of shape \[6\]")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_base_model_of_many_prefixes_costs_little() -> None:
-    """Each of them with each name would take hours, and all memory."""
-    known = {f"p{number}": TensorIndex("", (1,), "F32", ()) for number in range(20_000)}
-    began = time.process_time()
-    assert _by_names_of(known, {f"q{number}" for number in range(20_000)}) == known
-    assert time.process_time() - began < 5
-    assert set(_by_names_of(known, {"bert.p1", "bert.p2", "p3"})) == {f"bert.{name}" for name in known}
-
-
-@pytest.mark.parametrize(
-    ("names", "clean"),
-    [
-        (["module.a.weight", "module.b.bias"], ["a.weight", "b.bias"]),
-        (["module._orig_mod.a", "module._orig_mod.b"], ["a", "b"]),
-        (["x._fsdp_wrapped_module.a", "b"], ["x.a", "b"]),
-        (["module.weight", "b.bias"], ["module.weight", "b.bias"]),  # a module of that name
-    ],
-)
-def test_wrappers_leave_no_trace(names: list[str], clean: list[str]) -> None:
-    reader = CheckpointReader(path=Path("x"), weights={name: TensorIndex(name, (2,), "F32", ()) for name in names})
-    assert list(model_names(reader).values()) == clean
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

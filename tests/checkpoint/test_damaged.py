@@ -68,7 +68,7 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gone", "told"),
+    ("name", "gone", "lacks"),
     [
         ("zero2-bf16 x3", "*rank_[12]_*", "optimizer files of ranks 1, 2 (3 processes saved it)"),
         ("zero2-bf16 x3", "mp_*|*_[01]_mp*", "model files of ranks 0 and the optimizer files of ranks 0, 1 (3 proc"),
@@ -78,13 +78,13 @@ def test_missing(name: str, copied: Callable[..., Path]) -> None:
     ],
 )
 def test_all_missing_ranks_are_named_at_once(
-    name: str, gone: str, told: str, copied: Callable[..., Path], fault: Fault
+    name: str, gone: str, lacks: str, copied: Callable[..., Path], fault: Fault
 ) -> None:
     root = copied(name)
     for file in {file for pattern in gone.split("|") for file in tag_of(root).glob(pattern)}:
         file.unlink()
     message, tag = fault_of(root), tag_of(root)
-    assert message.startswith(f"{tag} lacks the {told}")
+    assert message.startswith(f"{tag} lacks the {lacks}")
     assert f"`rsync -a OTHER_MACHINE:{tag}/ {tag}/`" in message
     fault(f"files of ranks are missing ({name}: {gone})", message.replace(str(tag), "CHECKPOINT"))
 
@@ -164,16 +164,6 @@ def test_parallelism_that_is_not_supported(copied: Callable[..., Path]) -> None:
         shutil.copy(tag_of(root) / "mp_rank_00_model_states.pt", tag_of(root) / name)
         fault_of(root, name, "not supported")
         (tag_of(root) / name).unlink()
-
-
-def test_nvme_offload_is_named(copied: Callable[..., Path]) -> None:
-    root = copied("zero3-frozen x2")
-    (tag_of(root) / "offloaded_tensors" / "rank0").mkdir(parents=True)
-    file = next(file for file in files_of(root) if "rank_0" in file.name and "optim" in file.name)
-    content = torch.load(file, weights_only=False)
-    content["optimizer_state_dict"]["fp32_flat_groups"] = [torch.empty(0), torch.empty(0)]
-    torch.save(content, file)
-    fault_of(root, str(file), "NVMe")
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -38,36 +38,6 @@ def test_a_published_folder_is_complete(tmp_path: Path) -> None:
     assert folders.resumable(tmp_path) == ([folder], [])
 
 
-def test_without_a_manifest_it_does_not_count(tmp_path: Path) -> None:
-    older, folder = save(tmp_path, 3), save(tmp_path, 4)
-    (folder / "manifest.json").unlink()
-    good, skipped = folders.resumable(tmp_path)
-    assert good == [older]
-    assert skipped == [f"step-00000004: {folder} has no manifest.json: it was never completed, or is not a checkpoint"]
-    assert folders.complete(tmp_path) == [older]
-
-
-def test_missing_and_truncated_files_are_seen_by_their_sizes(tmp_path: Path) -> None:
-    one, other = save(tmp_path, 1), save(tmp_path, 2)
-    (one / "model" / "config.json").unlink()
-    (other / "weights").write_bytes(bytes(99))
-    assert folders.fault_of(one) == f"{one / 'model' / 'config.json'} is missing"
-    assert folders.fault_of(other) == f"{other / 'weights'} has 99 bytes and should have 100"
-
-
-@pytest.mark.parametrize("place", [0, 50, 99])
-def test_a_flipped_byte_is_seen_by_its_checksum(tmp_path: Path, place: int) -> None:
-    folder = save(tmp_path, 1)
-    content = bytearray((folder / "weights").read_bytes())
-    content[place] ^= 1
-    (folder / "weights").write_bytes(content)
-    assert folders.fault_of(folder) == ""  # which looks at sizes only
-    assert "weights is damaged (CRC32" in folders.checksum_fault(folder, ["model/config.json", "weights"])
-    assert folders.checksum_fault(folder, ["model/config.json"]) == ""
-    (folder / "weights").unlink()
-    assert "cannot be read" in folders.checksum_fault(folder, ["weights"])
-
-
 def test_any_flipped_bit_of_the_manifest_is_seen_or_harmless(tmp_path: Path) -> None:
     """It says of which step everything is: no other step may come out of it."""
     folder = save(tmp_path, 123456)

@@ -26,17 +26,14 @@ _OPCODES = b"".join(getattr(pickle, name) for name in pickle.__all__ if name.isu
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:
-    """Bytes changed, cut, put in, moved or doubled."""
+    """Bytes changed, cut, put in or doubled."""
     actual = bytearray(content)
     for _ in range(chance.choice((1, 1, 1, 2, 5, 20))):
         at, other = chance.randrange(len(actual) + 1), chance.randrange(len(actual) + 1)
-        end = min(at + chance.choice((1, 1, 2, 4, 8, 100)), len(actual))
-        byte = [chance.choice((*_OPCODES, 0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))]
-        for begin, stop, new in chance.choice((
-            [(at, end, b"")], [(at, at, chance.randbytes(end - at))], [(at, at, actual[other : other + end - at])],
-            [(at, at + 1, byte)], [(at, at + 1, byte)],
-        )):  # fmt: skip
-            actual[begin:stop] = new
+        size = chance.choice((1, 1, 2, 4, 8, 100))
+        byte = bytes([chance.choice((*_OPCODES, 0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))])
+        change = chance.choice(((size, b""), (0, chance.randbytes(size)), (0, actual[other : other + size]), (1, byte)))
+        actual[at : at + change[0]] = change[1]
     return bytes(actual)
 
 

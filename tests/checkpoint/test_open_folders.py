@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from tests.checkpoint.conftest import Made
 from tests.checkpoint.handmade import write_manifest, write_tensors
 from tests.checkpoint.test_damaged import fault_of
 from tests.checkpoint.test_open_deepspeed import tensor_of
 from tests.faults import refusal
-from tests.runs import ROOT, groups
+from tests.runs import groups
 from toolkit.checkpoint.read.open import open_checkpoint
-from toolkit.errors import UserError
 
 WEIGHTS = {"a.weight": torch.arange(21.0).view(7, 3), "a.bias": torch.arange(7.0), "scale": torch.tensor([2.5])}
 
@@ -72,24 +68,11 @@ def write_slices(folder: Path, cut: int, steps: tuple[float, float] = (4.0, 4.0)
     return write_manifest(folder, state="slices", strategy="fsdp2", world=2, step=4)
 
 
-def test_a_whole_checkpoint(tmp_path: Path) -> None:
-    folder = write_whole(tmp_path / "step-00000004", tied={"b": "scale"}, excluded={"c": [3, 2]}, frozen=["scale"])
-    reader = open_checkpoint(folder)
-    same(reader.weights, WEIGHTS)
-    same(reader.buffers, {"count": torch.tensor(5)})
-    moments = {name: kept["exp_avg"] for name, kept in reader.optimizer_state.items()}
-    same(moments, {name: weight + 4 for name, weight in WEIGHTS.items()})
-    assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
-    assert (reader.strategy, reader.world, reader.step, reader.engine_dtype) == ("ddp", 2, 4, "BF16")
-    assert (reader.tied, reader.excluded, reader.frozen) == ({"b": "scale"}, {"c": (3, 2)}, {"scale"})
-    assert reader.model_folder == folder / "model"
-
-
 @pytest.mark.parametrize("cut", [0, 1, 4, 7, 20, 21])
 def test_slices_are_joined(cut: int, tmp_path: Path) -> None:
     reader = open_checkpoint(write_slices(tmp_path / "step-00000004", cut))
     same(reader.weights, WEIGHTS)
-    same({name: kept["exp_avg_sq"] for name, kept in reader.optimizer_state.items()}, WEIGHTS)
+    same({name: state["exp_avg_sq"] for name, state in reader.optimizer_state.items()}, WEIGHTS)
     assert reader.step_counts() == dict.fromkeys(WEIGHTS, 4.0)
 
 
@@ -142,19 +125,6 @@ def test_files_are_compared_with_the_manifest(tmp_path: Path) -> None:
     assert "manifest.json" in fault_of(folder)
 
 
-@pytest.mark.multiprocess
-def test_a_run_with_deepspeed_files(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    made = deepspeed_checkpoints["zero3-excluded x2"]
-    folder = tmp_path / "step-00000002"
-    shutil.copytree(made.folder, folder)
-    excluded = {"first.weight": [11, 7], "first.bias": [11]}
-    write_manifest(folder, state="deepspeed", strategy="zero3", world=2, step=2, excluded=excluded, base_model="m")
-    reader = open_checkpoint(folder)
-    assert reader.excluded == {"first.weight": (11, 7), "first.bias": (11,)}
-    assert reader.weights == open_checkpoint(made.folder).weights | dict(reader.weights)
-    assert reader.details["base_model"] == "m"
-
-
 # others'
 
 
@@ -163,23 +133,14 @@ def test_accelerate_save_state(accelerates: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(accelerates / "ddp", tmp_path / "saved")
     truth = load_file(folder / "truth.safetensors")
     del truth["head.weight"]  # tied; accelerate leaves it out of safetensors without a note
-    for kind in ("safe", "bin", "sharded"):
+    for kind in ("safe", "bin"):
         reader = open_checkpoint(folder / kind)
         same(reader.weights, truth)
         assert reader.tied == ({"head.weight": "embed.weight"} if kind == "bin" else {})
         assert not reader.optimizer_state  # by position alone: not to be trusted
-        assert (reader.strategy, reader.world) == (("model", 1) if kind == "sharded" else ("ddp", 2))
+        assert (reader.strategy, reader.world) == ("ddp", 2)
     (folder / "bin" / "pytorch_model_1.bin").write_bytes(b"")
     assert "several models" in fault_of(folder / "bin")
-
-
-@pytest.mark.multiprocess
-def test_accelerate_with_deepspeed(deepspeed_checkpoints: dict[str, Made], tmp_path: Path) -> None:
-    made = deepspeed_checkpoints["zero2-bf16 x2"]
-    shutil.copytree(made.tag, tmp_path / "pytorch_model")
-    (tmp_path / "latest").write_text("pytorch_model")
-    (tmp_path / "random_states_0.pkl").write_bytes(b"")
-    assert open_checkpoint(tmp_path).step == 2
 
 
 @pytest.mark.multiprocess
@@ -195,17 +156,9 @@ def test_damaged_fsdp(accelerates: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(accelerates / "fsdp" / "sharded", tmp_path / "saved")
     for file in sorted((folder / "pytorch_model_fsdp_0").iterdir()):
         content = file.read_bytes()
-        for size in (0, 1, 100, len(content) // 2, len(content) - 1):
+        for size in (0, 100, len(content) - 1):
             file.write_bytes(content[:size])
             assert str(file) in fault_of(folder), size
-        for at in range(0, len(content), 997):
-            flipped = bytearray(content)
-            flipped[at] ^= 0xFF
-            file.write_bytes(flipped)
-            try:  # data, or a field that does not matter
-                open_checkpoint(folder)
-            except UserError as error:
-                assert str(file.parent) in str(error)  # noqa: PT017
         file.unlink()
         assert str(file) in fault_of(folder)
         file.write_bytes(content)
@@ -235,9 +188,6 @@ def test_hugging_face(tiny_model: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     same(open_checkpoint(tmp_path / "sharded").weights, truth)
-    (tmp_path / "bin").mkdir()
-    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    same(open_checkpoint(tmp_path / "bin").weights, truth)
 
 
 def test_damaged_hugging_face(tmp_path: Path) -> None:
@@ -254,19 +204,6 @@ def test_damaged_hugging_face(tmp_path: Path) -> None:
     assert re.search("index .* names b", fault_of(tmp_path))
     (tmp_path / "one.safetensors").write_bytes(b"\xff" * 20)
     assert "one.safetensors" in fault_of(tmp_path)
-
-
-def test_opening_is_quick_and_imports_no_torch(tiny_model: Path) -> None:
-    program = f"""
-import sys
-from pathlib import Path
-from toolkit.checkpoint.read.open import open_checkpoint
-open_checkpoint(Path({str(tiny_model)!r}))
-heavy = {{"torch", "deepspeed", "transformers", "accelerate", "numpy", "safetensors"}} & set(sys.modules)
-assert not heavy, heavy
-"""
-    finished = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])

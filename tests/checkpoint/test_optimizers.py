@@ -155,7 +155,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_the_save() -> None:
 def test_the_files_of_adam_are_as_they_were(tmp_path: Path) -> None:
     """Whoever reads optimizer.safetensors finds the keys of the first format, and no metadata of ours but checksums."""
     reader = save(started("adamw", 3), tmp_path / "one")
-    assert {tuple(kept) for kept in reader.optimizer_state.values()} == {("exp_avg", "exp_avg_sq")}
+    assert {tuple(state) for state in reader.optimizer_state.values()} == {("exp_avg", "exp_avg_sq")}
     content = (tmp_path / "one" / "optimizer.safetensors").read_bytes()
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     assert list(header.pop("__metadata__")) == ["crc32"]

@@ -4,7 +4,7 @@ before anything is changed."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,21 +13,17 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from safetensors import safe_open
 from torch import nn
 
+from tests.checkpoint.handmade import save_state
 from tests.faults import refusal
-from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint import machines
 from toolkit.checkpoint import restore as restoring
-from toolkit.checkpoint.live import LiveState, live_state, tied_names
+from toolkit.checkpoint.live import LiveState, live_state
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.restore import restore
 from toolkit.checkpoint.save import (
     Draft,
-    drafts_of,
-    files_of_rank,
-    optimizer_facts,
     random_states,
     set_random_states,
     write,
@@ -79,13 +75,8 @@ def trained(seed: int, steps: int = 3) -> LiveState:
     return live_state(ACCELERATOR, model, optimizer)
 
 
-def save(state: LiveState, folder: Path, without: frozenset[str] = frozenset(), **manifest: Any) -> CheckpointReader:
-    folders.begin(folder)
-    for draft in drafts_of(state, set(without), rank=0):
-        write(draft, folder)
-    files = folders.manifest_entries(folder, files_of_rank(folder, 0))
-    content = {"format": 1, "step": 3, "state": "whole", "world": 1, "tied": tied_names(state.module), "files": files}
-    folders.publish(folder, {**content, "optimizer": optimizer_facts(state), **manifest})
+def save(state: LiveState, folder: Path, without: Collection[str] = (), **manifest: Any) -> CheckpointReader:
+    save_state(state, folder, 3, without=without, **manifest)
     return open_checkpoint(folder)
 
 
@@ -121,46 +112,9 @@ def test_there_and_back(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert fresh.module.head.weight[0, 0] == 9.0  # still tied
 
 
-def test_the_safetensors_library_reads_the_files(tmp_path: Path) -> None:
-    state = trained(1)
-    save(state, tmp_path / "one")
-    expected = state.module.state_dict()
-    with safe_open(tmp_path / "one" / "weights.safetensors", framework="pt") as file:
-        names = set(file.keys())
-        assert file.metadata()["format"] == "pt"
-        for name in names:
-            actual = file.get_tensor(name)
-            assert actual.dtype == expected[name].dtype, name
-            assert actual.shape == expected[name].shape, name
-            assert torch.equal(actual, expected[name]), name
-    # tied and shared ones once, under the name that comes first
-    assert expected.keys() - names == {"head.weight", "alias.weight", "two.table"}
-    with safe_open(tmp_path / "one" / "optimizer.safetensors", framework="pt") as file:
-        assert file.get_tensor("exp_avg.embed.weight").shape == (5, 3)
-        assert file.get_tensor("step.scalar").shape == ()
-        assert float(file.get_tensor("step.scalar")) == 3
-        assert not any("frozen" in name for name in file.keys())  # noqa: SIM118
-
-
-def test_nothing_is_copied_until_asked(tmp_path: Path) -> None:
-    """A draft refers to the live tensors; a copied one does not change any more."""
-    state = trained(1)
-    live = drafts_of(state, set(), 0)[0]
-    copied = live.copied()
-    assert live.tensors["embed.weight"][0].data_ptr() == state.module.embed.weight.data_ptr()
-    before = state.module.embed.weight.detach().clone()
-    with torch.no_grad():
-        state.module.embed.weight.zero_()
-    assert torch.equal(copied.tensors["embed.weight"][0].view(5, 3), before)
-    write(Draft("copy", copied.tensors, copied.metadata), tmp_path)
-    assert (tmp_path / "copy").stat().st_size == live.layout.size
-    with safe_open(tmp_path / "copy", framework="pt") as file:
-        assert torch.equal(file.get_tensor("embed.weight"), before)
-
-
 def test_excluded_parameters_keep_the_base_models_values(tmp_path: Path) -> None:
     saved, fresh = trained(1), trained(2)
-    reader = save(saved, tmp_path / "one", frozenset({"frozen"}), excluded={"frozen": [7]})
+    reader = save(saved, tmp_path / "one", {"frozen"}, excluded={"frozen": [7]})
     assert "frozen" not in reader.weights
     before = fresh.module.frozen.clone()
     restore(fresh, reader, 3)
@@ -277,18 +231,6 @@ def test_random_states_there_and_back() -> None:
     draws()
     set_random_states(states)
     assert draws() == first
-
-
-def test_each_file_belongs_to_the_rank_that_wrote_it(tmp_path: Path) -> None:
-    optimizer, model = "mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
-    names = {0: ["weights.safetensors", model, "zero_to_fp32.py"], 1: [f"bf16_zero_pp_rank_1_{optimizer}"],
-             2: ["rng-rank-00002.json"], 3: [f"zero_pp_rank_3_{model}"], 10: [f"zero_pp_rank_10_{optimizer}"],
-             11: ["slices-rank-00011.safetensors"]}  # fmt: skip
-    (tmp_path / "global_step3").mkdir()
-    for name in [".draft", *(f"global_step3/{name}" for files in names.values() for name in files)]:
-        (tmp_path / name).touch()
-    for rank, files in names.items():
-        assert files_of_rank(tmp_path, rank) == sorted(f"global_step3/{name}" for name in files)
 
 
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.faults import Fault, refusal
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
-from toolkit.checkpoint.read.unpickle import ALLOWED, Tensor, unpickle
+from toolkit.checkpoint.read.unpickle import ALLOWED, unpickle
 from toolkit.errors import UserError
 
 
@@ -54,36 +54,25 @@ class Bomb:
 
 def hostile(mark: Path) -> dict[str, bytes]:
     command = f"touch {mark}"
-    python = f"open({str(mark)!r}, 'w')"
     rebuild = name("torch._tensor", "_rebuild_from_type_v2")
     ordered = name("collections", "OrderedDict") + b")R"
     bombs = {
         "os.system": Bomb(os.system, command),
-        "eval": Bomb(eval, python),
-        "exec": Bomb(exec, python),
-        "open": Bomb(open, str(mark), "w"),
+        "eval": Bomb(eval, f"open({str(mark)!r}, 'w')"),
         "getattr": Bomb(getattr, Path(mark), "touch"),
-        "nested": OrderedDict(model={"weights": [torch.zeros(1).tolist(), Bomb(os.system, command)]}),
+        "nested": OrderedDict(model={"weights": [0.0, Bomb(os.system, command)]}),
         "torch.load": Bomb(torch.load, str(mark)),
-        "map": Bomb(map, eval, [python]),
-    }
-    actual = {
-        f"{kind} {protocol}": pickle.dumps(bomb, protocol) for kind, bomb in bombs.items() for protocol in (0, 2, 4)
     }
     return {
-        **actual,
+        **{f"{kind} {number}": pickle.dumps(bomb, number) for kind, bomb in bombs.items() for number in (0, 2, 4)},
         "module with dots": called(stack_name("os.path", "os.system"), text(command)),
         "attribute with dots": called(stack_name("torch", "os.system"), text(command)),
         "attributes of an allowed name": called(name("collections", "OrderedDict.__init__.__globals__"), text("x")),
-        "newline in a name": called(stack_name("torch\nos", "system"), text(command)),
         "call of what is not a name": called(text("os.system"), text(command)),
-        "call of a tuple": called(b"(" + text("posix") + text("system") + b"t", text(command)),
         "call of a class": called(name("torch", "Tensor"), text(command)),
-        "rebuilt by a function of its own": called(rebuild, text("os.system"), b"N", b"(" + text(command) + b"t", b"N"),
         "rebuilt by another name": called(rebuild, name("os", "system"), b"N", b"(" + text(command) + b"t", b"N"),
         "OrderedDict's attributes": b"\x80\x02" + ordered + b"}" + text("__reduce__") + name("os", "system") + b"sb.",
         "attributes for a global": b"\x80\x02" + name("torch", "Tensor") + b"}" + text("make") + text("x") + b"sb.",
-        "attributes for a list": b"\x80\x02]}" + text("append") + text("x") + b"sb.",
         "a state that is no dict": b"\x80\x02" + name("torch", "device") + b")\x81" + ordered + text("x") + b"b.",
         "INST": b"(" + text(command) + b"ios\nsystem\n.",
         "OBJ": b"(" + name("os", "system") + text(command) + b"o.",
@@ -92,7 +81,6 @@ def hostile(mark: Path) -> dict[str, bytes]:
         "a storage by another name": b"\x80\x02(" + text("storage") + name("os", "system") + text("0") + text("cpu")
         + b"K\x01tQ.",
         "not a pickle": b"MZ\x90\0" * 10,
-        "text pickle": b"cos\nsystem\n(S'" + command.encode() + b"'\ntR.",
     }  # fmt: skip
 
 
@@ -155,7 +143,7 @@ def test_what_is_called_copies_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "match"),
     [
         ({"a": torch._neg_view(torch.ones(2))}, "a is stored with the bit 'neg'; save it again after"),
         ({"a": torch.ones(2), "more": {"b": [torch.ones(2)]}}, "more holds tensors in a dict"),
@@ -167,10 +155,10 @@ def test_what_is_called_copies_nothing() -> None:
         ),
     ],
 )
-def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, told: str, tmp_path: Path, fault: Fault) -> None:
+def test_a_tensor_that_would_be_wrong_or_lost_is_named(content: Any, match: str, tmp_path: Path, fault: Fault) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    message = refusal(open_checkpoint, tmp_path, match=told)
-    fault(f"a tensor that would be wrong or lost: {told}".replace("\\", ""), message)
+    message = refusal(open_checkpoint, tmp_path, match=match)
+    fault(f"a tensor that would be wrong or lost: {match}".replace("\\", ""), message)
 
 
 def test_a_file_without_checksums_is_read_and_named(tmp_path: Path) -> None:
@@ -194,11 +182,10 @@ def test_every_allowed_name_makes_something_inert() -> None:
 
 
 def test_structures_of_torch(tmp_path: Path) -> None:
-    """What a run's own state may hold comes out as it is."""
-    kept = {
+    """What a run's own state may hold comes out as it is; what nobody reads stays inert."""
+    plain = {
         "numbers": [0, -1, 255, 65536, -(2**31), 2**70, 1.5, True, None],
-        "texts": ("", "模型", b"\0bytes", "x" * 300),
-        "set": {1, 2},
+        "texts": ("", "模型", "x" * 300),
         "ordered": OrderedDict(a=1),
         "shape": torch.Size([2, 3]),
         5: {"nested": {"deeper": []}},
@@ -210,20 +197,14 @@ def test_structures_of_torch(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.ones(2)),
         "scalar": torch.tensor(3),
         "flags": torch.tensor([True]),
-        "half": torch.ones(3, dtype=torch.float16),
-        "numpy": np.float64(1.5),
     }
-    torch.save({**kept, **tensors}, tmp_path / "a.pt")
+    torch.save({**plain, **tensors, "set": {1, 2}, "bytes": b"\0bytes", "numpy": np.float64(1.5)}, tmp_path / "a.pt")
     opened = open_torch_archive(tmp_path / "a.pt")
-    read = opened.content
-    expected = {**kept, "set": [1, 2], "texts": ("", "模型", "\0bytes", "x" * 300)}  # what nobody reads stays inert
-    assert {key: read[key] for key in kept} == expected
-    assert {key: read[key].shape for key in tensors if key != "numpy"} == {
-        key: tuple(value.shape) for key, value in tensors.items() if key != "numpy"
-    }
-    assert opened.index("view", read["view"]).read() == tensors["view"].numpy().tobytes()
-    assert isinstance(read["parameter"], Tensor)
-    refusal(opened.index, "transposed", read["transposed"], match="not contiguous")
+    expected = {**plain, "set": [1, 2], "bytes": "\0bytes"}
+    assert {key: opened.content[key] for key in expected} == expected
+    assert all(opened.content[key].shape == tuple(value.shape) for key, value in tensors.items())
+    assert opened.index("view", opened.content["view"]).read() == tensors["view"].numpy().tobytes()
+    refusal(opened.index, "transposed", opened.content["transposed"], match="not contiguous")
 
 
 def test_compressed_and_foreign_zip_files(tmp_path: Path) -> None:

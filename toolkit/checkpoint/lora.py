@@ -39,11 +39,6 @@ _HEADS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def is_lora(reader: CheckpointReader) -> bool:
-    """Whether the parameters are those of a model with a LoRA adapter."""
-    return any(_FACTOR.match(name) for name in reader.weights)
-
-
 def is_adapters(name: str) -> bool:
     """Whether a parameter of a live model belongs to the adapter: the rest is the base model's."""
     return ".lora_" in name or _TRAINED_HEAD.search(name) is not None

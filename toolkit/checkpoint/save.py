@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from isal.isal_zlib import crc32_combine
 
 from toolkit.checkpoint.live import LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, state_of
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
-from toolkit.checkpoint.tensor_index import combine, crc32
+from toolkit.checkpoint.tensor_index import crc32
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json, create_file
 
@@ -139,14 +140,14 @@ def write(draft: Draft, folder: Path) -> dict[str, Any]:
         for name in layout.tensors:
             content = bytes_of(draft.tensors[name][0])
             checksums[name] = crc32(content)
-            of_data = combine(of_data, checksums[name], len(content))
+            of_data = crc32_combine(of_data, checksums[name], len(content))
             file.write(content)
         header = layout.header(checksums)
         file.seek(0)
         file.write(header)
         file.flush()
         os.fsync(file.fileno())
-    of_file = combine(crc32(header), of_data, layout.size - len(header))
+    of_file = crc32_combine(crc32(header), of_data, layout.size - len(header))
     return {"bytes": layout.size, "crc32": f"{of_file:08x}"}
 
 

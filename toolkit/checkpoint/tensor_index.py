@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from isal.isal_zlib import crc32 as crc32  # 30 GB/s where the standard library's does 1 to 3
-from isal.isal_zlib import crc32_combine as combine  # of `a + b`: (CRC32 of a, CRC32 of b, bytes of b)
 
 from toolkit.errors import UserError
-
-__all__ = ["CheckpointReader", "Member", "Scalar", "Span", "TensorIndex", "blocks", "combine", "crc32",
-           "crc32_of_range", "join_shards", "mixed_saves", "read_into"]  # fmt: skip
 
 # Name of a dtype, as safetensors has it -> its format in `struct`; bf16 has none.
 _FORMATS = {
@@ -169,6 +166,13 @@ def mixed_saves(one: Path, other: Path, what: str) -> UserError:
     return UserError(f"{one} and {other} differ in {what}: they are of different saves; copy the checkpoint again")
 
 
+def incomplete(folder: Path, fault: str) -> UserError:
+    """The error for files of some processes that are missing in a folder."""
+    path = shlex.quote(str(folder.resolve()))
+    hint = f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
+    return UserError(f"{fault}: copy it again; {hint}")
+
+
 def join_shards(
     folder: Path, name: str, shape: tuple[int, ...], shards: Iterable[tuple[int, TensorIndex]]
 ) -> TensorIndex:
@@ -248,6 +252,11 @@ class CheckpointReader:
     def names(self) -> list[str]:
         """All names of parameters and buffers."""
         return [*self.weights, *self.buffers, *self.excluded, *self.tied]
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether the parameters are those of a model with a LoRA adapter."""
+        return any(".lora_" in name for name in self.weights)
 
     def step_counts(self) -> dict[str, float]:
         """Parameter name -> the optimizer's own count of steps."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.convert.conversion import ConvertSettings, convert, model_names, written_dtype
-from toolkit.checkpoint.lora import is_lora
 from toolkit.checkpoint.read.open import open_checkpoint
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, CheckpointReader
 from toolkit.demo import model_path
@@ -122,7 +121,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "buffers": len(reader.buffers),
         "frozen": len(reader.frozen),
         "tied": dict(reader.tied),
-        "lora": is_lora(reader),
+        "lora": reader.has_lora,
         "moments": len(reader.optimizer_state),
         "excluded": dict(reader.excluded),
         "model_folder": str(reader.model_folder) if reader.model_folder else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import re
 import time
@@ -74,8 +73,9 @@ def convert(settings: ConvertSettings) -> list[str]:
 
     Raises UserError, and changes nothing then.
     """
+    opened, dtype = open_checkpoint(settings.checkpoint), DTYPES[settings.dtype]
     _check_place(settings)
-    reader, dtype = _model_of(open_checkpoint(settings.checkpoint), settings.prefix), DTYPES[settings.dtype]
+    reader = _model_of(opened, settings.prefix)
     folder = _config_folder(settings, reader)
     reader = _without_attribute(reader, folder)
     adapter = _adapter_config(settings, reader)
@@ -86,7 +86,8 @@ def convert(settings: ConvertSettings) -> list[str]:
     else:
         tensors, deltas = _whole_model(settings, reader, adapter)
     _refuse_unchecked(settings, [*reader.weights.values(), *tensors.values()])
-    names = {} if is_adapter else {lora.merged_name(b): lora.merged_name(a) for b, a in reader.tied.items()}
+    plain = str if adapter is None else lora.merged_name
+    names = {} if is_adapter else {plain(other): plain(name) for other, name in reader.tied.items()}
     tied = {other: name for other, name in names.items() if name in tensors and other not in tensors}
     head = None if is_adapter or adapter is None else tensors.get(adapter.head(tensors) or "")
     config, files = copied_files(folder, is_adapter, dtype, head.shape[0] if head else None)
@@ -176,8 +177,7 @@ def _write(
     # as `cp` does not; but what replaces another must be on the disk before that one is removed
     flush = settings.sync or os.path.lexists(out)
     # what is about to be removed is checked again: it may not be what it was
-    spare = functools.partial(_refuse_foreign, out=out)
-    with writing(out), replace_folder(out, settings.overwrite, flush, spare) as draft:
+    with writing(out), replace_folder(out, settings.overwrite, flush, lambda old: _refuse_foreign(old, out)) as draft:
         read = write_shards(draft, shards)
         write_files(draft, files)
         seconds = time.monotonic() - started
@@ -264,7 +264,7 @@ def _renamed(reader: CheckpointReader, names: Mapping[str, str]) -> CheckpointRe
 
 def _config_folder(settings: ConvertSettings, reader: CheckpointReader) -> Path | None:
     """Where the model's config is: with LoRA the adapter's folder may have none."""
-    if lora.is_lora(reader):
+    if reader.has_lora:
         return _with_file(CONFIG, settings.config_from, reader.model_folder, settings.base_model)
     return settings.config_from or _with_file(CONFIG, reader.model_folder)
 
@@ -273,7 +273,7 @@ def _adapter_config(settings: ConvertSettings, reader: CheckpointReader) -> lora
     """Of a checkpoint with LoRA."""
     if not (reader.weights or reader.buffers):
         raise UserError(f"{reader.path} holds no weights")
-    if not lora.is_lora(reader):
+    if not reader.has_lora:
         if settings.merge_lora:
             raise UserError(f"{reader.path} holds no LoRA adapter: leave --merge_lora out")
         return None

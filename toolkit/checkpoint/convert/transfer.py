@@ -16,9 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from isal.isal_zlib import crc32_combine
+
 from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
-from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, combine, crc32
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, crc32
 from toolkit.errors import UserError
 from toolkit.utils.files import create_file, write_new
 
@@ -162,7 +164,7 @@ def _transfer(parts: Mapping[Member, list[_Part]]) -> int:
         # after Ctrl-C or a fault chunks that have not begun are dropped
         values = pool.map(lambda chunk: _copy(parts[chunk[0]], *chunk), chunks)
         for (member, start, end), value in zip(chunks, values, strict=True):
-            checksums[member] = combine(checksums[member], value, end - start)
+            checksums[member] = crc32_combine(checksums[member], value, end - start)
     for member, value in checksums.items():
         member.check(value)
     return sum(end - start for _, start, end in chunks)

@@ -14,14 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoint.read.torch_archive import TorchArchive, open_torch_archive
 from toolkit.checkpoint.read.unpickle import Tensor
-from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, join_shards, mixed_saves
+from toolkit.checkpoint.tensor_index import CheckpointReader, Scalar, TensorIndex, incomplete, join_shards, mixed_saves
 from toolkit.errors import UserError, listing
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -65,8 +64,8 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
 
     Raises UserError where a file is missing, damaged, of another save, or the sizes do not add up.
     """
-    models, optimizers, world = _open_files(tag_folder)
-    stage, model, content = _stage(tag_folder, models, optimizers, world), models[0], models[0].content
+    models, optimizers, stage, world = _open_files(tag_folder)
+    model, content = models[0], models[0].content
     tensors, scalars = _trained(model, [_Rank(each, stage) for each in optimizers], stage) if stage else ({}, {})
     masters = {name: state.pop("") for name, state in tensors.items()}
     module = model.tensors(content["module"])
@@ -106,24 +105,35 @@ def open_deepspeed(path: Path, tag_folder: Path, model_folder: Path | None = Non
 # the files: which there must be, and whether they belong together
 
 
-def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int]:
+def _open_files(folder: Path) -> tuple[list[TorchArchive], list[TorchArchive], int, int]:
     """(model files: one under stages 0 to 2, by rank under stage 3; optimizer files by rank, none under stage 0; the
-    processes that saved them). Raises UserError unless all are there, whole and of one save."""
+    ZeRO stage; the processes that saved them). Raises UserError unless all are there, whole and of one save."""
     names = sorted(entry.name for entry in folder.iterdir())
     paths = {"model": _by_rank(folder, names, _MODEL), "optimizer": _by_rank(folder, names, _OPTIMIZER)}
     models = [_open(path, "module") for path in paths["model"].values()]
     optimizers = [_open(path, "optimizer_state_dict") for path in paths["optimizer"].values()]
+    stages = [_stage_of(each) for each in optimizers]
     counts = [*(model.content.get("dp_world_size") for model in models), *(_partition_counts(o)[0] for o in optimizers)]
     plausible = (count for count in counts if type(count) is int and 0 < count <= _MOST_PROCESSES)
     world = next(plausible, max([*paths["model"], *paths["optimizer"]]) + 1)
     # under stage 3 each rank has a model file
-    stages = {_optimizer(each).get("zero_stage") for each in optimizers}
-    sharded = _is_sharded(models[0]) if models else stages == {3}
+    sharded = models[0].file.name.startswith("zero_pp_rank_") if models else set(stages) == {3}
     _check_ranks(folder, paths, {"model": world if sharded else 1, "optimizer": world if optimizers else 0})
     _check_same([*models, *optimizers], "ds_version")
     for key in ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes"):
         _check_same(models, key)
-    return models, optimizers, world
+    for opened in optimizers:
+        if any(count != world for count in _partition_counts(opened)):
+            raise UserError(
+                f"{opened.file} was saved by {_partition_counts(opened)[:4]} processes, and {world} optimizer files "
+                "are there: some are missing, or of another save (or experts are sharded, which is not supported)"
+            )
+    stage = max(stages, default=0)
+    if stage == 0 and models[0].content.get("param_shapes") is not None:
+        raise UserError(f"{folder}: the optimizer files *_optim_states.pt are missing; copy the folder again")
+    if len(set(stages)) > 1 or (stage == 3) != sharded:
+        raise UserError(f"{folder} holds files of several ZeRO stages: two saves lie in one folder")
+    return models, optimizers, stage, world
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -154,19 +164,19 @@ def _open(path: Path, key: str) -> TorchArchive:
     return opened
 
 
-def _optimizer(opened: TorchArchive) -> dict[str, Any]:
-    state: dict[str, Any] = opened.content["optimizer_state_dict"]
-    return state
+def _stage_of(optimizer: TorchArchive) -> int:
+    state = optimizer.content["optimizer_state_dict"]
+    # BF16_Optimizer writes none
+    stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
+    if stage not in (1, 2, 3):
+        raise UserError(f"{optimizer.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
+    return int(stage)
 
 
 def _partition_counts(optimizer: TorchArchive) -> list[Any]:
     """Processes that share a parameter's state, for each group."""
-    counts = _optimizer(optimizer).get("partition_count")
+    counts = optimizer.content["optimizer_state_dict"].get("partition_count")
     return counts if type(counts) is list and counts else [counts]
-
-
-def _is_sharded(model: TorchArchive) -> bool:
-    return model.file.name.startswith("zero_pp_rank_")
 
 
 def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[str, int]) -> None:
@@ -177,12 +187,9 @@ def _check_ranks(folder: Path, paths: dict[str, dict[int, Path]], counts: dict[s
             raise UserError(f"{saved}, and {listing(surplus)} is of another save: remove the files of that one")
     missing = {kind: [rank for rank in range(count) if rank not in paths[kind]] for kind, count in counts.items()}
     lines = [f"{kind} files of ranks {listing(ranks, 16)}" for kind, ranks in missing.items() if ranks]
-    path = shlex.quote(str(folder.resolve()))
     if lines:
-        raise UserError(
-            f"{folder} lacks the {' and the '.join(lines)} ({max(counts.values())} processes saved it): copy it again; "
-            f"where machines share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
-        )
+        processes = f"{max(counts.values())} processes saved it"
+        raise incomplete(folder, f"{folder} lacks the {' and the '.join(lines)} ({processes})")
 
 
 def _check_same(files: Collection[TorchArchive], key: str) -> None:
@@ -190,32 +197,8 @@ def _check_same(files: Collection[TorchArchive], key: str) -> None:
     for other in others:
         one, two = other.content.get(key), first.content.get(key)
         if one != two:
-            raise mixed_saves(
-                other.file, first.file, f"{key} ({one!r} and {two!r})" if type(two) in (int, str) else key
-            )
-
-
-def _stage(folder: Path, models: list[TorchArchive], optimizers: list[TorchArchive], world: int) -> int:
-    """ZeRO's, alike in all files. Raises UserError."""
-    stages: set[int] = set()
-    for opened in optimizers:
-        state, counts = _optimizer(opened), _partition_counts(opened)
-        default: Any = 1 if "single_partition_of_fp32_groups" in state else None  # BF16_Optimizer writes none
-        stage = state.get("zero_stage", default)
-        if stage not in (1, 2, 3):
-            raise UserError(f"{opened.file}: its ZeRO stage is {str(stage)[:20]!r}: not a ZeRO file, or damaged")
-        if any(count != world for count in counts):
-            raise UserError(
-                f"{opened.file} was saved by {counts[:4]} processes, and {world} optimizer files are there: some are "
-                "missing, or of another save (or experts are sharded, which is not supported)"
-            )
-        stages.add(stage)
-    stage = max(stages, default=0)
-    if stage == 0 and models[0].content.get("param_shapes") is not None:
-        raise UserError(f"{folder}: the optimizer files *_optim_states.pt are missing; copy the folder again")
-    if len(stages) > 1 or (stage == 3) != _is_sharded(models[0]):
-        raise UserError(f"{folder} holds files of several ZeRO stages: two saves lie in one folder")
-    return stage
+            values = f" ({one!r} and {two!r})" if type(two) in (int, str) else ""
+            raise mixed_saves(other.file, first.file, f"{key}{values}")
 
 
 # what the optimizer owns
@@ -225,11 +208,10 @@ class _Rank:
     """One rank's flat groups: the masters (key ""), and the optimizer's state of each."""
 
     def __init__(self, opened: TorchArchive, stage: int) -> None:
-        self.opened, self.file, self.content = opened, opened.file, _optimizer(opened)
+        self.opened, self.file = opened, opened.file
+        self.content: dict[str, Any] = opened.content["optimizer_state_dict"]
         masters = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        groups = self.content.get(masters)
-        if type(groups) is not list or not all(type(group) is Tensor for group in groups):
-            raise UserError(f"{self.file}: it has no {masters}, the weights: not a ZeRO file, or damaged")
+        groups = self.content[masters]
         states = self._states(self.content.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state"))
         self.groups = [{"": group, **states.get(number, {})} for number, group in enumerate(groups)]
         # the padding at the buffer's end, without which the masters are saved; BF16_Optimizer saves them with it
@@ -337,10 +319,8 @@ def _shards_of_parameters(ranks: list[_Rank], number: int, shapes: Shapes) -> Sh
 
 
 def _wrong_count(rank: _Rank, number: int, count: int, expected: int) -> UserError:
-    hint = "files of different saves are mixed, or one is damaged"
-    if (rank.file.parent / "offloaded_tensors").is_dir():
-        hint = "its optimizer was offloaded to NVMe, which is not read: resume it there, with offload_optimizer on cpu"
-    return UserError(f"{rank.file}: group {number} has {count:,} elements and should have {expected:,}: {hint}")
+    counts = f"group {number} has {count:,} elements and should have {expected:,}"
+    return UserError(f"{rank.file}: {counts}: files of different saves are mixed, one is damaged, or offloaded to NVMe")
 
 
 def _tensors_of_group(

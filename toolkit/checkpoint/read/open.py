@@ -5,15 +5,30 @@ Opening reads the structure of the files; whether they belong together is checke
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from toolkit.checkpoint.folder import MANIFEST, complete, step_number
+from isal.isal_zlib import crc32_combine
+
+from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest, step_number
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
-from toolkit.checkpoint.read.run_checkpoint import check_files, open_run_checkpoint
 from toolkit.checkpoint.read.weights import SUFFIXES, open_weights
-from toolkit.checkpoint.tensor_index import CheckpointReader
+from toolkit.checkpoint.safetensors_header import read_header
+from toolkit.checkpoint.tensor_index import (
+    CheckpointReader,
+    Member,
+    Scalar,
+    TensorIndex,
+    crc32_of_range,
+    join_shards,
+    mixed_saves,
+)
 from toolkit.errors import UserError, did_you_mean, listing
 from toolkit.utils.files import refuse_link_out
 
@@ -23,6 +38,9 @@ _EXPECTED = (
 )
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _NO_MODEL = re.compile(r"optim|sched|rng_|random_|scaler|training_args")  # what Trainer and accelerate put beside one
+_WEIGHTS, _OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+_ENGINE_DTYPES = {"no": "F32", "bf16": "BF16", "fp16": "F16"}
+_DETAILS = ("epoch", "position", "mixed_precision", "base_model", "versions", "metrics", "best")
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -63,7 +81,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
         names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise UserError(f"{path} does not exist{did_you_mean(path.name, names)}; expected {_EXPECTED}")
     if (path / MANIFEST).is_file() or step_number(path) is not None:
-        return open_run_checkpoint(path, path), path
+        return _open_run_checkpoint(path, path), path
     # DeepSpeed's universal format lies in files of other meaning under names that `save_checkpoint` uses
     if (path / "zero" / "optimizer_state.pt").is_file() or any(path.glob("*/zero/optimizer_state.pt")):
         raise UserError(f"{path} is in DeepSpeed's universal format: name the checkpoint that it was made of")
@@ -71,7 +89,7 @@ def _open(path: Path) -> tuple[CheckpointReader, Path]:
         return open_deepspeed(path, path, _model_folder(path, path.parent)), path
     for checkpoints in (path / "checkpoints", path):
         if checkpoints.is_dir() and (newest := complete(checkpoints)[:1]):
-            return open_run_checkpoint(path, newest[0]), newest[0]
+            return _open_run_checkpoint(path, newest[0]), newest[0]
     if tag := find_tag_folder(path):
         return open_deepspeed(path, tag, _model_folder(path)), path
     if weights := open_weights(path):
@@ -102,6 +120,9 @@ def _only_checkpoint_in(path: Path) -> Path:
     return inside[0]
 
 
+# whether the files of an opened checkpoint belong together
+
+
 def _check(reader: CheckpointReader, folder: Path) -> None:
     """Raises UserError where the files of an opened checkpoint do not belong together, or one lies elsewhere."""
     files = {span.member.file for tensor in reader.tensors() for span in tensor.spans} | {reader.model_folder or folder}
@@ -110,8 +131,121 @@ def _check(reader: CheckpointReader, folder: Path) -> None:
     if strange := [name for name in reader.names() if not name.isprintable()]:  # half a character, an escape sequence
         raise UserError(f"{reader.path}: {strange[0][:100]!a} is no name of a parameter: its files are damaged")
     if (folder / MANIFEST).is_file():
-        check_files(reader, folder)
+        _check_files(reader, folder)
     most = max(reader.step_counts().values(), default=0)
     if reader.step is not None and most > reader.step:
         steps = f"{reader.path} is of optimizer step {reader.step} and the optimizer's state of step {most:g}"
         raise UserError(f"{steps}: files of two checkpoints are mixed; copy it again or take another one")
+
+
+def _check_files(reader: CheckpointReader, folder: Path) -> None:
+    """Raises UserError for a file of another save, which has its size and sound checksums of its own.
+
+    The CRC32 to compare with the manifest's is combined from the checksums inside the file: only what lies between its
+    members is read for it.
+    """
+    by_file: dict[Path, dict[int, Member]] = defaultdict(dict)
+    for member in reader.members:
+        by_file[member.file][member.offset] = member
+    for name, entry in read_manifest(folder)["files"].items():
+        file, value, place = folder / name, 0, 0
+        members = [member for _, member in sorted(by_file[file].items()) if member.size]
+        if not members or any(member.crc32 is None for member in members):
+            continue
+        for member in [*members, Member(file, "", file.stat().st_size, 0, 0)]:
+            between = member.offset - place
+            value = crc32_combine(value, crc32_of_range(file, place, between), between)
+            value, place = crc32_combine(value, member.crc32 or 0, member.size), member.offset + member.size
+        if f"{value:08x}" != entry["crc32"]:
+            raise mixed_saves(file, folder / MANIFEST, "the file's checksum")
+
+
+# a run's own checkpoint (docs/checkpoints.md)
+
+
+def _open_run_checkpoint(path: Path, folder: Path) -> CheckpointReader:
+    """Opens a folder with a manifest. `path`: as the user named it.
+
+    Raises UserError where a file is missing, damaged, or of another size than in the manifest.
+    """
+    manifest = read_manifest(folder)
+    if fault := fault_of(folder):
+        raise UserError(f"{fault}; copy the checkpoint again or take another one")
+    state, world, model = manifest.get("state"), manifest.get("world"), folder / "model"
+    slices = sorted(folder.glob("slices-rank-*.safetensors"))
+    if state == "deepspeed" and (tag := find_tag_folder(folder)):
+        reader = open_deepspeed(path, tag)
+    elif state == "whole":
+        files = [folder / _WEIGHTS, folder / _OPTIMIZER]
+        reader = _open_ours(path, [file for file in files if file.name == _WEIGHTS or file.is_file()], manifest)
+    elif state == "slices" and len(slices) == world:
+        reader = _open_ours(path, slices, manifest)
+    else:
+        files_there = f"{folder} holds {len(slices)} files of slices of {world} processes (state {state!r})"
+        raise UserError(f"{files_there}: not all files are there; copy the checkpoint again")
+    excluded = {name: tuple(shape) for name, shape in (manifest.get("excluded") or {}).items()}
+    return dataclasses.replace(
+        reader,
+        strategy=str(manifest.get("strategy", reader.strategy)),
+        world=int(manifest.get("world", reader.world)),
+        step=manifest.get("step", reader.step),
+        tied={**reader.tied, **(manifest.get("tied") or {})},
+        frozen=reader.frozen | {name for name in manifest.get("frozen") or () if name in reader.weights},
+        excluded={**reader.excluded, **excluded},
+        optimizer=manifest.get("optimizer") or {},
+        model_folder=model if model.is_dir() else None,
+        details={**reader.details, **{key: manifest[key] for key in _DETAILS if key in manifest}},
+    )
+
+
+def _open_ours(path: Path, files: list[Path], manifest: Mapping[str, Any]) -> CheckpointReader:
+    """Files of whole tensors, or one of shards per process. A tensor is KEY.PARAMETER, but in weights.safetensors."""
+    shards: dict[tuple[str, str], list[tuple[int, TensorIndex]]] = defaultdict(list)
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    scalars: dict[str, dict[str, Scalar]] = defaultdict(dict)
+    headers = {file: read_header(file) for file in files}
+    for file, header in headers.items():
+        places, parameters = (json.loads(header.metadata.get(table, "{}")) for table in ("slices", "numbers"))
+        for parameter, numbers in parameters.items():
+            scalars[parameter] |= {key: Scalar(value) for key, value in numbers.items()}
+        for name, tensor in header.tensors.items():
+            key, _, parameter = name.partition(".")
+            if file.name == _WEIGHTS:
+                key, parameter = "buffer" if name in (manifest.get("buffers") or ()) else "weight", name
+            place = places.get(name, {"shape": () if places else tensor.shape, "start": 0})
+            shape, others = tuple(map(int, place["shape"])), shards[key, parameter]
+            if shapes.setdefault((key, parameter), shape) != shape:
+                raise UserError(f"{file}: its slice of {name} is of another shape than in the other files")
+            if shape or not others:
+                others.append((int(place["start"]), tensor))
+            else:  # what each process has
+                _compare_scalars(name, others[0][1], tensor)
+    tensors: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    for (key, parameter), parts in shards.items():
+        tensors[key][parameter] = join_shards(path, parameter, shapes[key, parameter], parts)
+    weights, buffers = tensors.pop("weight", {}), tensors.pop("buffer", {})
+    state: dict[str, dict[str, TensorIndex]] = defaultdict(dict)
+    for key, by_parameter in tensors.items():
+        for parameter, tensor in by_parameter.items():
+            if key == "step" or (not tensor.shape and weights[parameter].shape):
+                scalars[parameter][key] = Scalar(tensor.number(), tensor.dtype)
+            else:
+                state[parameter][key] = tensor
+    return CheckpointReader(
+        path=path,
+        members=tuple(
+            span.member for header in headers.values() for tensor in header.tensors.values() for span in tensor.spans
+        ),
+        weights=weights,
+        buffers=buffers,
+        optimizer_state=dict(state),
+        optimizer_scalars=dict(scalars),
+        engine_dtype=_ENGINE_DTYPES.get(str(manifest.get("mixed_precision", "no")), "F32"),
+    )
+
+
+def _compare_scalars(name: str, first: TensorIndex, other: TensorIndex) -> None:
+    one, two = other.number(), first.number()
+    if one != two:
+        key = "the optimizer step" if name.startswith("step.") else name
+        raise mixed_saves(other.spans[0].member.file, first.spans[0].member.file, f"{key} ({one} and {two})")

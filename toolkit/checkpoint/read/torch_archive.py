@@ -10,10 +10,10 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, MalformedError, Tensor, unpickle, walk
 from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, Span, TensorIndex, crc32, read_into
@@ -104,71 +104,57 @@ def zip_members(file: Path, start: int = 0, size: int | None = None) -> dict[str
     Raises UserError for files that are missing, truncated, compressed, of an old format, or damaged.
     """
     try:
-        with file.open("rb", buffering=0) as opened:
-            length = os.fstat(opened.fileno()).st_size
-            size = length - start if size is None else size
-            if start < 0 or size < 0 or start + size > length:
-                raise UserError(f"{file} holds {length:,} bytes and should hold {start + size:,}: truncated")
-            members: dict[str, Member] = {}
-            for member in _members(file, _Range(opened, start, size)):
-                if members.setdefault(member.name, member) is not member:
-                    raise MalformedError("two members of one name")
-            return members
+        with _Range(file, start, size) as opened:
+            if not opened.read_at(max(start, opened.end - 22), 22).startswith(_END):
+                raise UserError(f"{file}: {_format_fault(opened.read_at(start, 4))}")
+            with zipfile.ZipFile(opened) as archive:
+                entries, directory = archive.infolist(), archive.start_dir
+            # torch.serialization.set_crc32_options(False) leaves zeros
+            with_checksums = any(entry.CRC for entry in entries)
+            return {entry.filename: _member(file, opened, entry, directory, with_checksums) for entry in entries}
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (MalformedError, zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, struct.error) as error:
         raise UserError(f"{file} is damaged: its zip structure has {error}; copy it again") from None
 
 
-class _Range:
-    """Bytes of a file as a file of their own, as far as zipfile needs one."""
+class _Range(io.FileIO):
+    """A file that ends where the range does. zipfile itself finds where in it the zip file begins."""
 
-    def __init__(self, opened: io.FileIO, start: int, size: int) -> None:
-        self.opened, self.start, self.size, self._at = opened, start, size, 0
-
-    def tell(self) -> int:
-        return self._at
+    def __init__(self, file: Path, start: int, size: int | None) -> None:
+        super().__init__(file)
+        length = os.fstat(self.fileno()).st_size
+        self.end = length if size is None else start + size
+        if not 0 <= start <= self.end <= length:
+            raise UserError(f"{file} holds {length:,} bytes and should hold {self.end:,}: truncated")
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
-        return self._at
+        return super().seek(self.end + offset) if whence == os.SEEK_END else super().seek(offset, whence)
 
-    def read(self, count: int = -1) -> bytes:
-        rest = max(0, self.size - self._at)
-        count = rest if count < 0 else min(count, rest)
+    def read(self, count: int | None = -1) -> bytes:
+        rest = max(0, self.end - self.tell())
+        count = rest if count is None or count < 0 else min(count, rest)
         if count > MOST_BYTES:
             raise MalformedError(f"a directory of {count:,} bytes")
-        content = os.pread(self.opened.fileno(), count, self.start + self._at)
-        self._at += len(content)
-        return content
+        return super().read(count)
 
     def read_at(self, offset: int, count: int) -> bytes:
         self.seek(offset)
         return self.read(count)
 
 
-def _members(file: Path, archive: _Range) -> Iterator[Member]:
-    end = archive.read_at(max(0, archive.size - 22), 22)
-    if not end.startswith(_END):
-        raise UserError(f"{file}: {_format_fault(archive.read_at(0, 4))}")
-    if end[-2:] != b"\0\0":
-        raise MalformedError("an end record that torch does not write")
-    with zipfile.ZipFile(cast(IO[bytes], archive)) as opened:
-        entries, directory = sorted(opened.infolist(), key=lambda entry: entry.header_offset), opened.start_dir
-    # torch.serialization.set_crc32_options(False) leaves zeros
-    with_checksums = any(entry.CRC for entry in entries)
-    for entry, next_start in zip(entries, [*(each.header_offset for each in entries[1:]), directory], strict=True):
-        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
-            raise UserError(f"{file}: {entry.filename} is compressed: save it with torch.save, which does not compress")
-        header = archive.read_at(entry.header_offset, 30)
-        if not header.startswith(_LOCAL):
-            raise MalformedError(f"no header before {entry.filename}")
-        # between the header and the bytes: the name and an extra field, of these lengths
-        start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
-        if start + entry.file_size > next_start:
-            raise MalformedError(f"{entry.filename} and what follows it in the same place")
-        checksum = entry.CRC if with_checksums else None
-        yield Member(file, entry.filename, archive.start + start, entry.file_size, checksum)
+def _member(file: Path, opened: _Range, entry: zipfile.ZipInfo, directory: int, with_checksum: bool) -> Member:
+    """`directory`: where the members end."""
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
+        raise UserError(f"{file}: {entry.filename} is compressed: save it with torch.save, which does not compress")
+    header = opened.read_at(entry.header_offset, 30)
+    if not header.startswith(_LOCAL):
+        raise MalformedError(f"no header before {entry.filename}")
+    # between the header and the bytes: the name and an extra field, of these lengths
+    start = entry.header_offset + 30 + sum(struct.unpack_from("<2H", header, 26))
+    if start + entry.file_size > directory:
+        raise MalformedError(f"{entry.filename} where its directory is")
+    return Member(file, entry.filename, start, entry.file_size, entry.CRC if with_checksum else None)
 
 
 def _format_fault(first: bytes) -> str:

@@ -34,9 +34,7 @@ class Global(NamedTuple):
     """An allowed global."""
 
     path: str
-    """`module.name`"""
-    make: Callable[..., Any] | None
-    """Our function for calls of it, `Inert` for objects of it; None where it is neither called nor instantiated."""
+    """`module.name`, a key of `ALLOWED`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +154,7 @@ class _Unpickler(_Python):
                 f"{self.where} needs {shown}, which is not allowed in a checkpoint: nothing was executed; if you trust "
                 "the file, save its weights alone: torch.save(model.state_dict(), FILE)"
             )
-        return Global(path, ALLOWED[path])
+        return Global(path)
 
     def persistent_load(self, pid: Any) -> Storage:
         """torch's: ("storage", class, key, device, elements)."""
@@ -165,11 +163,6 @@ class _Unpickler(_Python):
             raise MalformedError("a storage that torch does not write")
         dtype = _STORAGE_DTYPES[cls.path]
         return Storage(key, dtype, _count(count) * ITEM_BYTES[dtype])
-
-    def mark(self) -> None:
-        if len(self.metastack) > 10 * _DEEPEST:
-            raise MalformedError("it is nested too deeply")
-        self.load_mark()
 
     def reduce(self) -> None:
         arguments = self.stack.pop()
@@ -212,18 +205,18 @@ def _key(value: Any) -> Any:
 
 def _call(function: Any, arguments: Any) -> Any:
     """The result of an allowed global for these arguments."""
-    if type(function) is not Global or function.make is None or type(arguments) is not tuple:
+    make = ALLOWED[function.path] if type(function) is Global else None
+    if make is None or type(arguments) is not tuple:
         raise MalformedError("a call of something that is not a function")
-    return Inert(function.path, arguments) if function.make is Inert else function.make(*arguments)
+    return Inert(function.path, arguments) if make is Inert else make(*arguments)
 
 
 _INHERITED = (
-    "PROTO FRAME STOP BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+    "PROTO FRAME STOP MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
     "LONG1 BINFLOAT BINBYTES SHORT_BINBYTES EMPTY_TUPLE EMPTY_DICT EMPTY_LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND "
     "APPENDS GLOBAL STACK_GLOBAL BINPERSID"
 )
 _OPERATIONS = {code: _Python.dispatch[code] for name in _INHERITED.split() for code in getattr(pickle, name)} | {
-    pickle.MARK[0]: _Unpickler.mark,
     pickle.SETITEM[0]: _Unpickler.set_item,
     pickle.SETITEMS[0]: _Unpickler.set_items,
     pickle.REDUCE[0]: _Unpickler.reduce,
@@ -329,4 +322,5 @@ ALLOWED: Mapping[str, Callable[..., Any] | None] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _first,
     f"{_DCP}_MEM_FORMAT_ENCODING": _first,
 }
-"""`Global.make` by path: the globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint."""
+"""The globals in files of torch.save, DeepSpeed and torch.distributed.checkpoint -> our function for calls of it,
+`Inert` for objects of it; None where it is neither called nor instantiated."""

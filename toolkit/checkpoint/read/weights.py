@@ -12,10 +12,8 @@ known, and only a run's own checkpoints are resumed: its state is ignored.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import shlex
 from collections.abc import Callable, Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -25,8 +23,9 @@ from toolkit.checkpoint.lora import live_name
 from toolkit.checkpoint.read.torch_archive import open_torch_archive
 from toolkit.checkpoint.read.unpickle import MOST_BYTES, Inert, Tensor, unpickle
 from toolkit.checkpoint.safetensors_header import read_header
-from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, join_shards
+from toolkit.checkpoint.tensor_index import FLOATS, CheckpointReader, TensorIndex, incomplete, join_shards
 from toolkit.errors import UserError, listing
+from toolkit.utils.files import read_table
 
 # In the order in which transformers looks for them. An adapter's come last: a folder may hold both.
 SINGLE = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -91,13 +90,10 @@ def _weight_files(folder: Path) -> tuple[list[Path], Iterable[str]] | None:
 
 
 def _files_of_index(index: Path) -> tuple[list[Path], Iterable[str]]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-        if not names or not all(name not in ("", "..") and Path(name).name == name for name in names):
-            raise ValueError("weight_map")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index} is not an index of weights (it has no weight_map of file names)") from None
+    weight_map = read_table(index, {}).get("weight_map")
+    if not weight_map:
+        raise UserError(f"{index} is not an index of weights: it has no weight_map")
+    names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise UserError(f"{index} names {listing(missing)}, missing there; copy the folder again")
     return [index.parent / name for name in names], weight_map
@@ -197,29 +193,25 @@ def _state_of_shards(folder: Path) -> State:
         raise UserError(f"{metadata} is missing, without which the shards cannot be read; copy the folder again")
     with metadata.open("rb") as opened:
         structure = opened.read(MOST_BYTES + 1)  # more are refused
-    try:
-        content = unpickle(structure, metadata).state
-        chunks = _chunks(folder, content["storage_data"])
-        tree: dict[str, Any] = {}  # the table of tables that was saved: its tensors' flat names and metadata
-        for name, entry in content["state_dict_metadata"].items():
-            *keys, last = (content.get("planner_data") or {}).get(name) or (name,)
-            table = tree
-            for key in keys:
-                table = table.setdefault(key, {})
-            table[last] = (name, entry.state) if entry.name.endswith(".TensorStorageMetadata") else None
-        tables = _model_states(tree, _is_weight)
-        tensors = {
-            f"{key}{name}": _joined_chunks(folder, value[0], value[1], chunks)
-            for key, table in tables.items()
-            for name, value in table.items()
-            if type(value) is tuple
-        }
-        if not tensors:
-            raise UserError(f"{metadata} names no tensors of a model")
-        return tensors, {}, _details(tables)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        fault = f"{type(error).__name__}: {error}"
-        raise UserError(f"{metadata} is damaged, or of a version that is not known ({fault})") from None
+    content = unpickle(structure, metadata).state
+    chunks = _chunks(folder, content["storage_data"])
+    tree: dict[str, Any] = {}  # the table of tables that was saved: its tensors' flat names and metadata
+    for name, entry in content["state_dict_metadata"].items():
+        *keys, last = (content.get("planner_data") or {}).get(name) or (name,)
+        table = tree
+        for key in keys:
+            table = table.setdefault(key, {})
+        table[last] = (name, entry.state) if entry.name.endswith(".TensorStorageMetadata") else None
+    tables = _model_states(tree, _is_weight)
+    tensors = {
+        f"{key}{name}": _joined_chunks(folder, value[0], value[1], chunks)
+        for key, table in tables.items()
+        for name, value in table.items()
+        if type(value) is tuple
+    }
+    if not tensors:
+        raise UserError(f"{metadata} names no tensors of a model")
+    return tensors, {}, _details(tables)
 
 
 def _is_weight(value: Any) -> bool:
@@ -238,11 +230,7 @@ def _chunks(folder: Path, storage: Mapping[Inert, Inert]) -> _Chunks:
         key = index.state["fqn"], tuple(index.state.get("offset") or ())
         chunks[key] = folder / name, info.state["offset"], info.state["length"]
     if missing := sorted({file for file, _, _ in chunks.values() if not file.is_file()}):
-        path = shlex.quote(str(folder.resolve()))
-        raise UserError(
-            f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing: copy the folder again; where machines "
-            f"share no disk, from each of them: `rsync -a OTHER_MACHINE:{path}/ {path}/`"
-        )
+        raise incomplete(folder, f"{listing(missing)} {'are' if len(missing) > 1 else 'is'} missing")
     return chunks
 
 
