@@ -214,7 +214,7 @@ def assert_comparison(run: Path, finished: Finished) -> None:
     assert f"{FIRST} tokens" in page
     for line in (beginnings, whole):
         assert f"{line['accuracy']:.4f}" in page or f"{100 * line['accuracy']:.1f}" in page
-    said = finished.err[finished.err.index("done in") :]
+    said = finished.out[finished.out.index("done in") :]
     assert f"reading the first {FIRST} tokens only" in said
     assert said.count(f"accuracy {whole['accuracy']:.4f}") >= 2  # beside its own line, beside the other's
     assert f"accuracy {beginnings['accuracy']:.4f}" in said

@@ -116,5 +116,5 @@ def test_a_full_disk(way: str, settings: list[Any], tmp_path: Path) -> None:
     finished = recipe(*common, *WAYS[way]).succeeded()
     assert re.search(rf"resuming from {saved(folder)}: step {SAVED_AT} of {STEPS}", finished.err)
     assert re.search(r"checkpoints: about [\d.]+ [kM]B each, at most \d at a time, .* of room at ", finished.err)
-    assert "BertForSequenceClassification.from_pretrained, weights in fp32" in finished.err
+    assert "BertForSequenceClassification.from_pretrained, weights in fp32" in finished.out
     assert [line["step"] for line in lines_of(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))

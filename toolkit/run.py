@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit import launch
 from toolkit.checkpoint.model_folder import load_weights, save_model
-from toolkit.config import LongTextSettings, flat, section_in
+from toolkit.config import LongTextSettings, flat, section_in, settings_of_features
 from toolkit.data.prepare import Prepared
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, first_line
@@ -34,12 +35,12 @@ from toolkit.training import mfu
 from toolkit.training.average import Average
 from toolkit.training.checkpoints import Checkpoints
 from toolkit.training.identity import identity_of
+from toolkit.training.optimizer import unwrapped_optimizer
 from toolkit.training.resume import Resumed, resume_newest
 from toolkit.training.run_folder import open_run_folder
 from toolkit.training.steps import Step, StepMetrics, Steps
-from toolkit.utils.features import features
+from toolkit.utils.features import features, write_results
 from toolkit.utils.files import writing
-from toolkit.utils.log import logger
 from toolkit.utils.modules import unwrapped
 from toolkit.utils.versions import versions
 
@@ -61,6 +62,7 @@ class Run:
     ) -> None:
         """Raises UserError where the folder already holds a run, a tracker is missing, the data cannot have a setting
         of a feature, or `compute_metrics` does not return `--metric_for_best_model`."""
+        as_given = settings
         for feature in features():
             settings = feature.run_settings(settings, data, accelerator)
         self.accelerator, self.settings, self.data, self.tokenizer = accelerator, settings, data, tokenizer
@@ -75,7 +77,7 @@ class Run:
         self.best = make_best(accelerator, settings.training, data, compute_metrics)
         self.folder = open_run_folder(accelerator, settings.training, recipe, self.facts)
         self.files = RunFiles(accelerator, self.folder.path)
-        self.summary = RunSummary(accelerator, settings, data, self.schedule, self.folder.path)
+        self.summary = RunSummary(accelerator, as_given, data, self.schedule, self.folder.path)
         self.answers: Answers = ClassAnswers(data.labels) if data.facts.get("labels") else Answers()
         """How the best model's outputs become answers."""
         self.stopped = False
@@ -96,7 +98,7 @@ class Run:
         self.checkpoints = Checkpoints(*prepared, self.tokenizer, self._steps, self.best, self.folder.path, self.facts)
         decay = self.settings.training.ema_decay
         self._average = None if decay is None else Average(self.checkpoints.live, decay)
-        resumed = resume_newest(self.checkpoints, self.folder.origin)
+        resumed = resume_newest(self.checkpoints, self.folder.origin, settings_of_features(self.settings))
         self._write_config(resumed)
         done, settings = self._steps.done, self.facts["settings"]
         start_trackers(self.accelerator, self.settings.training, self.folder.path, self.recipe, settings, done)
@@ -180,9 +182,10 @@ class Run:
         launch.stopped_by(self._steps.stop_signal)
         name, done = signal.Signals(self._steps.stop_signal).name, self._steps.done
         command = self.summary.command_to_continue()
-        self.say(
+        self._log.print_line(
             f"stopped by {name} after step {done} of {self.schedule.total_steps}, with a checkpoint in "
-            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}"
+            f"{self.folder.path / 'checkpoints' / 'last'}; to continue: {command}",
+            logging.WARNING,  # the result of this run, which --log_level warning shows
         )
         try:
             self.files.mark_stopped(signal=name, step=done, command=command)
@@ -225,15 +228,13 @@ class Run:
         if evaluation is not logged:
             self._log.log_evaluation(evaluation, self.best.step)
         self._close()
-        lines = [line for feature in features() for line in feature.results(
-            self.folder.path, self.settings, self.data, evaluation, self.answers
-        )]  # fmt: skip
+        lines = write_results(self.folder.path, self.settings, self.data, evaluation, self.answers)
         if self.accelerator.is_main_process:
             self.summary.write_pages(self.best.step)
             seconds = time.monotonic() - self._started
             lines = [*self.answers.describe(evaluation), *lines]
-            for line in self.summary.lines(evaluation, comparison, seconds, lines):
-                logger.info(line)
+            # the results, whatever --log_level says
+            print("\n".join(self.summary.lines(evaluation, comparison, seconds, lines)), flush=True)
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data
@@ -245,13 +246,7 @@ class Run:
         more = {
             "identity": self.facts["identity"],
             "model_class": type(unwrapped(self.checkpoints.model)).__name__,
-            "optimizer": _optimizer_name(self.checkpoints.optimizer),
+            "optimizer": type(unwrapped_optimizer(self.checkpoints.optimizer)).__name__,
             "resumed_from": str(resumed.folder) if resumed else None,
         }
         self.files.write_config(self.settings, self.accelerator, facts, more)
-
-
-def _optimizer_name(optimizer: Any) -> str:
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return type(optimizer).__name__

@@ -13,7 +13,7 @@ from sklearn.model_selection import train_test_split
 
 from tests.faults import refusal
 from tests.prepared import MODEL
-from toolkit.config import TaskSettings, TextSettings, build, parse
+from toolkit.config import TaskSettings, TextSettings, build
 from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
@@ -140,16 +140,6 @@ def test_the_label_and_the_second_text_are_not_the_text(prepared: Prepare) -> No
     rows = [{"text_a": row["text"], "text_b": "good", "sentiment": row["label"]} for row in rows_of({"a": 5, "b": 5})]
     assert prepared(rows, text_pair="text_b").text_column == "text_a"
     refusal(prepared, rows, match=r"Name one of text_a, text_b with --text_column")
-
-
-def test_a_column_that_a_settings_file_names_says_so(tmp_path: Path, write_rows: WriteRows) -> None:
-    yaml = tmp_path / "mine.yaml"
-    yaml.write_text("text_column: txt\nlabel_column: lable\n")
-    table = read_file(write_rows("a.jsonl", rows_of({"a": 1})), TextSettings())
-    given = [str(yaml), "--train_file", "a", "--model_name_or_path", "m", "--label_column", "lable"]
-    data = parse(TaskSettings, given).data
-    refusal(text_column, table, data.text_column, match=rf"no column 'txt'.*--text_column \({yaml} names it\)")
-    refusal(find_labels, table, data.label_column, None, "text", match=r"no column 'lable'.*--label_column$")
 
 
 @pytest.mark.parametrize(

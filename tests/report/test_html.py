@@ -19,6 +19,7 @@ from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 from toolkit.report import html
 from toolkit.report.html import write_report, write_report_of_folder
+from toolkit.utils.features import Feature, PagePart
 
 CHINESE = ("负面", "正面", "中性")
 NASTY = "<script>alert('x')</script> 这部电影 & “好”"
@@ -124,6 +125,15 @@ def test_one_file_and_nothing_loaded(three: Run) -> None:
     assert sorted(path.name for path in three[0].iterdir()) == [
         "config.json", "eval.jsonl", "metrics.jsonl", "predictions.jsonl", "report.html"
     ]  # fmt: skip
+
+
+def test_a_features_template_without_its_variable_ends_with_a_line(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(Feature):
+        def page(self, page: Any) -> PagePart:
+            return PagePart("{% block section %}{{ worst_of_all }}{% endblock %}", {})
+
+    monkeypatch.setattr(html, "features", lambda: [Forgetful()])
+    refusal(written, three, says=["Forgetful.page", "'worst_of_all' is undefined"])
 
 
 def test_summary(three: Run) -> None:

@@ -32,16 +32,3 @@ def test_weights_and_their_average_change_places_to_the_bit() -> None:
             others = module.weight.detach().clone()
         assert torch.equal(module.weight, plain.weight)
     assert not torch.allclose(others, module.weight)
-
-
-def test_the_maps_of_parameters_are_made_once() -> None:
-    module, made = torch.nn.Linear(3, 2), []
-
-    def live() -> LiveState:
-        made.append(LiveState(module, torch.optim.SGD(module.parameters())))
-        return made[-1]
-
-    average = Average(live, 0.9)
-    for step in range(1, 5):
-        average.update(step)
-    assert len(made) == 1

@@ -20,7 +20,7 @@ from tests.runs import WAYS, lines_of, losses_of, recipe, run_of
 from tests.splits import of_lengths
 from toolkit.config import TrainingSettings
 from toolkit.data.batches import Ahead
-from toolkit.training.steps import Steps, peak_memory_bytes, reset_peak_memory
+from toolkit.training.steps import Steps, peak_memory_bytes
 
 CPU = torch.device("cpu")
 
@@ -129,10 +129,3 @@ def use(size: int) -> None:
     with mmap.mmap(-1, size) as memory:
         for start in range(0, size, mmap.PAGESIZE):
             memory[start] = 1
-
-
-def test_cudas_peak_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
-    reset_peak_memory(torch.device("cuda", 1))
-    assert reset == [torch.device("cuda", 1)]

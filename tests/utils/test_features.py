@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import refusal
-from toolkit import cli
+from toolkit import cli, config
+from toolkit.config import section
 from toolkit.utils import features
 from toolkit.utils.features import Command, Feature
 
@@ -23,6 +25,43 @@ class Misspelt(Feature):
 )
 def test_a_hook_that_does_not_exist(feature: Any, says: list[str]) -> None:
     refusal(features.register, feature, says=says)
+
+
+@pytest.mark.parametrize("lines", [None, "a line", 3])
+def test_results_are_lines(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(Feature):
+        def results(self, *arguments: Any) -> Any:
+            return lines
+
+    monkeypatch.setattr(features, "features", lambda: [Silent()])
+    refusal(
+        features.write_results, Path(), None, None, None, None, says=["Silent.results", repr(lines), "list of lines"]
+    )
+
+
+class Plain:
+    word: str = "a"
+
+
+@section
+class Marked:
+    """A section."""
+
+    word_of_mine: str = "a"
+
+
+@pytest.mark.parametrize("part", [Plain, Marked])
+def test_a_section_of_a_feature(part: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Added(Feature):
+        def sections(self, settings_class: type) -> dict[str, type]:
+            return {"mine": part}
+
+    monkeypatch.setattr(features, "_REGISTERED", [Added()])
+    if part is Plain:
+        refusal(config.build, config.TaskSettings, {}, says=["Plain", "@section"])
+    else:
+        # they may change in a finished run
+        assert "word_of_mine" in config.settings_of_features(config.build(config.TaskSettings, {}))
 
 
 def test_a_command_that_exists_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +15,7 @@ import torch
 from tests.faults import Fault
 from tests.runs import Finished, recipe
 from tests.splits import of_lengths
-from toolkit import launch
 from toolkit.data.batches import micro_batches
-from toolkit.launch import bad_end, failure
 from toolkit.utils import memory
 
 ABSURD = 1 << 50
@@ -126,50 +123,6 @@ def test_who_follows_the_answer_has_smaller_micro_batches(width: int) -> None:
         for per_device, max_tokens in ((fewer, None), (samples, tokens)):
             found = micro_batches(of_lengths(lengths), np.arange(len(lengths)), per_device, 0, 1, max_tokens)
             assert max(len(share) for share in found) <= max(1, samples // 2)
-
-
-@pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> list[int]:
-    """The exit codes with which this process would have ended."""
-    codes: list[int] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        raise SystemExit(code)
-
-    monkeypatch.setattr(failure.os, "_exit", leave)
-    monkeypatch.setattr(bad_end.ending, "explain", None)
-    monkeypatch.setattr("sys.argv", ["recipe.py"])
-    return codes
-
-
-def end_of(fail: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a recipe says that fails so."""
-
-    def main() -> None:
-        launch.explain_failures(partial(memory.answer, batch_of(4, 10), False))
-        fail()
-
-    with pytest.raises(SystemExit):
-        launch.run(main)
-    return capsys.readouterr().err
-
-
-def test_a_recipe_that_runs_out_of_memory_ends_with_one_line(
-    ended: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (line,) = end_of(ALLOCATIONS["torch"], capsys).splitlines()
-    assert line.startswith("error: out of memory in a training step, with a micro-batch of 4 x 10 tokens")
-    assert "DefaultCPUAllocator: can't allocate memory" in line
-    assert ended == [1]
-
-
-def test_a_fault_of_ours_keeps_its_traceback(ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    told = end_of(lambda: torch.zeros(2, 3) @ torch.zeros(4, 5), capsys)
-    assert told.startswith("Traceback")
-    assert "cannot be multiplied" in told
-    assert "per_device" not in told
-    assert ended == [1]
 
 
 LIMITED = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space of a process")

@@ -3,10 +3,10 @@
 from toolkit.config.parse import build as build
 from toolkit.config.parse import fields_of as fields_of
 from toolkit.config.parse import flat as flat
-from toolkit.config.parse import named_in as named_in
 from toolkit.config.parse import parse as parse
 from toolkit.config.parse import section_in as section_in
 from toolkit.config.parse import sections_of as sections_of
+from toolkit.config.parse import settings_of_features as settings_of_features
 from toolkit.config.parse import tasks as tasks
 from toolkit.config.sections import DataSettings as DataSettings
 from toolkit.config.sections import DistillationSettings as DistillationSettings

@@ -92,15 +92,6 @@ _INSTEAD = {
 }  # fmt: skip
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 
-# Setting -> the YAML file that it was read from, for errors that are raised long after parsing, where a setting is a
-# bare value. It changes nothing but these messages.
-_FILES: dict[str, Path] = {}
-
-
-def named_in(setting: str) -> str:
-    """` (FILE.yaml names it)`, for an error about a setting that is not on the command line."""
-    return f" ({_FILES[setting]} names it)" if setting in _FILES else ""
-
 
 def tasks() -> dict[str, type]:
     """Recipe -> its class of settings: the core's recipes, then those of features."""
@@ -128,15 +119,9 @@ def parse(
         parser.print_help()
         raise SystemExit(0)
     values: dict[str, Any] = {}
-    _FILES.clear()
     if arguments and not arguments[0].startswith("-"):
-        file = Path(arguments.pop(0))
-        values = _from_yaml(file, by_name, faults)
-        _FILES.update(dict.fromkeys(values, file))
-    options = _from_command_line(parser, arguments, by_name, faults)
-    for name in options:
-        _FILES.pop(name, None)
-    values = _over(values, options)
+        values = _from_yaml(Path(arguments.pop(0)), by_name, faults)
+    values = _over(values, _from_command_line(parser, arguments, by_name, faults))
     if demo:
         values = _with_demo(values, demo, by_name, faults)
     settings = build(settings_class, values, faults)
@@ -236,9 +221,13 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _declared(settings_class: type) -> dict[str, type]:
-    """Field name -> section class, as the class declares them."""
+    """Field name -> section class, as the class declares them. Raises UserError for a class without `@section`."""
     hints = get_type_hints(settings_class)
-    return {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
+    sections = {field.name: hints[field.name] for field in dataclasses.fields(settings_class)}
+    for part in sections.values():
+        if not hasattr(part, "__pydantic_fields__"):
+            raise UserError(f"{part.__name__} holds no settings: write @section (toolkit.config) above its class")
+    return sections
 
 
 def has_section(settings_class: type, section: type) -> bool:
@@ -262,6 +251,12 @@ def _derived(settings_class: Any, added: tuple[tuple[str, type], ...]) -> Any:
     return dataclasses.make_dataclass(
         settings_class.__name__, fields, bases=(settings_class,), namespace=namespace, frozen=True, kw_only=True
     )
+
+
+def settings_of_features(settings: Any) -> set[str]:
+    """The names of the settings that features have added to a recipe's: none of them changes how it trains."""
+    added = (feature.sections(type(settings)).values() for feature in features())
+    return {name for sections in added for section in sections for name in fields_of(section)}
 
 
 def sections_of(settings_class: type) -> dict[str, type]:

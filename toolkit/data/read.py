@@ -19,7 +19,7 @@ import numpy as np
 from natsort import natsorted
 
 from toolkit import demo
-from toolkit.config import TextSettings, named_in
+from toolkit.config import TextSettings
 from toolkit.data.opening import OPENERS, most_bytes, too_large
 from toolkit.data.parse import BATCH_ROWS, format_of, read_batches, wider
 from toolkit.errors import UserError, did_you_mean, first_line, listing
@@ -352,6 +352,6 @@ def find_columns(table: Table, value: str | None, usual: tuple[str, ...], settin
         if name not in columns:
             raise UserError(
                 f"{table.name} has no column {name!r}{did_you_mean(name, columns)}: it has "
-                f"{listing(columns)}; name one with --{setting}{named_in(setting)}"
+                f"{listing(columns)}; name one with --{setting}"
             )
     return tuple(names)

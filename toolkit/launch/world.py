@@ -199,6 +199,10 @@ def _launch_of(line: list[str]) -> dict[str, Any] | None:
     return None
 
 
+# of a command line that starts a script again
+_STARTERS = ("python", "mpi", "orterun", "prterun", "srun", "uv", "pixi")
+
+
 def how_launched() -> dict[str, Any]:
     """For config.json: the launcher's config file, and a command line that starts the same again on this machine."""
     ours = requested()
@@ -214,7 +218,7 @@ def _command_words(argv: tuple[str, ...]) -> list[str]:
     with contextlib.suppress(psutil.Error):
         for process in [psutil.Process(), *psutil.Process().parents()[:4]]:
             line = process.cmdline()
-            if argv[0] in line[1:]:
+            if argv[0] in line[1:] and Path(line[0]).name.lower().startswith(_STARTERS):  # not `timeout 60 python ...`
                 words = line
     interpreter, script = Path(words[0]), Path(words[1])
     if interpreter.is_absolute() and script.parent == interpreter.parent:  # `accelerate`, say

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_split
+from toolkit.errors import UserError, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report import curves
 from toolkit.report.files import write_whole
@@ -98,8 +100,15 @@ def write_report(
         **samples,
     }
     page = Page(folder, record, last, texts, [sample for sample, _ in samples["worst"]], options)
-    parts = [part for feature in features() if (part := feature.page(page))]
-    context["blocks"] = [render_blocks(part.template, {**context, **part.context}, **_FILTERS) for part in parts]
+    parts, context["blocks"] = [], []
+    for feature in features():
+        if part := feature.page(page):
+            parts.append(part)
+            try:
+                blocks = render_blocks(part.template, {**context, **part.context}, **_FILTERS)
+            except jinja2.TemplateError as error:
+                raise UserError(f"the template of {type(feature).__name__}.page: {first_line(error)}") from error
+            context["blocks"].append(blocks)
     context["links"] = {place: name for part in parts for place, name in part.links.items()}
     context["marked_texts"] = {place: text for part in parts for place, text in part.texts.items()}
     write_whole(folder / "report.html", [render("report.html", context, **_FILTERS)])

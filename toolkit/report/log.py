@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -47,10 +48,10 @@ class RunLog:
         )
         self._line: dict[str, Any] | None = None
 
-    def print_line(self, line: str) -> None:
+    def print_line(self, line: str, level: int = logging.INFO) -> None:
         """Prints a line, on one process."""
         if self.files.writes:
-            logger.info(line)
+            logger.log(level, line)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Logs a step; its line of metrics.jsonl waits for the cost of a checkpoint after it."""

@@ -38,7 +38,7 @@ from toolkit.errors import UserError
 from toolkit.evaluation.best import Best
 from toolkit.training.steps import StepMetrics, Steps
 from toolkit.training.strategy import scaler_state
-from toolkit.utils.files import finite, flush_path, write_new
+from toolkit.utils.files import finite, flush_path, write_new, writing
 from toolkit.utils.modules import unwrapped
 
 
@@ -260,18 +260,14 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Raises UserError where a checkpoint cannot be written, after removing what there is of it. PyTorch, which writes
-    DeepSpeed's files, raises a RuntimeError of its own."""
+    """Raises UserError where a checkpoint cannot be written, after removing what there is of it."""
+    state = (
+        "those before it are untouched. Make room (is the disk full?), or keep fewer (--keep_checkpoints), and start "
+        "the same command again"
+    )
     try:
-        yield
-    except (OSError, RuntimeError) as error:
-        why = str(error).split("\n")[0]
-        if isinstance(error, OSError):
-            why = error.strerror or why
-        elif not any(word in why for word in ("PytorchStreamWriter", "inline_container", "iostream")):
-            raise
+        with writing(folder, state):
+            yield
+    except UserError:
         shutil.rmtree(folder, ignore_errors=True)
-        raise UserError(
-            f"the checkpoint {folder} cannot be written: {why} (is the disk full?); those before it are untouched. "
-            "Make room, or keep fewer (--keep_checkpoints), and start the same command again"
-        ) from error
+        raise

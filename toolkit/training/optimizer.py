@@ -141,18 +141,21 @@ def make_scheduler(optimizer: Any, settings: TrainingSettings, total_steps: int)
     warmup = settings.warmup_steps
     if warmup is None:
         warmup = math.ceil(total_steps * (settings.warmup_ratio or 0.0))
-    innermost = optimizer
-    while hasattr(innermost, "optimizer"):
-        innermost = innermost.optimizer
-    schedule = get_scheduler(
-        settings.lr_scheduler_type, innermost, num_warmup_steps=warmup, num_training_steps=total_steps
-    )
+    plain = unwrapped_optimizer(optimizer)
+    schedule = get_scheduler(settings.lr_scheduler_type, plain, num_warmup_steps=warmup, num_training_steps=total_steps)
     if every := settings.unfreeze_every:
         rate = schedule.lr_lambdas[0]  # the same for all groups
-        schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in innermost.param_groups]
+        schedule.lr_lambdas = [partial(_rate_from, group[DISTANCE] * every, rate) for group in plain.param_groups]
     scheduler = AcceleratedScheduler(schedule, optimizer, split_batches=True)  # a step counts once, not per process
     set_schedule(scheduler, 0)
     return scheduler
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer that `Accelerator.prepare` wrapped."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _rate_from(first: int, rate: Callable[[int], float], step: int) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,11 @@ class Origin:
 def precision_of(settings: TrainingSettings) -> str:
     """`--mixed_precision`; where that is auto and the run resumes from a checkpoint, the checkpoint's."""
     resumes = settings.resume != "no" and (settings.output_dir or settings.resume != "auto")
-    if settings.mixed_precision != "auto" or not resumes:
+    begins_anew = settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt()
+    if settings.mixed_precision != "auto" or not resumes or begins_anew:
         return settings.mixed_precision
-    if settings.overwrite_output_dir and settings.resume == "auto" and not restarts.attempt():
-        return "auto"
-    checkpoints = Path(settings.output_dir or ".") / "checkpoints"
     with contextlib.suppress(UserError, OSError):  # `choose_origin` reports it
-        place = checkpoints if settings.resume == "auto" else _place_of(settings.resume, checkpoints)
+        place = _place_of(settings.resume, Path(settings.output_dir or ".") / "checkpoints")
         folder = place if (place / folders.MANIFEST).is_file() else next(iter(folders.complete(place)), None)
         return str(folders.read_manifest(folder).get("mixed_precision", "auto")) if folder else "auto"
     return "auto"
@@ -74,7 +72,7 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
     """
     if resume == "no":
         return Origin()
-    place = checkpoints if resume == "auto" else _place_of(resume, checkpoints)
+    place = _place_of(resume, checkpoints)
     if (place / folders.MANIFEST).is_file() or folders.step_number(place) is not None:
         if fault := folders.fault_of(place):
             raise UserError(f"--resume {resume}: {fault}; `--resume auto` takes the newest one that is complete")
@@ -90,8 +88,10 @@ def choose_origin(resume: str, checkpoints: Path, facts: Mapping[str, Any]) -> O
 
 
 def _place_of(resume: str, checkpoints: Path) -> Path:
-    """A checkpoint's folder, or one of checkpoints; a run's folder means the ones in it, and a bare name
-    (`best`, `last`, `step-00000100`) one of this run's."""
+    """A checkpoint's folder, or one of checkpoints, this run's for `auto`; a run's folder means the ones in it, and a
+    bare name (`best`, `last`, `step-00000100`) one of this run's."""
+    if resume == "auto":
+        return checkpoints
     path = Path(resume)
     if not path.exists() and (checkpoints / resume).is_dir():
         path = checkpoints / resume
@@ -137,8 +137,9 @@ class Resumed:
     """For the user."""
 
 
-def resume_newest(checkpoints: Checkpoints, origin: Origin) -> Resumed | None:
-    """Restores the newest sound checkpoint; all processes call this.
+def resume_newest(checkpoints: Checkpoints, origin: Origin, of_features: Collection[str] = ()) -> Resumed | None:
+    """Restores the newest sound checkpoint; all processes call this. `of_features`: settings that are no part of the
+    training, and may have changed.
 
     Returns None where the run starts at step 0. Raises UserError when none of several is sound.
     """
@@ -146,7 +147,7 @@ def resume_newest(checkpoints: Checkpoints, origin: Origin) -> Resumed | None:
     for folder in origin.candidates:
         with _opened(checkpoints, folder) as (here, fault):
             if not fault:
-                return _resume_from(checkpoints, folder, here, skipped)
+                return _resume_from(checkpoints, folder, here, skipped, of_features)
         skipped.append(f"checkpoint {folder.name}: {fault}: skipped")
     if origin.candidates:
         raise UserError("every checkpoint is damaged:\n  " + "\n  ".join(skipped))
@@ -170,13 +171,16 @@ def _opened(checkpoints: Checkpoints, folder: Path) -> Iterator[tuple[Path, str]
         yield here, next(filter(None, faults), "")
 
 
-def _resume_from(checkpoints: Checkpoints, folder: Path, here: Path, skipped: list[str]) -> Resumed:
+def _resume_from(
+    checkpoints: Checkpoints, folder: Path, here: Path, skipped: list[str], of_features: Collection[str]
+) -> Resumed:
     """`here`: where this process finds the checkpoint `folder` of rank 0."""
     accelerator, steps, best = checkpoints.accelerator, checkpoints.steps, checkpoints.best
     manifest, total = folders.read_manifest(here), steps.schedule.total_steps
     step, world = int(manifest["step"]), manifest["world"]
-    changes = folders.differences(manifest["settings"], checkpoints.facts["settings"])
-    changes = [line for line in changes if not line.startswith(_WITHOUT_EFFECT)]
+    settings = checkpoints.facts["settings"]
+    trains = {name: value for name, value in settings.items() if name not in _WITHOUT_EFFECT.union(of_features)}
+    changes = folders.differences(manifest["settings"], trains)
     changes += folders.differences(manifest, {"mixed_precision": accelerator.mixed_precision})
     _refuse_without_effect(folder, step, total, changes)
     best.restore(manifest["best"])
@@ -246,11 +250,11 @@ def _refuse_without_effect(folder: Path, step: int, total: int, changes: list[st
         )
 
 
-# Settings that say where and how often, not what is trained: of files and models the content is compared, of the
-# precision which one ran.
-_WITHOUT_EFFECT = (
-    "output_dir ", "overwrite_output_dir ", "resume ", "report_to ", "run_name ", "project ", "checkpoint_",
-    "keep_checkpoints ", "model_name_or_path ", "train_file ", "validation_file ", "test_file ", "label_names_file ",
-    "log_level ", "logging_steps ", "mixed_precision ", "tune_thresholds ", "positive_class ", "calibrate ",
-    "abstain_below ", "label_corrections ", "baselines ",
-)  # fmt: skip
+# Settings that say where, how often, or what is done at the end, not what is trained. Of files and models the content
+# is compared, of the precision which one ran.
+_WITHOUT_EFFECT = {
+    "output_dir", "overwrite_output_dir", "resume", "report_to", "run_name", "project", "checkpoint_every",
+    "checkpoint_in_background", "keep_checkpoints", "model_name_or_path", "train_file", "validation_file", "test_file",
+    "label_names_file", "log_level", "logging_steps", "mixed_precision", "compare_max_length",
+    "per_device_eval_batch_size",
+}  # fmt: skip

@@ -170,6 +170,18 @@ def _checked(feature: Any, where: str) -> Feature:
     return feature
 
 
+def write_results(folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> list[str]:
+    """Calls `results` of each feature: their lines. Raises UserError for a hook that returns anything else."""
+    lines: list[str] = []
+    for feature in features():
+        of_feature = feature.results(folder, settings, data, evaluation, answers)
+        if not isinstance(of_feature, list | tuple):
+            name = f"{type(feature).__name__}.results"
+            raise UserError(f"{name} returned {of_feature!r}: return a list of lines for the screen, or an empty one")
+        lines += map(str, of_feature)
+    return lines
+
+
 def first(results: Iterable[Any]) -> Any:
     """The first that is not None."""
     return next((result for result in results if result is not None), None)

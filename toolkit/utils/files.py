@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, first_line
 
 Kinds = Mapping[str, tuple[Callable[[Any], bool], str]]
 """Key -> what its value must fulfil where there is one that is not null, and the words for it."""
 _SHARDS = (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value.values()),
            "a table of names of files")  # fmt: skip
+_OF_A_DISK = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream")
 _DRAFTS = re.compile(r"\.(?P<name>.+)\.(?P<kind>draft|old)-[0-9a-f]{16}")
 
 
@@ -146,11 +147,14 @@ def writing(path: Path, state: str = "nothing was left behind") -> Iterator[None
     """Raises UserError where the disk does not take what the block writes at `path`; `state` is what is there then."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        # safetensors and tokenizers raise errors of their own
-        if not isinstance(error, OSError) and not re.search(r"\(os error \d+\)", str(error)):
+        # safetensors, tokenizers and PyTorch's zip writer raise errors of their own
+        if not isinstance(error, OSError) and not _OF_A_DISK.search(str(error)):
             raise
-        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}; {state}") from error
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"cannot write {path}: {why}; {state}") from error
 
 
 def as_json(content: Any) -> Any:

@@ -67,7 +67,8 @@ def test_every_row_is_judged_once_by_a_model_that_has_not_seen_it(single: tuple[
             part
         )
     assert len({tuple(losses_of(folder / f"fold-{fold}")) for fold in (1, 2, 3)}) == 3
-    assert "all 3 folds are done; out of fold, 80 rows: accuracy 0." in done.err
+    assert "all 3 folds are done; out of fold, 80 rows: accuracy 0." in done.out
+    assert done.out.count(f"--output_dir {folder}-2") == 3  # with another seed, and not in the folder of a fold
     errors = lines_of(folder / "label_errors.jsonl")
     assert all(error["given"] == table["label"][error["id"]] != error["label"] for error in errors)
 

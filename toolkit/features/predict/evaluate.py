@@ -28,7 +28,7 @@ from toolkit.pretrained import layer_of
 from toolkit.report.files import RunFiles
 from toolkit.report.html import write_report
 from toolkit.report.log import class_lines
-from toolkit.utils.features import features
+from toolkit.utils.features import features, write_results
 from toolkit.utils.files import as_json, replace_folder
 from toolkit.utils.log import logger
 
@@ -75,7 +75,7 @@ def evaluate_file(options: Any) -> None:
         files.write_config(settings, accelerator, data, more)
         files.append_evaluation(evaluation, 0)
         files.write_predictions(evaluation)
-        lines = [line for feature in features() for line in feature.results(draft, settings, None, evaluation, answers)]
+        lines = write_results(draft, settings, None, evaluation, answers)
         write_report(draft, evaluation, texts)
     effect = answers.describe(evaluation)
     print("\n".join([f"{len(split)} rows: {evaluation}", *class_lines(evaluation), *effect, *lines]))

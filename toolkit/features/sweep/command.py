@@ -33,10 +33,6 @@ _NEVER_PRUNED = 4
 """The first trials, which the later ones are compared with."""
 
 
-class RunError(Exception):
-    """A run failed."""
-
-
 def run(options: argparse.Namespace, words: list[str]) -> None:
     """`words` are the recipe's arguments. Raises UserError."""
     folder = Path(options.output_dir or f"runs/sweep-{Path(options.recipe).stem}")
@@ -62,8 +58,6 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
                 sweep.run_recipe(folder / Path(config).stem, best, ["--config_file", config])
     except Timeout:
         raise UserError(f"{folder}: another sweep writes to it: name another --output_dir, or stop that one") from None
-    except RunError as error:
-        raise UserError(str(error)) from error
     except (KeyboardInterrupt, SystemExit):
         logger.info(f"stopped: the same command continues in {folder}")
         raise
@@ -135,7 +129,7 @@ class Sweep:
         is_pruned: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Runs the recipe with these settings, where `folder` does not hold the finished run yet: whether it came to
-        its end. A run that is pruned, or whose sweep is stopped, saves a checkpoint. Raises RunError."""
+        its end. A run that is pruned, or whose sweep is stopped, saves a checkpoint. Raises UserError."""
         self.runs.append(folder)
         if finished(folder):
             return True
@@ -163,7 +157,7 @@ class Sweep:
                 child.wait()
         if child.returncode and not pruned:
             error = last_error(log.read_text(encoding="utf-8", errors="replace"))
-            raise RunError(f"{folder.name} failed: {error} ({log})")
+            raise UserError(f"{folder.name} failed: {error} ({log})")
         return not pruned
 
     def _command(self, settings: Mapping[str, Any], more: Sequence[str] = ()) -> list[str]:
@@ -213,12 +207,11 @@ class Sweep:
             ) from error
         command = {"search": list(texts), "recipe": self.recipe, "settings": self.words}
         earlier = study.user_attrs.get("command", command)
-        for name, value in command.items():
-            if earlier.get(name) != value:
-                raise UserError(
-                    f"{self.folder} holds a sweep with another {name}: {json.dumps(earlier.get(name))}; repeat that to "
-                    "continue, or name another --output_dir"
-                )
+        if changed := [name for name, value in command.items() if earlier.get(name) != value]:
+            raise UserError(
+                f"{self.folder} holds a sweep with another {changed[0]}: {json.dumps(earlier.get(changed[0]))}; repeat "
+                "that to continue, or name another --output_dir"
+            )
         study.set_user_attr("command", command)
         return study
 
@@ -240,8 +233,8 @@ class Sweep:
             ended = self.run_recipe(folder, trial.params, is_pruned=is_pruned)
             metric, values = evaluations(folder)
             if not values:
-                raise RunError(f"{folder.name} failed: it was never evaluated")
-        except RunError as error:
+                raise UserError(f"{folder.name} failed: it was never evaluated")
+        except UserError as error:
             if not (folder / "metrics.jsonl").exists():
                 study.tell(trial, state=TrialState.FAIL)
                 raise UserError(f"before its first step {error}") from error
