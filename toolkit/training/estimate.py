@@ -107,6 +107,11 @@ def memory_of(
         gathered = total - sum(layers) + 2 * max(layers, default=0)  # what is in no layer, a layer and the next one
         whole = 0 if settings.sync_each_batch in (None, True) else 4 * trained  # kept until the last micro-batch
         return Memory(4 * total / processes, 4 * shard + whole, 8 * shard, 2 * size * gathered, activations)
+    accumulates = settings.max_tokens_per_batch is not None or (
+        settings.per_device_batch_size != "auto"
+        and settings.per_device_batch_size * processes < settings.global_batch_size
+    )
+    whole = 4 * trained if accumulates and autocast and not settings.sync_each_batch else 0  # see `coalesce`
     offloaded = strategy.endswith("offload")
     resident = 0 if offloaded and device != "cpu" else 1  # of what may be offloaded
     if strategy.startswith("zero3"):
@@ -116,10 +121,10 @@ def memory_of(
         weights, gradients, optimizer = (
             resident * part for part in (size * total / processes, size * shard, adam * shard)
         )
-        return Memory(weights, gradients, optimizer, size * gathered, activations)
+        return Memory(weights, gradients + whole, optimizer, size * gathered, activations)
     bucket = float(zero.get("reduce_bucket_size", 5e8))
     buckets = bucket * (1 + bool(zero.get("overlap_comm"))) + min(bucket, trained)  # with a copy of the reduced one
-    gradients = size * trained if strategy == "zero1" else resident * 4 * shard
+    gradients = size * trained if strategy == "zero1" else resident * 4 * shard + whole
     return Memory(size * total, gradients, resident * 12 * shard, size * buckets, activations)
 
 
@@ -159,11 +164,14 @@ def fit_batch_size(
         inputs = collate(by_length[: micro_batch_size(settings, size, longest)]).inputs
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items() if "mask" not in name}
         activations = count_activations(model, shapes, device, precision, uses_autocast(strategy, settings))
-        step = (strategy, accelerator.num_processes, model, settings, zero, precision, activations, device)
+        sized = replace(settings, per_device_batch_size=size)
+        step = (strategy, accelerator.num_processes, model, sized, zero, precision, activations, device)
         return sum(memory_of(*step)) <= usable
 
     sizes = sorted({-(-most // parts) for parts in range(1, most + 1)})  # each splits the rank's samples evenly
-    count = min(gather_object([bisect.bisect_left(sizes, True, key=lambda size: not fits(size))]))
+    # the largest does not accumulate, which may take less than smaller ones
+    count = len(sizes) if fits(most) else bisect.bisect_left(sizes[:-1], True, key=lambda size: not fits(size))
+    count = min(gather_object([count]))
     if count == 0:
         raise UserError(
             f"--per_device_batch_size auto: not even one text of {longest} tokens fits into {size_text(usable)}: pass "

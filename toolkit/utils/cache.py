@@ -73,7 +73,8 @@ def _make(folder: Path, make: Callable[[Path], object], source: str) -> None:
 
 
 def damage_of(folder: Path) -> str | None:
-    """Which file of a folder in the cache is not as it was written; None for none, nothing where there is no folder.
+    """Which file of a folder in the cache is not as it was written; None for none, nothing where there is no folder or
+    an earlier version of this package wrote it.
 
     Sizes are compared every time, checksums (a second for each GB) once for each state of the files on their disk.
     """
@@ -81,7 +82,10 @@ def damage_of(folder: Path) -> str | None:
         return ""
     checked = checked_file(folder)
     try:
-        listed = json.loads((folder / FILES).read_bytes())["checksums"]
+        table = json.loads((folder / FILES).read_bytes())
+        if "files" in table:  # of an earlier version
+            return ""
+        listed = table["checksums"]
         stats = {name: (folder / name).stat() for name in listed}
         odd = next((name for name, stat in stats.items() if stat.st_size != listed[name][0]), None)
         state = json.dumps({name: [stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in stats.items()})

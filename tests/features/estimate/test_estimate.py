@@ -95,6 +95,9 @@ def test_fp32_weights_under_autocast_and_a_reduction_in_each_micro_batch(model: 
     assert memory["zero2"] == Memory(4 * total, total, 3 * total, 12000, 7)
     assert memory["zero3"] == Memory(total, total, 2 * total, 4 * total, 7)
     assert memory["fsdp2"].weights == memory["fsdp2"].gradients == total
+    for each, gradients in ((None, 5 * total), (True, total)):  # with accumulation, whole ones until the last
+        memory = sharded(model, TrainingSettings(per_device_batch_size=4, sync_each_batch=each))
+        assert memory["zero2"].gradients == memory["zero3"].gradients == gradients
 
 
 def fit(model: Any, tokenizer: Any, usable: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> TrainingSettings:
