@@ -51,8 +51,8 @@ class SavedModel:
         self.settings = ModelSettings(model_name_or_path=name)
         self.config, self.tokenizer = load_config(self.settings), load_tokenizer(self.settings)
         self.answers: Answers = saved_answers(name, self.config)
-        self._shared: Path | None = None
-        """A folder of the cache that this model's `split` has filled."""
+        self._shared: set[Path] = set()
+        """Folders of the cache that `split` has filled."""
 
     def length(self, max_length: int | None, pairs: bool = False) -> int:
         """The most tokens of a text. Raises UserError for more than it reads."""
@@ -70,14 +70,16 @@ class SavedModel:
         """`facts`, which tell these texts from others: several processes share the work of tokenizing by them."""
         shared_as = digest_of_text(facts) if facts and self.accelerator.num_processes > 1 else None
         split = split_of_texts("texts", self.tokenizer, self.config, self.max_length, texts, pairs, shared_as)
-        self._shared = split.folder.parent if shared_as else None
+        if shared_as is not None:
+            self._shared.add(split.folder.parent)
         return split
 
     def outputs(self, split: Split, bar: PartOfProgress | None = None) -> Any:
         """Of a whole split, on the main process, None on the others; all must call it. The shared tokens of `split`
         are removed after that."""
         outputs = self.answers.outputs(self.accelerator, self.model, split, self.tokenizer, *self._sizes, bar)
-        if self._shared == split.folder.parent and self.accelerator.is_local_main_process:
-            remove(self._shared)  # every process has computed it, and so has mapped it
-            Path(f"{self._shared}.lock").unlink(missing_ok=True)
+        folder = split.folder.parent
+        if folder in self._shared and self.accelerator.is_local_main_process:
+            remove(folder)  # every process has computed it, and so has mapped it
+            Path(f"{folder}.lock").unlink(missing_ok=True)
         return outputs

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: P
     """The model of a run that has learned its few rows by heart, so that its answers are sure ones."""
     run = tmp_path_factory.mktemp("exported") / "run"
     train("--model_name_or_path", tiny_model, "--train_file", reviews, "--max_steps", 80, "--report_to", "none",
-          "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run)  # fmt: skip
+          "--learning_rate", "5e-3", "--dropout", 0, "--output_dir", run, pages=True)  # fmt: skip
     return run / "model"
 
 
