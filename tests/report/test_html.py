@@ -14,7 +14,6 @@ import pytest
 
 from tests.faults import refusal
 from tests.report.made import TITLES, add_comparison, make_run, write_lines
-from tests.runs import edit_json
 from toolkit.data.labels import Labels
 from toolkit.evaluation import Evaluation
 from toolkit.report import html
@@ -143,14 +142,6 @@ def test_summary(three: Run) -> None:
                   "1.00 GiB", "recipes/cls.py --seed 1", "learning_rate 5e-05", "40 of 40"):  # fmt: skip
         assert shown in text
     assert "F1 (micro)" not in text  # the accuracy once more
-
-
-def test_a_stopped_run_says_so_on_top_and_how_it_continues(three: Run) -> None:
-    stopped = {"signal": "SIGTERM", "step": 23, "command": "python recipes/cls.py --text_column 'a<b'"}
-    edit_json(three[0] / "config.json", stopped=stopped)
-    text = written(three).text
-    sentence = "Stopped by SIGTERM after step 23 of 40: these are the results up to there. To continue the run:"
-    assert f"on train<1>.csv {sentence} {stopped['command']} The saved model" in text
 
 
 def test_the_home_folder_is_not_spelt_out(three: Run, monkeypatch: pytest.MonkeyPatch) -> None:
