@@ -165,6 +165,7 @@ def test_a_test_split_was_not_chosen_on_and_few_samples_are_said(tmp_path: Path)
     assert "±" not in text
 
 
+@pytest.mark.parametrize("kind", [None, "jieba"])
 @pytest.mark.parametrize(
     ("labels", "numbers", "says"),
     [
@@ -174,11 +175,14 @@ def test_a_test_split_was_not_chosen_on_and_few_samples_are_said(tmp_path: Path)
         (Labels("multi_label_classification", NAMES, ("labels",)), SINGLE, "any number of 3 labels"),
     ],
 )  # fmt: skip
-def test_the_snippet_is_python(tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str) -> None:
-    loaded = card(tmp_path, DEMO, numbers, labels)
+def test_the_snippet_is_python(
+    tmp_path: Path, labels: Labels, numbers: dict[str, Any], says: str, kind: str | None
+) -> None:
+    loaded = card(tmp_path, DEMO | {"tokenizer": kind}, numbers, labels)
     assert says in loaded.text
     snippet = snippet_of(loaded)
     assert "truncation=True, max_length=128" in snippet
+    assert ("words_first(AutoTokenizer.from_pretrained(model))" in snippet) == (kind == "jieba")
     assert ("top_k=None" in snippet) == (labels.problem_type == "multi_label_classification")
     if labels.problem_type == "regression":
         assert loaded.data.metrics == ["mse", "mae"]  # a NaN is no result
@@ -221,13 +225,6 @@ def test_reading_less_is_compared(tmp_path: Path) -> None:
 """
     assert table in text
     assert "The saved model (step 40) on the 453 samples of validation" in text
-
-
-def test_jieba_is_said(tmp_path: Path) -> None:
-    loaded = card(tmp_path, DEMO | {"tokenizer": "jieba"})
-    assert "tokenizer = words_first(AutoTokenizer.from_pretrained(model))" in snippet_of(loaded)
-    assert 'pipeline("text-classification", model=model, tokenizer=tokenizer)' in snippet_of(loaded)
-    assert "split into words by jieba" in loaded.text
 
 
 def test_titles_front_matter(tmp_path: Path) -> None:
