@@ -254,10 +254,6 @@ def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
     return SimpleNamespace(me=peers[rank], peers=peers, store=HashStore())
 
 
-def detector(nodes: str, rank: int) -> FailureDetector:
-    return FailureDetector(found(nodes, rank))
-
-
 @pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
 @pytest.mark.parametrize(
     ("kind", "culprit", "any_launcher", "our_launcher"),
@@ -284,7 +280,7 @@ def test_one_of_each_machine_speaks(
     if not launcher:
         monkeypatch.delenv(ENDED_FILE)
     others = [rank for rank in range(4) if rank != culprit]
-    speak = [rank for rank in others if detector("AABB", rank).speaks_of(Failure(culprit, kind, ""))]
+    speak = [rank for rank in others if FailureDetector(found("AABB", rank)).speaks_of(Failure(culprit, kind, ""))]
     assert speak == (our_launcher if launcher else any_launcher)
 
 
