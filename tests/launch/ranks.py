@@ -91,10 +91,10 @@ class Group:
             "GLOO_SOCKET_IFNAME": "lo",
         }
 
-    def await_line(self, word: str = "here", ranks: Iterable[int] | None = None) -> None:
-        """Until each of these ranks has printed a line that is this word."""
-        for rank in range(len(self.ranks)) if ranks is None else ranks:
-            line = self.ranks[rank].line().strip()
+    def await_line(self, word: str = "here") -> None:
+        """Until each rank has printed a line that is this word."""
+        for rank, process in enumerate(self.ranks):
+            line = process.line().strip()
             if line != word:
                 raise AssertionError(f"rank {rank} said {line!r}, not {word!r}: {self._said()}")
 
@@ -102,16 +102,6 @@ class Group:
         """A line for `wait_for_line`."""
         for rank in ranks:
             self.ranks[rank].write_line()
-
-    def await_end(self, *ranks: int, seconds: float = BOUND_SECONDS) -> int:
-        """The first of these ranks that ends."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for rank in ranks:
-                if self.ranks[rank].poll() is not None:
-                    return rank
-            time.sleep(0.01)
-        raise AssertionError(f"none of the ranks {ranks} ended in {seconds} s: {self._said()}")
 
     def end(self, seconds: float = BOUND_SECONDS) -> list[Finished]:
         """What each left behind, in the order of ranks. AssertionError where one does not end by itself."""
@@ -133,6 +123,14 @@ def group(*bodies: str, **options: Any) -> Iterator[Group]:
     finally:
         for process in started.ranks:
             process.__exit__()
+
+
+def told(*bodies: str, ranks: Sequence[int] | None = None, **options: Any) -> list[Finished]:
+    """What a group leaves behind in which, when all are there, these ranks (or all) are told a line."""
+    with group(*bodies, **options) as started:
+        started.await_line()
+        started.tell(*(range(len(bodies)) if ranks is None else ranks))
+        return started.end()
 
 
 def errors(ended: Iterable[Finished]) -> list[str]:

@@ -151,5 +151,13 @@ def test_an_address_and_port_that_are_given_stay() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("first", "12345")
 
 
-def test_several_machines_without_an_address() -> None:
-    refusal(settle, dict(OPEN_MPI), match=r"mpirun -x MASTER_ADDR")
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (OPEN_MPI, "mpirun -x MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, "MASTER_ADDR"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu1"}, "MASTER_PORT"),
+    ],
+)
+def test_without_an_address_or_a_port_what_is_missing_is_named(env: dict[str, str], says: str) -> None:
+    refusal(settle, dict(env), match=says)

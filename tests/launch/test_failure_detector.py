@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed import HashStore
 
-from tests.launch.ranks import Group, codes, errors, group
+from tests.launch.ranks import Group, codes, errors, group, told
 from tests.runs import Finished
 from toolkit.launch.failure_detector import Failure, FailureDetector
 from toolkit.launch.interrupted import ENDED_FILE
@@ -105,7 +105,7 @@ wait_for_line()
         helper = int(started.ranks[1].line())
         try:
             started.ranks[1].kill()
-            started.await_end(0)
+            started.ranks[0].wait(60)
             assert psutil.pid_exists(helper)
         finally:
             os.kill(helper, signal.SIGKILL)
@@ -118,10 +118,7 @@ wait_for_line()
 @several_processes
 def test_one_that_fails_speaks_itself_and_another_machine_says_it_in_one_line() -> None:
     fail = f"{WAIT}\nraise ValueError('a broken thing')"
-    with group(WAIT, fail, WAIT, hosts=["A", "A", "B"]) as started:
-        started.await_line()
-        started.tell(1)
-        ended = started.end(SOON)
+    ended = told(WAIT, fail, WAIT, hosts=["A", "A", "B"], ranks=[1])
     assert codes(ended) == [1, 1, 1]
     assert ended[0].err == ""
     assert ended[1].err.count("ValueError: a broken thing") == 1
@@ -133,10 +130,7 @@ def test_one_that_fails_speaks_itself_and_another_machine_says_it_in_one_line() 
 @several_processes
 def test_all_that_fail_alike_are_heard_once_on_each_machine() -> None:
     fail = f"from toolkit.errors import UserError\n{WAIT}\nraise UserError('there is no file train.csv')"
-    with group(fail, fail, fail, hosts=["A", "A", "B"]) as started:
-        started.await_line()
-        started.tell(0, 1, 2)
-        ended = started.end(SOON)
+    ended = told(fail, fail, fail, hosts=["A", "A", "B"])
     assert codes(ended) == [1, 1, 1]
     for machine in ([0, 1], [2]):
         (line,) = of_machine(ended, machine)
@@ -149,10 +143,7 @@ def test_one_that_leaves_with_an_error_code_ends_the_others_too_and_each_machine
     """The others would wait for it in their next collective."""
     bodies = [WAIT, WAIT]
     bodies[rank] = f"{WAIT}\nsys.exit(3)"
-    with group(*bodies, hosts=list(hosts)) as started:
-        started.await_line()
-        started.tell(rank)
-        ended = started.end(SOON)
+    ended = told(*bodies, hosts=list(hosts), ranks=[rank])
     assert ended[rank].code == 3
     assert ended[1 - rank].code == 1
     of_the_other = [0, 1] if hosts == "AA" else [1 - rank]
@@ -224,7 +215,7 @@ def test_long_work_accuses_nobody_and_an_orderly_end_says_nothing(kind: str, slo
 @several_processes
 def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Group]) -> None:
     late = slow["late"]
-    late.await_end(0)
+    late.ranks[0].wait(60)
     stopped = late.ranks[2]
     stopped.kill()  # it could not end: it is stopped
     ended = late.end(SOON)
@@ -241,7 +232,7 @@ def test_those_that_do_not_arrive_are_named_with_what_they_do(slow: dict[str, Gr
 
 @several_processes
 def test_rank_0_that_is_stopped_is_named_by_the_others(slow: dict[str, Group]) -> None:
-    slow["rank 0"].await_end(1)
+    slow["rank 0"].ranks[1].wait(60)
     slow["rank 0"].ranks[0].kill()  # it could not end: it is stopped
     ended = slow["rank 0"].end()
     assert codes(ended) == [-signal.SIGKILL, 1]
@@ -261,10 +252,6 @@ def found(machines: str, rank: int, restarts_left: int = 0) -> Any:
         for number, machine in enumerate(machines)
     ]  # fmt: skip
     return SimpleNamespace(me=peers[rank], peers=peers, store=HashStore())
-
-
-def detector(nodes: str, rank: int) -> FailureDetector:
-    return FailureDetector(found(nodes, rank))
 
 
 @pytest.mark.parametrize("launcher", [False, True], ids=["any launcher", "our launcher"])
@@ -293,7 +280,7 @@ def test_one_of_each_machine_speaks(
     if not launcher:
         monkeypatch.delenv(ENDED_FILE)
     others = [rank for rank in range(4) if rank != culprit]
-    speak = [rank for rank in others if detector("AABB", rank).speaks_of(Failure(culprit, kind, ""))]
+    speak = [rank for rank in others if FailureDetector(found("AABB", rank)).speaks_of(Failure(culprit, kind, ""))]
     assert speak == (our_launcher if launcher else any_launcher)
 
 

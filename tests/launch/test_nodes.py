@@ -13,7 +13,6 @@ import psutil
 import pytest
 import yaml
 
-from tests.conftest import REPOSITORY
 from tests.faults import refusal
 from toolkit.launch.network import address_to_listen, is_own
 from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT, Nodes, find_nodes
@@ -227,11 +226,3 @@ def test_where_those_that_call_a_name_are_answered(
 ) -> None:
     pretend_network(monkeypatch, [FIRST, "127.0.1.1"], {"gpu1": [FIRST], "me": ["127.0.1.1"]})
     assert address_to_listen(name, local) == listens
-
-
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "accelerate_configs").glob("2node*.yaml")), ids=lambda p: p.name)
-def test_the_files_of_two_machines_wait_for_an_address_at_our_own_port(path: Path) -> None:
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert (config["num_machines"], config["main_process_ip"]) == (2, PLACEHOLDER)
-    assert config["main_process_port"] == RENDEZVOUS_PORT != 29500  # the typed `accelerate launch` holds that one
-    assert not {"num_processes", "machine_rank", "machines"} & set(config)

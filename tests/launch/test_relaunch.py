@@ -23,6 +23,7 @@ from tests.launch.test_environment import DEEPSPEED, HYDRA, OPEN_MPI, SRUN, TORC
 from tests.launch.test_nodes import ELSEWHERE, FIRST, SECOND, pretend_network
 from toolkit.launch import launcher
 from toolkit.launch.environment import FAILURE_DETECTOR, GPU_PEER_TIMEOUT, MARKER, TIMEOUTS, Place, place_of, seconds_of
+from toolkit.launch.nodes import PLACEHOLDER, RENDEZVOUS_PORT
 from toolkit.launch.relaunch import clean_environment, plan, relaunch_if_requested, split
 
 SCRIPT = str(REPOSITORY / "recipes" / "cls.py")
@@ -139,7 +140,10 @@ def test_plan_of_one_machine(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TWO_MACHINES, ids=by_name)
 def test_plan_of_two_machines(path: Path) -> None:
-    assert load_config_from_file(str(path)).num_machines == 2
+    config = load_config_from_file(str(path))
+    assert (config.num_machines, config.main_process_ip) == (2, PLACEHOLDER)
+    assert config.main_process_port == RENDEZVOUS_PORT != 29500  # the typed `accelerate launch` holds that one
+    assert not {"num_processes", "machine_rank", "machines"} & set(yaml.safe_load(path.read_text()))
     options = {"main_process_ip": "gpu1.cluster", "machine_rank": "1", "num_processes": "16"}
     arguments, requested = planned(path, **options, main_process_port="1234")
     assert (arguments.main_process_ip, arguments.machine_rank, arguments.num_processes) == ("gpu1.cluster", 1, 16)
@@ -298,13 +302,13 @@ def test_launch_options_without_a_config(launched: list[Any], argument: str) -> 
     assert launched == []
 
 
-@pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800)])
+@pytest.mark.parametrize(("option", "usual"), [("rendezvous_timeout", 60), ("ddp_timeout", 1800), ("peer_timeout", 14)])
 def test_how_long_is_waited_needs_no_config_and_reaches_what_is_started(
     launched: list[Any], option: str, usual: int
 ) -> None:
-    assert seconds_of(option) == usual
+    assert (seconds_of(option), seconds_of(option, GPU_PEER_TIMEOUT)) == (usual, 120)
     assert relaunch_if_requested([SCRIPT, f"--{option}", "77", "--seed", "3"])[0] == [SCRIPT, "--seed", "3"]
-    assert seconds_of(option) == 77
+    assert seconds_of(option) == seconds_of(option, GPU_PEER_TIMEOUT) == 77
     relaunch_if_requested([SCRIPT, "--config_file", "accelerate_configs/ddp.yaml", f"--{option}=78"])
     ((command, env),) = launched
     assert (env[TIMEOUTS[option][0]], command[-1]) == ("78", SCRIPT)
@@ -314,14 +318,6 @@ def test_the_failure_detector_is_on_or_off(launched: list[Any]) -> None:
     assert relaunch_if_requested([SCRIPT, "--failure_detector", "off"])[0] == [SCRIPT]
     assert os.environ[FAILURE_DETECTOR] == "off"
     refusal(relaunch_if_requested, [SCRIPT, "--failure_detector=no"], match="on or off")
-
-
-def test_a_gpus_network_may_be_silent_for_longer_unless_the_setting_says_otherwise(
-    launched: list[Any],
-) -> None:
-    assert (seconds_of("peer_timeout"), seconds_of("peer_timeout", GPU_PEER_TIMEOUT)) == (14, 120)
-    relaunch_if_requested([SCRIPT, "--peer_timeout", "33"])
-    assert seconds_of("peer_timeout", GPU_PEER_TIMEOUT) == 33
 
 
 @pytest.mark.parametrize("name", TIMEOUTS)

@@ -14,10 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults import refusal
-from tests.launch.ranks import HERE, codes, group
+from tests.launch.ranks import HERE, codes, group, told
 from toolkit.launch import network, rendezvous
-from toolkit.launch.environment import settle
 from toolkit.launch.network import free_port
 from toolkit.launch.rendezvous import Peer, Rendezvous, RendezvousError
 
@@ -27,10 +25,7 @@ def test_all_arrive_and_know_each_other() -> None:
     known = "[(m.rank, m.host, m.local_rank) for m in failure_detector.current.peers]"
     tell = f"print(*{known}, *launch.named_machines(), sep='; ')"
     body = f"wait_for_line()\n{tell}"
-    with group(body, body, body, hosts=["A", "A", "B"]) as started:
-        started.await_line()
-        started.tell(0, 1, 2)
-        ended = started.end()
+    ended = told(body, body, body, hosts=["A", "A", "B"])
     assert codes(ended) == [0, 0, 0]
     known = "(0, 'A', 0); (1, 'A', 1); (2, 'B', 0); A (ranks 0, 1); B (rank 2)"
     assert [one.out for one in ended] == [f"{known}\n"] * 3
@@ -123,25 +118,8 @@ def test_processes_that_are_started_again_call_the_roll_again_in_their_launchers
     launcher = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for attempt in range(2):
         env = {**launcher, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-        with group("wait_for_line()", "wait_for_line()", env=env) as started:
-            started.await_line()
-            started.tell(0, 1)
-            assert codes(started.end()) == [0, 0]
+        assert codes(told("wait_for_line()", "wait_for_line()", env=env)) == [0, 0]
     assert store.num_keys() > 0  # it was this one they used
-
-
-RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "3"}
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("later", [0, 1])
-def test_machines_that_count_their_attempts_differently_find_each_other(later: int) -> None:
-    """One of them failed before they met, and its launcher started it again."""
-    of_each = [{**RESTARTS, "TORCHELASTIC_RESTART_COUNT": str(int(rank == later))} for rank in (0, 1)]
-    with group("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=of_each) as started:
-        started.await_line()
-        started.tell(0, 1)
-        assert codes(started.end()) == [0, 0]
 
 
 ENDS_AND_IS_STARTED_AGAIN = """
@@ -159,13 +137,14 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.multiprocess
-def test_with_restarts_rank_0_is_waited_for_where_it_ended_before_all_had_met() -> None:
-    env = {**RESTARTS, "TORCHELASTIC_RESTART_COUNT": "0"}
-    body, before = "wait_for_line()", {0: ENDS_AND_IS_STARTED_AGAIN}
-    with group(body, body, hosts=["A", "B"], env=env, before=before) as started:
-        started.await_line()
-        started.tell(0, 1)
-        assert codes(started.end()) == [0, 0]
+@pytest.mark.parametrize(
+    ("counts", "before"), [("10", {}), ("01", {}), ("00", {0: ENDS_AND_IS_STARTED_AGAIN})], ids=["0", "1", "0 ends"]
+)
+def test_a_machine_that_was_started_again_before_they_met_is_found(counts: str, before: dict[int, str]) -> None:
+    """They count their attempts differently; where rank 0 is ended, it is waited for."""
+    env = [{"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": count} for count in counts]
+    ended = told("wait_for_line()", "wait_for_line()", hosts=["A", "B"], env=env, before=before)
+    assert codes(ended) == [0, 0]
 
 
 @pytest.mark.multiprocess
@@ -183,13 +162,6 @@ def test_a_port_of_rank_0_that_is_taken_names_the_process_that_holds_it() -> Non
 
 
 # --- in this process
-
-
-@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_variables_set_by_hand_without_an_address_or_port_name_what_is_missing(name: str) -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": HERE, "MASTER_PORT": "29500"}
-    del env[name]
-    refusal(settle, env, match=name)
 
 
 @pytest.fixture

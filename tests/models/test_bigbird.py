@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoModelForSequenceClassification,
     BigBirdConfig,
     BigBirdForCausalLM,
     BigBirdForSequenceClassification,
@@ -159,19 +158,6 @@ def test_nothing_of_size_s_times_s_is_made() -> None:
     with Sizes():
         model(**batch(4096, "right")).logits.sum().backward()
     assert 0 < largest[0] <= 4096 * 8 * 64 < 4096 * 4096
-
-
-def test_saved_and_loaded_as_an_ordinary_bigbird(tmp_path: Any) -> None:
-    reference = make(training=False)
-    model = fast(reference)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    assert type(loaded) is BigBirdForSequenceClassification
-    assert type(loaded.bert) is BigBirdModel
-    assert loaded.config.attention_type == "block_sparse"
-    assert loaded.config.architectures == ["BigBirdForSequenceClassification"]
-    assert loaded.state_dict().keys() == reference.state_dict().keys()
-    torch.testing.assert_close(loaded(**batch(1024)).logits, model(**batch(1024)).logits, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -21,23 +21,18 @@ IDS = torch.arange(2 * 61).view(2, 61) % 15 + 5
 INPUTS: dict[str, Any] = {"input_ids": IDS, "attention_mask": (torch.arange(61) < torch.tensor([[61], [40]])).long()}
 
 
-def load(name: str, folder: Path) -> tuple[Any, Any]:
-    """Ours, and transformers' class with the same weights."""
-    make_architecture(name, folder, TEXTS * 20)
-    attention = None if name == "BigBird" else "eager"  # which alone computes attention weights
-    settings = ModelSettings(model_name_or_path=str(folder), attn_implementation=attention)
-    model = load_classifier(settings, LABELS, seed=1).eval()
-    theirs = AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").eval()
-    theirs.config.pad_token_id = model.config.pad_token_id
-    theirs.load_state_dict(model.state_dict())
-    return model, theirs
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "LoRA" not in name])
 def test_every_position_of_every_architecture(name: str, tmp_path: Path) -> None:
+    """Ours, and transformers' class with the same weights."""
     options = ["output_hidden_states", "output_attentions"]
-    mine, theirs = load(name, tmp_path)
+    make_architecture(name, tmp_path, TEXTS * 20)
+    attention = None if name == "BigBird" else "eager"  # which alone computes attention weights
+    settings = ModelSettings(model_name_or_path=str(tmp_path), attn_implementation=attention)
+    mine = load_classifier(settings, LABELS, seed=1).eval()
+    theirs: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    theirs.config.pad_token_id = mine.config.pad_token_id
+    theirs.load_state_dict(mine.state_dict())
     if name == "BigBird":
         refusal(mine, **INPUTS, output_attentions=True, match="computes no attention weights")
         options = ["output_hidden_states"]

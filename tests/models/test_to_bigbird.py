@@ -174,28 +174,22 @@ def test_long_texts_run_in_training_and_with_the_fast_attention(
     assert model.bert.embeddings.position_embeddings.weight.grad[length - 4].any()
 
 
-def test_the_tokenizer_is_berts(bert: Bert, out: Path, tmp_path: Path) -> None:
-    convert(source := bert(), out)
-    theirs, ours = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(out)
+@pytest.mark.parametrize("kind", [None, "jieba"])
+def test_the_tokenizer_is_berts(kind: str | None, bert: Bert, out: Path, tmp_path: Path) -> None:
+    """Also on a vocabulary of Chinese words (WoBERT): see toolkit/data/jieba_tokenizer.py."""
+    if kind:
+        pytest.importorskip(kind)
+    theirs = load_tokenizer(ModelSettings(model_name_or_path=str(source := bert()), tokenizer=kind))
+    theirs.save_pretrained(source)
+    convert(source, out)
+    ours = load_tokenizer(ModelSettings(model_name_or_path=str(out)))
     ours.save_pretrained(tmp_path / "again")
     (tmp_path / "again" / "config.json").write_bytes((out / "config.json").read_bytes())
-    for tokenizer in (ours, AutoTokenizer.from_pretrained(tmp_path / "again")):
+    for tokenizer in (ours, load_tokenizer(ModelSettings(model_name_or_path=str(tmp_path / "again")))):
         assert type(tokenizer) is type(theirs)
         assert tokenizer(TEXTS).input_ids == theirs(TEXTS).input_ids
         assert tokenizer.all_special_ids == theirs.all_special_ids
         assert tokenizer.model_max_length == 128
-
-
-def test_a_tokenizer_that_cuts_into_words_stays_one(bert: Bert, out: Path) -> None:
-    """A BERT on a vocabulary of Chinese words (WoBERT): see toolkit/data/jieba_tokenizer.py."""
-    pytest.importorskip("jieba")
-    source = bert()
-    jieba = load_tokenizer(ModelSettings(model_name_or_path=str(source), tokenizer="jieba"))
-    jieba.save_pretrained(source)
-    convert(source, out)
-    ours = load_tokenizer(ModelSettings(model_name_or_path=str(out)))
-    assert type(ours) is type(jieba)
-    assert ours(TEXTS).input_ids == jieba(TEXTS).input_ids
 
 
 @pytest.mark.parametrize(

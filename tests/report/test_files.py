@@ -6,7 +6,7 @@ import json
 import math
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,32 +14,19 @@ from typing import Any
 import pyarrow
 import pytest
 
-from tests.faults import Fault, refusal
+from tests.faults import Fault
 from tests.report.made import make_run
 from toolkit.data.labels import Labels
 from toolkit.errors import UserError
 from toolkit.evaluation import Evaluation
 from toolkit.features.predict.parts import Parts
 from toolkit.report.card import write_card
-from toolkit.report.files import RunFiles, by_step, dumps, read_lines, write_whole
+from toolkit.report.files import RunFiles, by_step, dumps, read_lines
 from toolkit.report.html import write_report_of_folder
 from toolkit.report.record import last_evaluation
 
 MAIN: Any = SimpleNamespace(is_main_process=True)
 LABELS = Labels("single_label_classification", ("a", "b"), ("label",))
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.jsonl"
-    write_whole(path, (f"第{place}行\n" for place in range(3)))
-    assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
-
-    def broken() -> Iterator[str]:
-        yield "half"
-        raise OSError("disk full")
-
-    refusal(write_whole, path, broken(), match=r"cannot write .*predictions.jsonl: disk full; nothing was left behind")
-    assert path.read_text(encoding="utf-8") == "第0行\n第1行\n第2行\n"
 
 
 EVALUATION = Evaluation("validation", {"loss": 0.5, "note": "x" * 5000}, lambda: iter([{"id": "x" * 5000}]))

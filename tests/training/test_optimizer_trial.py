@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,14 +95,11 @@ RULES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_what_an_optimizer_looks_at_decides(name: str) -> None:
-    rule, refused = RULES[name]
-    assert verdicts(Rule(groups_of(Model()), rule)) == set(refused)
-
-
 class Clipping(Rule):
     """By the norm of all its gradients together."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lambda w, g, s, group: g)
 
     def step(self, closure: Any = None) -> None:
         torch.nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], 0.1)
@@ -118,14 +116,6 @@ class Early(Rule):
                 self.state[parameter]["sum"] = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("kind", [Clipping, Early])
-def test_statistics_of_all_parameters_and_states_of_other_parameters(kind: type) -> None:
-    groups = groups_of(Model())
-    optimizer = Early(groups) if kind is Early else Clipping(groups, lambda w, g, s, group: g)
-    assert verdicts(optimizer) == set(CUT)
-    assert use_fault(optimizer, CPU) == ""
-
-
 # of torch.optim: those that work on pieces, and those that are refused there
 ELEMENTWISE = ("Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 WHOLE = ("Adafactor", "Adagrad", "Muon")
@@ -137,16 +127,13 @@ def test_each_of_pytorchs_optimizers_is_tried() -> None:
     assert kinds == {*ELEMENTWISE, *WHOLE, *OTHERS}
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_pytorchs_optimizers_on_pieces(name: str) -> None:
-    optimizer = getattr(torch.optim, name)(groups_of(Model()), lr=5e-5)
-    assert verdicts(optimizer) == set()
-    assert use_fault(optimizer, CPU) == ""
-
-
 @pytest.mark.parametrize(
     ("make", "refused"),
     [
+        *((partial(Rule, rule=rule), refused) for rule, refused in RULES.values()),
+        *((partial(getattr(torch.optim, name), lr=5e-5), ()) for name in ELEMENTWISE),
+        (Clipping, CUT),
+        (Early, CUT),
         (lambda groups: torch.optim.AdamW(groups, lr=5e-5, fused=True), ()),
         (lambda groups: torch.optim.AdamW(groups, lr=5e-5, foreach=False, amsgrad=True), ()),
         (lambda groups: torch.optim.SGD(groups, lr=5e-5, momentum=0.9, nesterov=True), ()),
@@ -157,7 +144,7 @@ def test_pytorchs_optimizers_on_pieces(name: str) -> None:
         (lambda groups: torch.optim.Muon(groups[:1]), CUT),
     ],
 )
-def test_other_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
+def test_optimizers_on_pieces(make: Any, refused: tuple[str, ...]) -> None:
     optimizer = make(groups_of(Model()))
     assert use_fault(optimizer, CPU) == ""
     assert verdicts(optimizer) == set(refused)

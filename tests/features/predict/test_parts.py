@@ -156,9 +156,11 @@ def test_a_shard_that_is_started_again_finds_its_work_done(
             refusal(predicted, "out.csv", *more, match=r"out.csv exists: name another")
         (tmp_path / "out.csv").write_bytes(whole[:-9])
         refusal(predicted, "out.csv", "--shard", "2/2", match=r"out.csv exists: name another")
+    plain = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
+    assert list(plain[0]) == ["id", "text", "prediction"]
     (tmp_path / "out.csv").unlink()  # whoever removes it wants it made again, with other settings too
     predicted("out.csv", "--probabilities", "none", "--shard", "1/2")
-    refusal(predicted, "out.csv", "--shard", "2/2", match="parts of another prediction")
+    refusal(predicted, "out.csv", "--shard", "2/2", match=r"parts of another prediction \(other: probabilities\)")
     predicted("out.csv", "--overwrite", "--shard", "2/2")
     predicted("out.csv", "--shard", "1/2")
     assert (tmp_path / "out.csv").read_bytes() == whole
@@ -223,14 +225,6 @@ def test_a_file_is_read_and_written_with_the_quoting_of_the_run(
     assert rows_of(predicted("b-out.csv", **given))[0]["text"] == "a good, long film"
     with pytest.raises(UserError, match=r"t.tsv: .* name an --output .*jsonl"):
         Parts(tmp_path / "t.tsv", "utf-8", unquoted=True).write(0, pa.table({"text": ["x"]}), {"prediction": ["a\tb"]})
-
-
-def test_parts_of_something_else_are_not_joined(predicted: Predict) -> None:
-    predicted("out.csv", "--shard", "1/2")
-    with pytest.raises(UserError, match=r"out.csv.parts holds parts of another prediction \(other: probabilities\)"):
-        predicted("out.csv", "--probabilities", "none")
-    again = rows_of(predicted("out.csv", "--probabilities", "none", "--overwrite"))
-    assert list(again[0]) == ["id", "text", "prediction"]
 
 
 @pytest.mark.parametrize("kind", ["tsv", "json", "jsonl", "parquet", "csv.gz", "jsonl.xz"])

