@@ -88,7 +88,10 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
 
 @pytest.mark.parametrize(("way", "name"), tried(names_under))
 def test_equal_losses_under_every_launch(way: str, name: str, runs_of: Runs) -> None:
-    run, expected = (runs_of(each) / name for each in (way, "single"))
+    assert_agree(runs_of(way) / name, runs_of("single") / name)
+
+
+def assert_agree(run: Path, expected: Path) -> None:
     found = losses_of(run)
     assert len(found) == len(set(found)) == STEPS
     assert found == pytest.approx(losses_of(expected), rel=1e-5)
