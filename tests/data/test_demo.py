@@ -31,11 +31,6 @@ def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, D
     refusal(locate, name, known, says=["did you mean", *(f"demo:{short}" for short in known)])
 
 
-def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
-    known = {"x": Demo("no_such_package_here", "data", "pip install nowhere")}
-    refusal(locate, "demo:x", known, match="demo:x needs a package that is not installed: pip install nowhere")
-
-
 def test_a_licence_that_forbids_something_is_said() -> None:
     assert all("research" in about(name).note for name in ("demo:m3e-small", "demo:bbc"))
     assert "Private" in about("demo:inews").note

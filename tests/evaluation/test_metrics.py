@@ -22,7 +22,6 @@ from toolkit.evaluation import Best, Evaluation, Outputs, classification_evaluat
 from toolkit.evaluation.best import make_best
 from toolkit.objective.losses import sample_losses
 from toolkit.report.files import RunFiles
-from toolkit.report.log import class_lines
 
 SINGLE: ProblemType = "single_label_classification"
 MULTI: ProblemType = "multi_label_classification"
@@ -188,15 +187,3 @@ def test_the_best_evaluation(metric: str, values: list[float], improved: list[in
         waited.append(best.waited)
     assert waited == [0, 0, 1, 2, 0]
     assert best.step == 5
-
-
-def test_an_evaluation_is_told_in_a_line_and_its_classes_in_one_each() -> None:
-    numbers = numbers_of(SINGLE, "abc", one_hot([0, 1, 1, 2], 3), [0, 0, 1, 2])
-    found = Evaluation("validation", numbers, None)
-    assert str(found).startswith(f"loss {numbers['loss']:.4f}  accuracy 0.7500  f1_macro 0.7778  f1_weighted 0.7500")
-    ones = ["  F1 0.6667  a (of 2)", "  F1 0.6667  b (of 1)", "  F1 1.0000  c (of 1)"]
-    assert class_lines(found) == ones
-    many = {f"class {place}": {"f1": place / 100, "support": 3} for place in reversed(range(30))}
-    lines = class_lines(Evaluation("validation", {"per_class": many}, None))
-    assert (lines[0], lines[-1], len(lines)) == ("  F1 0.0000  class 0 (of 3)", "  and 10 classes with higher F1", 21)
-    assert class_lines(evaluation(loss=1.0)) == []
