@@ -59,7 +59,6 @@ def test_settings_of_a_recipe_of_ones_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--timeout 0", "--timeout 0"),
         ("--timeout soon", "see toolkit doctor --help"),
         ("--peers 10.0.0.1", "names 10.0.0.1 alone"),
         ("--peers 192.0.2.77,192.0.2.78", "none of 192.0.2.77, 192.0.2.78 is an address of this machine"),
