@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, start
+from tests.runs import MORE_WAYS, WAYS, Finished, lines_of, losses_of, slow_but, start
 from tests.splits import of_lengths
 from toolkit.data.batches import GlobalBatches, micro_batches
 
@@ -183,13 +183,10 @@ COMMANDS = {
     "deepspeed x2, another config": (
         ["deepspeed", "--num_gpus", "2", "recipes/bigbird.py", "--deepspeed_config", "ds_configs/zero3.json"], 2, 3),
 }  # fmt: skip
-QUICK = list(COMMANDS)[:2]
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in COMMANDS]
-)
+@pytest.mark.parametrize("name", slow_but(COMMANDS, *list(COMMANDS)[:2]))
 def test_command(name: str, settings: list[str], single: dict[str, Path], tmp_path: Path) -> None:
     words, processes, stage = COMMANDS[name]
     finished = start([*words, *settings, *map(str, SPARSE), "--output_dir", tmp_path / "run"]).succeeded()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, start, train, wait_for_steps
+from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, slow_but, start, train, wait_for_steps
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -63,9 +63,7 @@ def interrupt(command: list[str], folder: Path, number: signal.Signals, group: b
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"

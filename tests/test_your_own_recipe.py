@@ -125,10 +125,6 @@ def test_a_metric_of_ones_own_is_shown_and_decides(runs_of: Callable[[str], Path
     assert "mcc" in (run / "model" / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_card_names_the_optimizer_that_was_used(runs_of: Callable[[str], Path]) -> None:
-    assert "SGD" in (runs_of("single") / "sgd" / "model" / "README.md").read_text(encoding="utf-8")
-
-
 def test_frozen_layers_stay_as_they_were(runs_of: Callable[[str], Path], tiny_model: Path) -> None:
     before, after = (load_file(path / "model.safetensors") for path in (tiny_model, runs_of("single") / "frozen/model"))
     name = "embeddings.word_embeddings.weight"
