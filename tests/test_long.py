@@ -129,14 +129,11 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
-    assert_went_on(single["resumed"], single["sparse"])
-
-
-def assert_went_on(run: Path, expected: Path) -> None:
+    run = single["resumed"]
     resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
+    assert losses_of(run) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
 
 
 def test_as_many_micro_batches_as_the_tokens_want(settings: list[str]) -> None:
@@ -264,22 +261,15 @@ def still_losses(single: dict[str, Path], settings: list[str]) -> np.ndarray:
     return torch.nn.functional.cross_entropy(logits, labels, reduction="none").numpy()
 
 
-def expected_losses(losses: np.ndarray, settings: list[str]) -> list[float]:
-    """Of the steps of an epoch: the mean over the texts of each global batch."""
-    lengths = lengths_of(settings, most=4096)
-    order = GlobalBatches(lengths, 12, SEED, epoch=0)
-    kinds = [set(lengths[batch] <= 704) for batch in order]
-    assert any(True in kind for kind in kinds[:-1])  # steps with short texts, and long ones in later steps
-    return [float(losses[batch].mean()) for batch in order]
-
-
 def test_short_texts_change_nothing_for_later_ones(
     single: dict[str, Path], settings: list[str], still_losses: np.ndarray
 ) -> None:
     """Each text alone, short ones before long ones: the losses that transformers gives each by itself."""
-    losses = losses_of(single["alone"])
-    assert len(losses) == 4
-    assert losses == pytest.approx(expected_losses(still_losses, settings), rel=1e-5)
+    lengths = lengths_of(settings, most=4096)
+    order = GlobalBatches(lengths, 12, SEED, epoch=0)
+    assert any((lengths[batch] <= 704).any() for batch in [*order][:-1])  # and long ones in later steps
+    assert len(order) == 4
+    assert losses_of(single["alone"]) == pytest.approx([still_losses[batch].mean() for batch in order], rel=1e-5)
 
 
 def test_a_text_is_read_alike_in_every_batch(single: dict[str, Path]) -> None:
@@ -309,17 +299,14 @@ def test_the_saved_model_predicts_what_was_written(
 
 @pytest.mark.multiprocess
 def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
-    model = converted(zero3["stopped"], tmp_path / "out", AutoModelForSequenceClassification)
-    assert model.config.attention_type == "block_sparse"
-
-
-def converted(run: Path, out: Path, model_class: Any) -> Any:
-    """What a stopped run's checkpoint becomes: the model that the run has saved."""
+    """The one that the run has saved."""
+    run, out = zero3["stopped"], tmp_path / "out"
     start(["toolkit", "convert", run, out]).succeeded()
-    model, loading = model_class.from_pretrained(out, output_loading_info=True)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STOPPED
-    found, wanted = model.state_dict(), model_class.from_pretrained(run / "model").state_dict()
+    saved = AutoModelForSequenceClassification.from_pretrained(run / "model")
+    found, wanted = model.state_dict(), saved.state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
-    return model
+    assert model.config.attention_type == "block_sparse"

@@ -70,13 +70,6 @@ def test_both_languages_show_the_same_edits() -> None:
     assert {edit for edit, _ in JOBS.values() if edit} == set(english)
 
 
-def reads_pairs(model: Path, folder: Path) -> None:
-    """The tiny BERT with a second token type."""
-    shutil.copytree(model, folder)
-    torch.manual_seed(3)
-    BertModel(BertConfig.from_pretrained(folder, type_vocab_size=2)).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> Callable[[str], Path]:
     """A way to start -> the folder with its runs; each way is started once."""
@@ -84,7 +77,9 @@ def runs_of(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews:
     table = pd.read_csv(reviews)
     table["second"] = table["text"].str[::-1].str[:40]
     table.to_csv(folder / "rows.csv", index=False)
-    reads_pairs(tiny_model, folder / "PAIRS")
+    pairs = shutil.copytree(tiny_model, folder / "PAIRS")
+    torch.manual_seed(3)
+    BertModel(BertConfig.from_pretrained(pairs, type_vocab_size=2)).save_pretrained(pairs)
 
     @functools.cache
     def run(way: str) -> Path:

@@ -69,12 +69,6 @@ def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
         assert len(data.validation) == 20
 
 
-def test_too_few_rows_for_every_class_are_said(prepared: Prepare) -> None:
-    data = prepared(rows_of({"a": 3, "b": 3, "c": 3}))
-    assert len(data.validation) == 1
-    assert any("too few rows to hold some of each class back" in note for note in data.notes)
-
-
 @pytest.mark.parametrize("vocabulary", [50, 126])
 def test_a_tokenizer_of_another_model_is_an_error(prepared: Prepare, vocabulary: int) -> None:
     """It has 127 tokens: more than the model has rows for."""
@@ -346,11 +340,6 @@ def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
     files = {"validation_file": growing(12), "test_file": growing(15)}
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
     assert data.sizes == {"train": 9, "validation": 4, "test": 4}
-    assert [note for note in data.notes if "are used" in note] == [
-        "train: 9 of 20 rows are used (--max_train_samples)",
-        "validation: 4 of 12 rows are used (--max_eval_samples)",
-        "test: 4 of 15 rows are used (--max_eval_samples)",
-    ]
     for split in (data.train, data.validation, data.test):
         assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
         assert split.labels.tolist() == [row % 2 for row in split.rows]
