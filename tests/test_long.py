@@ -129,11 +129,14 @@ def test_the_references_could_differ(single: dict[str, Path], settings: list[str
 @pytest.mark.multiprocess
 def test_it_goes_on_under_another_way(single: dict[str, Path]) -> None:
     """Three steps on two processes that shard parameters, three more on one."""
-    run = single["resumed"]
+    assert_went_on(single["resumed"], single["sparse"])
+
+
+def assert_went_on(run: Path, expected: Path) -> None:
     resumed_from = json.loads((run / "config.json").read_text())["resumed_from"]
     assert Path(resumed_from).name == f"step-{STOPPED:08d}"
     assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    assert losses_of(run) == pytest.approx(losses_of(single["sparse"]), rel=1e-5)
+    assert losses_of(run) == pytest.approx(losses_of(expected), rel=1e-5)
 
 
 def test_as_many_micro_batches_as_the_tokens_want(settings: list[str]) -> None:
@@ -299,14 +302,17 @@ def test_the_saved_model_predicts_what_was_written(
 
 @pytest.mark.multiprocess
 def test_a_divided_checkpoint_becomes_the_model(zero3: dict[str, Path], tmp_path: Path) -> None:
-    """The one that the run has saved."""
-    run, out = zero3["stopped"], tmp_path / "out"
+    model = converted(zero3["stopped"], tmp_path / "out", AutoModelForSequenceClassification)
+    assert model.config.attention_type == "block_sparse"
+
+
+def converted(run: Path, out: Path, model_class: Any) -> Any:
+    """What a stopped run's checkpoint becomes: the model that the run has saved."""
     start(["toolkit", "convert", run, out]).succeeded()
-    model, loading = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    model, loading = model_class.from_pretrained(out, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert json.loads((run / "model" / "trainer_state.json").read_text())["global_step"] == STOPPED
-    saved = AutoModelForSequenceClassification.from_pretrained(run / "model")
-    found, wanted = model.state_dict(), saved.state_dict()
+    found, wanted = model.state_dict(), model_class.from_pretrained(run / "model").state_dict()
     assert found.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
-    assert model.config.attention_type == "block_sparse"
+    return model

@@ -134,7 +134,6 @@ def test_a_run_says_the_counts_and_unasked_that_they_are_uneven() -> None:
     assert "often has 16 times as many rows as rare; --class_weights balanced, --sampling balanced" in advice
     even = replace(split_of(), labels=np.arange(210) % 4)
     assert balance.describe(even, labels_of(), ObjectiveSettings())[1] == ""
-    lines, advice = balance.describe(flags(), labels_of("multi_label_classification"), ObjectiveSettings())
+    _, advice = balance.describe(flags(), labels_of("multi_label_classification"), ObjectiveSettings())
     assert "rare is present in 4 % of the rows; --pos_weight balanced" in advice
-    assert lines == ["rows of each class in train: often 150, some 100, rare 8, never 0"]
     assert balance.describe(split_of(), labels_of("regression"), ObjectiveSettings()) == ([], "")
