@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import datasets
 import numpy as np
@@ -57,7 +58,7 @@ def runs(tiny_model: Path, reviews: Path, tmp_path_factory: pytest.TempPathFacto
         call = call.replace("bert-base-chinese", str(tiny_model)).replace("reviews.csv", str(reviews))
         call = call.replace('"runs/mine"', f'"{folder / name}", {MORE}').replace(", num_train_epochs=2", "")
         call = call.replace("num_processes=2)", f'num_processes=2, use_port="{free_port()}")')
-        (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indented(call))
+        (folder / f"{name}.py").write_text(f'{train}\n\nif __name__ == "__main__":\n' + indent(call, "    "))
         done = start([sys.executable, folder / f"{name}.py"], env={"PYTHONPATH": str(ROOT)}).succeeded()
         assert "Traceback" not in done.err
     return folder
@@ -89,10 +90,6 @@ def test_parts_of_it_in_a_loop_of_ones_own(tiny_model: Path, reviews: Path, tmp_
     assert len(whole) == 6
     assert losses("two", several, 3) == pytest.approx(whole[:3], rel=1e-5)
     assert losses("two", [sys.executable], 6) == pytest.approx(whole[3:], rel=1e-5)
-
-
-def indented(code: str) -> str:
-    return "".join(f"    {line}\n" for line in code.splitlines())
 
 
 @pytest.mark.multiprocess

@@ -53,13 +53,6 @@ def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [*BATCH_FILES, "pod.sh", "slurm-predict.sbatch"])
-def test_bash_reads_it(name: str) -> None:
-    checked = subprocess.run(["bash", "-n", FOLDER / name], capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stderr) == (0, "")
-    assert "\nset -euo pipefail\n" in text_of(name)
-
-
 @pytest.mark.parametrize("name", BATCH_FILES)
 def test_sbatch_reads_its_options(name: str) -> None:
     given = options_of(name)
@@ -92,11 +85,6 @@ def test_shards_are_as_many_as_tasks_and_start_at_one(tmp_path: Path) -> None:
         said = subprocess.run(command, env=path | variables, capture_output=True, text=True, check=True).stdout.split()
         assert said[said.index("--shard") + 1] == "64/64"
         build_parser().parse_args(said)
-
-
-def test_both_batch_files_end_alike() -> None:
-    first, second = (text_of(name).partition("# --- the end")[2] for name in BATCH_FILES)
-    assert first == second != ""
 
 
 def start_batch(name: str, what: str, folder: Path, restarts: int = 0) -> subprocess.Popen[str]:

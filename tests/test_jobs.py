@@ -191,13 +191,6 @@ def test_prepare_makes_what_the_recipe_takes(tmp_path: Path, tiny_model: Path, t
     assert {path: path.stat().st_mtime_ns for path in folder.parent.glob("*/")} == before
 
 
-def test_report_writes_the_page_again(trained: Path) -> None:
-    page = trained.parent / "report.html"
-    page.unlink()
-    assert start(["toolkit", "report", trained.parent]).code == 0
-    assert page.stat().st_size > 10_000
-
-
 @pytest.mark.multiprocess
 def test_the_literal_command_runs_the_demo(tmp_path: Path) -> None:
     """Real weights, real reviews, two processes; the first steps of it."""

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.faults import Fault
-from tests.runs import digests, failed, lines_of, run_of, train
+from tests.runs import digests, failed, lines_of, run_of, slow_but, train
 from toolkit.checkpoint import folder as folders
 
 STEPS = 20  # of which 16 are an epoch
@@ -239,12 +239,7 @@ DAMAGE = {
 }
 
 
-QUICK = ("moments", "the manifest", "a missing file")
-
-
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=() if what in QUICK else pytest.mark.slow) for what in DAMAGE]
-)
+@pytest.mark.parametrize("what", slow_but(DAMAGE, "moments", "the manifest", "a missing file"))
 def test_a_damaged_checkpoint_is_skipped(
     what: str, settings: list[Any], whole: Path, tmp_path: Path, fault: Fault
 ) -> None:

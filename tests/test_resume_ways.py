@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, start
+from tests.runs import WAYS, Finished, lines_of, losses_of, recipe, slow_but, start
 from toolkit.checkpoint import folder as folders
 from toolkit.checkpoint.lora import is_adapters
 from toolkit.checkpoint.read.open import open_checkpoint
@@ -45,9 +45,7 @@ def assert_goes_on(actual: Path, expected: Path, rel: float) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "way", ["zero3 x2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp x2", "zero1 x2", "zero2 x2"))]
-)
+@pytest.mark.parametrize("way", slow_but(["zero3 x2", "ddp x2", "zero1 x2", "zero2 x2"], "zero3 x2"))
 def test_lora(way: str, settings: list[Any], tmp_path: Path) -> None:
     """One process -> this way -> one process; the base model's weights are not saved again and again."""
     common = [*settings, "--lora_r", 4, "--mixed_precision", "no", "--learning_rate", "1e-2"]

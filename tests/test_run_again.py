@@ -37,7 +37,6 @@ def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
         (["--max_steps", "4", "--learning_rate", "3e-3"], "is a finished run, and what changed since would have "
          "no effect (learning_rate was 5e-05 and is 0.003)"),
         (["--max_steps", "3"], "has taken 4 steps, but the settings ask for 3 in total"),
-        (["--max_steps", "4", "--global_batch_size", "6"], "belongs to another job: global_batch_size was 12 and is 6"),
         (["--max_steps", "4", "--max_length", "64"], "belongs to another job: max_length was "),
         (["--max_steps", "8", "--resume", "no"], "already holds a run"),
     ],

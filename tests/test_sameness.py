@@ -87,15 +87,6 @@ def test_more_strategies_agree(way: str, runs_of: Runs) -> None:
     assert_same(runs_of(way, (FEW,))[0] / FEW, runs_of("single", (FEW,))[0] / FEW)
 
 
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("way", ["ddp x2", "zero3 x2"])
-def test_recomputed_activations_change_nothing(way: str, runs_of: Runs) -> None:
-    folder, _ = runs_of(way, (MANY, LORA), "--gradient_checkpointing")
-    for name in (MANY, LORA):
-        assert_same(folder / name, runs_of("single")[0] / name)
-
-
 def probabilities(model: torch.nn.Module, run: Path, reviews: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """(what a model says of the last evaluation's texts, what the run's predictions.jsonl says): (N, C) each."""
     tokenizer, lines = AutoTokenizer.from_pretrained(run / "model"), lines_of(run / "predictions.jsonl")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults import Fault
-from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, start, train, wait_for_steps
+from tests.runs import ROOT, fork, lines_of, losses_of, port_of, recipe, slow_but, train, wait_for_steps
 
 DDP = ["--config_file", "accelerate_configs/ddp.yaml"]
 ZERO3 = ["--config_file", "accelerate_configs/zero3.yaml"]
@@ -63,9 +63,7 @@ def interrupt(command: list[str], folder: Path, number: signal.Signals, group: b
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but(CASES, *QUICK))
 def test_stop(name: str, settings: list[str], tmp_path: Path, fault: Fault) -> None:
     before, behind, number, group, code = CASES[name]
     folder = tmp_path / "run"
@@ -145,14 +143,3 @@ def test_an_evaluation_that_is_stopped_is_made_when_the_run_goes_on(
         assert [line["step"] for line in found] == [line["step"] for line in wanted]
         assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-6)
     fault("a stop signal within an evaluation", stopped.err, "nothing: it is evaluated when the run goes on")
-
-
-def test_before_the_first_step_it_ends_at_once(settings: list[str], tmp_path: Path) -> None:
-    """There is nothing to save: one line, and no folder that looks like a checkpoint."""
-    script = (
-        "import os,signal,sys,toolkit.launch as l\n"
-        "def main():\n  os.kill(os.getpid(), signal.SIGINT)\n  import time; time.sleep(5)\nl.run(main)"
-    )
-    finished = start([sys.executable, "-c", script], seconds=30)
-    assert finished.code == 130
-    assert finished.err.strip() == "interrupted"

@@ -154,25 +154,17 @@ def strategy_words(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_holds_no_word_of_a_strategy(path: Path) -> None:
-    assert strategy_words(path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_a_recipe_is_short_and_shows_its_loop(path: Path) -> None:
+def test_a_recipe_is_short_shows_its_loop_and_holds_no_word_of_a_strategy(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
+    assert strategy_words(text) == []
     assert len(text.splitlines()) <= 150
     loops = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.For)]
     assert any("backward" in ast.unparse(node) for node in loops)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_files_are_of_a_readable_length(path: Path) -> None:
+def test_every_module_says_what_it_is_and_is_of_a_readable_length(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 450  # about 400
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
 
 

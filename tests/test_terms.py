@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.jobs_worker import run_jobs
-from tests.runs import WAYS, lines_of, losses_of
+from tests.runs import WAYS, lines_of, losses_of, slow_but
 
 STEPS = 3
 COMMON = ["--dropout", 0, "--report_to", "none", "--learning_rate", "5e-3", "--lr_scheduler_type", "constant",
@@ -43,6 +43,7 @@ PAIRS = list(itertools.combinations(TERMS, 2))
 SECOND_PASS = [pair for pair in PAIRS if {"r_drop", "fgm"} & set(pair) and {"recompute", "lora", "ema"} & set(pair)]
 BF16 = [*ALONE, ("r_drop", "fgm"), *SECOND_PASS]
 SETS = {"alone": (ALONE, "no"), "pairs": (PAIRS, "no"), "bf16": (BF16, "bf16"), "fp32": (BF16, "no")}
+SHARDED = [way for way in WAYS if way not in ("single", "ddp x3")]
 OFTEN = ("ddp x2", "zero3 x2")  # zero3 alone gathers weights in hooks, for each pass
 Runs = Callable[[str, str], Path]
 
@@ -93,21 +94,14 @@ def differing(runs: Path, expected: Path, sets: list[tuple[str, ...]]) -> list[s
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, marks=() if way in OFTEN else pytest.mark.slow)
-        for way in WAYS
-        if way not in ("single", "ddp x3")
-    ],
-)
+@pytest.mark.parametrize("way", slow_but(SHARDED, *OFTEN))
 def test_each_term_alone(way: str, runs_of: Runs) -> None:
     assert differing(runs_of(way, "alone"), runs_of("single", "alone"), ALONE) == []
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("single", "ddp x3")])
+@pytest.mark.parametrize("way", SHARDED)
 def test_each_pair_of_terms(way: str, runs_of: Runs) -> None:
     runs, expected = runs_of(way, "pairs"), runs_of("single", "pairs")
     assert differing(runs, expected, [pair for pair in PAIRS if pair not in REFUSED]) == []
@@ -119,7 +113,7 @@ def test_each_pair_of_terms(way: str, runs_of: Runs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp x3"])
+@pytest.mark.parametrize("way", ["single", *SHARDED])
 def test_each_term_in_bf16(way: str, runs_of: Runs) -> None:
     """By autocast; as near to fp32 as bf16 is."""
     for terms in BF16:

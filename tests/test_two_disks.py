@@ -95,7 +95,9 @@ def assert_whole(disks: TwoDisks, reference: Path) -> None:
         assert list(disks.checkpoints(host).glob(".*")) == []
 
 
-def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], reference: Path) -> None:
+@pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
+def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
+    """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
     started = disks.recipe(way, *settings)
     wait_for_steps(disks.run, 5, started.values(), SECONDS)
     kill_all(disks.hosts, "b")
@@ -110,12 +112,6 @@ def killed_and_continued(disks: TwoDisks, way: str, settings: list[str], referen
     assert f"hostA and hostB do not share {disks.run}/checkpoints: checkpoints lie whole on hostA" in message
     assert re.search(r"sending step-0000000[24] \(.*\) to hostB", message)
     assert "resuming from" in message
-
-
-@pytest.mark.parametrize("way", slow_but(FILES, "zero2"))
-def test_killed_and_continued(way: str, disks: TwoDisks, settings: list[str], reference: Path) -> None:
-    """What the second machine wrote is on the first: converted at once, and gone on from with one process."""
-    killed_and_continued(disks, way, settings, reference)
     start(["toolkit", "convert", disks.run, disks.path / "model"]).succeeded()
     message = train(*settings, "--max_steps", "10", "--output_dir", disks.run)
     assert f"resuming from {disks.checkpoints('a') / 'step-00000008'}: step 8 of 10" in message

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from transformers import AutoModelForSequenceClassification, pipeline
 
-from tests.runs import ROOT, Finished, begin, losses_of, start
+from tests.runs import ROOT, Finished, begin, losses_of, slow_but, start
 
 AFTER = ["accelerate", "launch", "recipes/cls.py"]
 COMMANDS: dict[str, tuple[list[str], int, str]] = {
@@ -28,8 +28,6 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "torchrun": (["torchrun", "--nproc_per_node", "2", "recipes/cls.py"], 2, "MULTI_CPU"),
     "accelerate, file before the script": (
         ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml", "recipes/cls.py"], 2, "DEEPSPEED"),
-}  # fmt: skip
-MORE: dict[str, tuple[list[str], int, str]] = {
     "deepspeed": (["deepspeed", "recipes/cls.py"], 1, "DEEPSPEED"),
     "torchrun and a file": (
         ["torchrun", "--nproc_per_node", "2", "recipes/cls.py", "--config_file", "accelerate_configs/zero1.yaml"],
@@ -50,9 +48,9 @@ def assert_run(finished: Finished, folder: Path, reference: Path, processes: int
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", [*COMMANDS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", slow_but(COMMANDS, *list(COMMANDS)[:4]))
 def test_command(name: str, settings: list[str], reference: Path, tmp_path: Path) -> None:
-    words, processes, kind = {**COMMANDS, **MORE}[name]
+    words, processes, kind = COMMANDS[name]
     finished = start([*words, *settings, "--output_dir", tmp_path / "run"], fresh=True)
     assert_run(finished, tmp_path / "run", reference, processes, kind)
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -13,7 +13,7 @@ from tests.faults import refusal
 from tests.runs import start
 from toolkit import demo
 from toolkit.data.read import Table, read_demo
-from toolkit.demo import DATASETS, MODELS, Demo, about, locate
+from toolkit.demo import DATASETS, MODELS, Demo, locate
 
 PAIRS = [("good", "pos"), ("bad", "neg"), ("good", "pos"), ("so so", "pos"), ("so so", "neg"), ("fine", "pos")]
 
@@ -29,17 +29,6 @@ def test_a_demo_is_found_without_importing_its_package() -> None:
 @pytest.mark.parametrize(("name", "known"), [("demo:minlm", MODELS), ("demo:snowlp", DATASETS)])
 def test_an_unknown_demo_names_the_nearest_and_all(name: str, known: dict[str, Demo]) -> None:
     refusal(locate, name, known, says=["did you mean", *(f"demo:{short}" for short in known)])
-
-
-def test_a_package_that_is_not_installed_is_named_with_its_command() -> None:
-    known = {"x": Demo("no_such_package_here", "data", "pip install nowhere")}
-    refusal(locate, "demo:x", known, match="demo:x needs a package that is not installed: pip install nowhere")
-
-
-def test_a_licence_that_forbids_something_is_said() -> None:
-    assert all("research" in about(name).note for name in ("demo:m3e-small", "demo:bbc"))
-    assert "Private" in about("demo:inews").note
-    assert {about(name).note for name in ("demo:minilm", "bert-base-chinese", "demo:imdb", "bbc", None)} == {""}
 
 
 def test_each_text_once_and_none_under_two_labels() -> None:

@@ -111,12 +111,18 @@ def columns_table(name: str = "f.csv", **columns: list[Any]) -> Table:
     return Table(datasets.Dataset.from_dict({"text": ["t", "u"], **columns}), name, "d")
 
 
-@pytest.mark.parametrize("ones", [[1, 0], ["1", "0"], [1.0, 0.0], [True, False]])
-def test_several_columns(ones: list[Any]) -> None:
-    table = columns_table(toxic=ones, rude=[1, 1], other=[5, 5])
-    decided = find_labels(table, "toxic, rude", None, "text")
-    assert (decided.problem_type, decided.names) == (MULTI, ("toxic", "rude"))
-    assert decided.encode(table, np.arange(2)).tolist() == [[1, 1], [0, 1]]
+@pytest.mark.parametrize(
+    ("one", "other", "asked", "problem"),
+    [
+        *((ones, [1, 1], None, MULTI) for ones in ([1, 0], ["1", "0"], [1.0, 0.0], [True, False])),
+        *((["4.5", "3"], ["2", "3"], asked, "regression") for asked in (None, "regression")),
+    ],
+)
+def test_several_columns(one: list[Any], other: list[Any], asked: Any, problem: ProblemType) -> None:
+    table = columns_table(toxic=one, rude=other, third=[5, 5])
+    decided = find_labels(table, "toxic, rude", asked, "text")
+    assert (decided.problem_type, decided.names, decided.size) == (problem, ("toxic", "rude"), 2)
+    assert decided.encode(table, np.arange(2)).tolist() == np.array([one, other]).T.astype(float).tolist()
 
 
 @pytest.mark.parametrize("odd", [2, 0.5, "yes", None, float("nan")])
@@ -142,14 +148,6 @@ def test_lists_of_numbers_with_fractions_are_regression(cells: list[Any]) -> Non
         with pytest.raises(UserError, match=rf"v\.csv, row 2: .*{said}|v\.csv, row 2, {said}"):
             encoded(decided, [str(cells[0]), str(odd)], name="v.csv")
     assert encoded(found([[1.5], [2]]), [[1.5], [2]]) == [1.5, 2.0]
-
-
-@pytest.mark.parametrize("asked", [None, REGRESSION])
-def test_columns_of_numbers_are_regression(asked: ProblemType | None) -> None:
-    table = columns_table(taste=["4.5", "3"], price=["2", "3"])
-    decided = find_labels(table, "taste,price", asked, "text")
-    assert (decided.problem_type, decided.names, decided.size) == (REGRESSION, ("taste", "price"), 2)
-    assert decided.encode(table, np.arange(2)).tolist() == [[4.5, 2.0], [3.0, 3.0]]
 
 
 @pytest.mark.parametrize(

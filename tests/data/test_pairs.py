@@ -17,7 +17,6 @@ from tests.prepared import MODEL
 from tests.runs import start, train
 from toolkit.data.batches import Collator
 from toolkit.data.jieba_tokenizer import words_first
-from toolkit.data.tokens import encode
 
 ROWS = [
     {"question": "good film", "answer": "很好 的 书店", "label": "yes"},
@@ -58,10 +57,6 @@ def test_a_batch_of_pairs_is_the_tokenizers_own(
     assert shorter.inputs["input_ids"].tolist() == [
         tokenizer(QUESTIONS[2], ANSWERS[2], truncation=True, max_length=12).input_ids
     ]
-
-
-def test_a_text_alone_has_no_token_types(tokenizer: Any) -> None:
-    assert set(encode(tokenizer, QUESTIONS, 24)) == {"input_ids", "offsets"}
 
 
 def test_the_pair_is_in_the_data_and_in_their_digest(prepared: Callable[..., Any]) -> None:

@@ -14,10 +14,9 @@ from sklearn.model_selection import train_test_split
 from tests.faults import refusal
 from tests.prepared import MODEL
 from toolkit.config import TaskSettings, TextSettings, build
-from toolkit.data.labels import Labels, find_labels
 from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.read import read_file, read_tables
-from toolkit.data.rows import Rows, _drawn, hold_back, text_column, texts_of
+from toolkit.data.rows import _drawn, text_column, texts_of
 from toolkit.errors import UserError
 
 Row = dict[str, Any]
@@ -68,12 +67,6 @@ def test_a_class_of_one_row_is_trained_on(prepared: Prepare) -> None:
         data = prepared(rows_of({"a": 20, "b": 20, "alone": 1, "single": 1}), seed=seed, validation_split=0.5)
         assert (counts_of(data, "train")["alone"], counts_of(data, "train")["single"]) == (1, 1)
         assert len(data.validation) == 20
-
-
-def test_too_few_rows_for_every_class_are_said(prepared: Prepare) -> None:
-    data = prepared(rows_of({"a": 3, "b": 3, "c": 3}))
-    assert len(data.validation) == 1
-    assert any("too few rows to hold some of each class back" in note for note in data.notes)
 
 
 @pytest.mark.parametrize("vocabulary", [50, 126])
@@ -347,11 +340,6 @@ def test_each_split_has_its_own_limit(prepared: Prepare, seed: int) -> None:
     files = {"validation_file": growing(12), "test_file": growing(15)}
     data = prepared(growing(20), max_train_samples=9, max_eval_samples=4, seed=seed, **files)
     assert data.sizes == {"train": 9, "validation": 4, "test": 4}
-    assert [note for note in data.notes if "are used" in note] == [
-        "train: 9 of 20 rows are used (--max_train_samples)",
-        "validation: 4 of 12 rows are used (--max_eval_samples)",
-        "test: 4 of 15 rows are used (--max_eval_samples)",
-    ]
     for split in (data.train, data.validation, data.test):
         assert split.lengths.tolist() == [row + 3 for row in split.rows]  # the tokens are the row's own
         assert split.labels.tolist() == [row % 2 for row in split.rows]
@@ -390,17 +378,9 @@ HELD_BACK = {1: [5, 9, 10, 11, 22, 24], 42: [5, 6, 12, 15, 24, 29]}
 
 
 @pytest.mark.parametrize("seed", HELD_BACK)
-def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(write_rows: WriteRows, seed: int) -> None:
+def test_the_rows_that_are_held_back_stay_the_same_from_version_to_version(prepared: Prepare, seed: int) -> None:
     """Runs that are compared over the years are evaluated on the same rows."""
-    table = read_file(write_rows("a.jsonl", growing(30)), TextSettings())
-    labels = find_labels(table, None, None, "text")
-    assert isinstance(labels, Labels)
-    every = np.arange(30)
-    rows = Rows(table, ("text",), "", every, every, labels.encode(table, every))
-    parts = hold_back(rows, labels, 0.2, seed)[0]
-    assert parts["validation"].numbers.tolist() == HELD_BACK[seed]
-    assert parts["train"].numbers.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
-    for part in parts.values():
-        read = [text for texts, _ in part.texts() for text in texts]
-        assert read == [growing(30)[number]["text"] for number in part.numbers]
-        assert part.targets.tolist() == [number % 2 for number in part.numbers]
+    data = prepared(growing(30), validation_split=0.2, seed=seed)
+    assert data.validation.rows.tolist() == HELD_BACK[seed]
+    assert data.train.rows.tolist() == sorted(set(range(30)) - set(HELD_BACK[seed]))
+    assert data.validation.texts() == [growing(30)[row]["text"] for row in HELD_BACK[seed]]

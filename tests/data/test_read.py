@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ from tests.faults import Fault, refusal
 from toolkit.config import TextSettings
 from toolkit.data import opening, parse
 from toolkit.data import read as reading
-from toolkit.data.read import Table, find_columns, read_hub
+from toolkit.data.read import Table, read_hub
 from toolkit.data.read import read_file as read_with
 from toolkit.errors import UserError
 
@@ -254,16 +253,6 @@ def test_a_file_that_unpacks_to_all_memory(
     fault(f"a bomb packed with {packing.__name__}", told)
 
 
-def test_a_parquet_file_that_unpacks_to_all_memory(
-    write_rows: WriteRows, monkeypatch: pytest.MonkeyPatch, toolkit_cache: Path
-) -> None:
-    path = write_rows("a.parquet", [{"text": "good " * 100}] * 20_000)
-    assert len(read_file(path).rows) == 20_000
-    shutil.rmtree(toolkit_cache / "rows", ignore_errors=True)
-    monkeypatch.setenv("TOOLKIT_MAX_UNPACKED_BYTES", "1000000")
-    assert "becomes more than 1 MB unpacked" in fault_of(path)
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
 def test_columns_and_types_that_later_rows_bring(write_rows: WriteRows, kind: str) -> None:
     rows: list[dict[str, Any]] = [{"number": place, "list": [], "text": None} for place in range(200)]
@@ -346,10 +335,3 @@ def test_a_folder_is_known_by_its_content(write_rows: WriteRows, tmp_path: Path,
 
 def test_a_data_set_that_is_not_there_names_the_setting(tmp_path: Path) -> None:
     refusal(read_hub, str(tmp_path / "nowhere"), match="--dataset_name")
-
-
-@pytest.mark.parametrize(("wanted", "meant"), [("txet", "text"), ("评论内熔", "评论内容")])
-def test_a_misspelt_column_names_the_nearest_all_and_the_setting(wanted: str, meant: str) -> None:
-    table = Table(datasets.Dataset.from_dict({column: ["a"] for column in ("text", "评论内容", "b")}), "f.csv", "d")
-    says = ("f.csv", repr(wanted), f"did you mean {meant}?", "text, 评论内容, b", "--text_column")
-    refusal(find_columns, table, wanted, (), "text_column", says=says)

@@ -59,15 +59,11 @@ def test_a_split_comes_back_as_it_was_saved(tokenizer: Any, tmp_path: Path) -> N
     assert isinstance(split.input_ids, np.memmap)
 
 
-def test_the_fingerprint_does_not_depend_on_use(tiny_model: Path) -> None:
-    fresh, used = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
-    used(TEXTS, truncation=True, max_length=7, padding=True)
-    assert fingerprint(fresh) == fingerprint(used)
-
-
 @pytest.mark.parametrize("change", ["word", "side", "lower"])
-def test_the_fingerprint_changes_with_the_tokens(tiny_model: Path, change: str) -> None:
+def test_the_fingerprint_changes_with_the_tokens_and_not_with_use(tiny_model: Path, change: str) -> None:
     before, after = (AutoTokenizer.from_pretrained(tiny_model) for _ in range(2))
+    fresh = fingerprint(before)
+    before(TEXTS, truncation=True, max_length=7, padding=True)
     if change == "word":
         after.add_tokens(["hello"])
     elif change == "side":
@@ -79,7 +75,7 @@ def test_the_fingerprint_changes_with_the_tokens(tiny_model: Path, change: str) 
     texts = ["hello GOOD film and very bad book"]  # 14 tokens, cut at 9
     tokens_before, tokens_after = (encode(side, texts, 9)["input_ids"].tolist() for side in (before, after))
     assert tokens_before != tokens_after
-    assert fingerprint(before) != fingerprint(after)
+    assert fresh == fingerprint(before) != fingerprint(after)
 
 
 @pytest.mark.parametrize(

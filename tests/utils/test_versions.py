@@ -70,13 +70,6 @@ def test_what_differs_is_said_with_who_has_what() -> None:
     assert versions.differences(several) == "torch is 2.13.0 on A and 2.12.1 on B"
 
 
-def test_of_many_differences_the_first_are_said_and_the_rest_counted() -> None:
-    one, other = ({f"library{number}": version for number in range(9)} for version in ("1", "2"))
-    said = versions.differences([("A", one), ("B", other)])
-    assert said.count("is 1 on A and 2 on B") == 6
-    assert said.endswith("; and 3 more")
-
-
 @pytest.mark.parametrize(
     ("others", "says", "not_said"),
     [

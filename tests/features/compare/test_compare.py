@@ -210,13 +210,6 @@ def test_permuted_answers_give_mcnemars_p(tmp_path: Path) -> None:
     assert bootstrap.p_values(single, zeros) == bootstrap.p_values(zeros, zeros) == {"x": 1}
 
 
-def test_fifty_thousand_rows_take_seconds() -> None:
-    runs = [bootstrap.scores_of(predictions(0.1, seed, 50_000), LABELS.problem_type, NAMES) for seed in (0, 1)]
-    _, (_, difference) = bootstrap.intervals(runs)
-    assert difference["f1_macro"]["low"] < 0 < difference["f1_macro"]["high"]
-    assert bootstrap.p_values(*runs)["f1_macro"] > 0.001
-
-
 def test_an_unfinished_run_is_marked_and_one_without_a_number_is_the_last(tmp_path: Path) -> None:
     folder = made(tmp_path / "a", predictions(0.1))
     (folder / "report.html").unlink()

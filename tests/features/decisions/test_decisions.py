@@ -50,8 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Pa
     found = {}
     for way, again in (("single", 1), ("ddp x2", 2)):
         folder = found[way] = root / way
-        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews),
-                 pages=True)  # fmt: skip
+        run_jobs(root / f"{way} jobs", WAYS[way], again * jobs(folder, tiny_model, reviews), pages=True)
     return found
 
 
@@ -161,7 +160,7 @@ def test_evaluate_judges_a_file_as_the_run_judged_it(
 
 @pytest.mark.multiprocess
 def test_a_run_is_set_beside_baselines(runs: dict[str, Path]) -> None:
-    for name, majority in (("plain", True), ("two", True), ("several", False)):
+    for name in JOBS:
         run = runs["ddp x2"] / name
         found, last = json.loads((run / "baselines.json").read_text()), lines_of(run / "eval.jsonl")[-1]
         models = found["models"]
@@ -175,12 +174,6 @@ def test_a_run_is_set_beside_baselines(runs: dict[str, Path]) -> None:
             assert models["this model"][metric]["value"] == pytest.approx(last[metric])
             for own in models.values():
                 assert own[metric]["low"] <= own[metric]["value"] <= own[metric]["high"]
-        if majority:
-            labels = [line["label"] for line in lines_of(run / "predictions.jsonl")]
-            train_file = pd.read_csv(run.parent / "train.csv")["label"]
-            shares = {label: labels.count(label) / len(labels) for label in set(labels)}
-            assert models["largest class"]["accuracy"]["value"] in shares.values()
-            assert set(train_file) == set(labels)
         assert "tf-idf + logistic regression" in (run / "report.html").read_text()
 
 

@@ -27,7 +27,6 @@ from toolkit.features.decisions.decisions import (
     tune,
 )
 from toolkit.features.decisions.settings import DecisionSettings
-from toolkit.features.predict.command import printed_answers
 
 TWO = Labels("single_label_classification", ("neg", "pos"), ("label",))
 THREE = Labels("single_label_classification", ("a", "b", "c"), ("label",))
@@ -83,11 +82,6 @@ def test_probabilities_that_say_nothing_are_told_of() -> None:
     found, said = tune(DecisionSettings(calibrate=True), TWO, Evaluation("validation", {}, None, (split, logits)))
     assert found.temperature > 19
     assert ["say next to nothing" in line for line in said] == [True]
-
-
-def test_no_answer_is_printed_as_such() -> None:
-    answers = printed_answers(np.array([[0.1, 0.0]], np.float32), Decisions(TWO, abstain_below=0.9))
-    assert answers == ["no answer (likeliest: neg 0.5250)"]
 
 
 def test_the_error_of_a_few_probabilities_by_hand() -> None:

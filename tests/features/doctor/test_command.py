@@ -79,12 +79,6 @@ def test_what_cannot_be_meant_is_one_line() -> None:
     assert (done.code, done.out, done.err) == (1, "", "error: --timeout 0: give seconds from 1 to 600\n")
 
 
-def test_help_needs_no_torch_and_lists_the_options() -> None:
-    done = doctor("--help")
-    assert done.code == 0
-    assert all(option in done.out for option in ("--peers", "--timeout", "--json"))
-
-
 @needs_address
 def test_ctrl_c_ends_it_at_once() -> None:
     command = [*DOCTOR, "--peers", f"{OWN},192.0.2.77", "--main_process_port", str(network.free_port()),

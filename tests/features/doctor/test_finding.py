@@ -8,13 +8,9 @@ import pytest
 
 from toolkit.errors import plain
 from toolkit.features.doctor import host, job, network, peers
-from toolkit.features.doctor.finding import Finding, report, summary
 from toolkit.launch.network import UnreachableError
 from toolkit.launch.nodes import Nodes, doctor_command
 from toolkit.launch.rendezvous import RendezvousError
-
-FINDINGS = [Finding("host", "disk", "ok", "64 GB"), Finding("host", "shared", "warn", "little", "rm"),
-            Finding("network", "port", "fail", "29600 is taken", "kill 7")]  # fmt: skip
 
 
 def test_text_from_elsewhere_carries_no_control_characters() -> None:
@@ -22,22 +18,6 @@ def test_text_from_elsewhere_carries_no_control_characters() -> None:
     assert plain("文本 Ärger") == "文本 Ärger"
     assert len(plain("x" * 5000)) == 1000
     assert plain("half a \ud800 pair").encode() == b"half a   pair"
-
-
-def test_the_report_and_its_last_line() -> None:
-    assert report(FINDINGS).splitlines() == [
-        "host",
-        "  ok    disk    64 GB",
-        "  !!    shared  little",
-        "                -> rm",
-        "network",
-        "  FAIL  port    29600 is taken",
-        "                -> kill 7",
-    ]
-    assert summary(FINDINGS, "accelerate launch x.py") == "1 failure, 1 warning; first: 29600 is taken"
-    assert summary(FINDINGS[:1], "accelerate launch x.py") == "all well: start with `accelerate launch x.py`"
-    assert summary(FINDINGS[:1], "") == "all well"
-    assert summary(FINDINGS[:2], "go") == "1 warning; first: little\nno failure: start with `go`"
 
 
 HOSTILE = "it's; reboot"

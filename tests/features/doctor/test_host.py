@@ -32,14 +32,6 @@ def test_room_where_a_run_writes(free: int, level: str, tmp_path: Path, monkeypa
     assert """it'"'"'s'`""" in unwritable.remedy
 
 
-def test_files_that_are_missing_and_there(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("x")
-    missing, there = host.check_files({"train_file": tmp_path / "absent", "test_file": tmp_path / "x"})
-    assert (missing.level, missing.name, there.level) == ("fail", "train_file", "ok")
-    assert "absent" in missing.text
-    assert there.text.endswith("1 bytes")
-
-
 def test_the_lock_of_a_running_build_is_no_fault_and_that_of_a_killed_one_is(tmp_path: Path) -> None:
     """As torch's FileBaton takes it."""
     (tmp_path / "py311_cpu" / "deepspeed_shm_comm").mkdir(parents=True)

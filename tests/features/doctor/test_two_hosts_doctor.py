@@ -118,16 +118,6 @@ def test_a_port_that_drops_packets_is_told_from_one_that_refuses(hosts: TwoHosts
 
 
 @pytest.mark.slow
-def test_a_pulled_cable(hosts: TwoHosts) -> None:
-    hosts.cut()
-    a, b = doctors(hosts, timeout=4)
-    assert (a["code"], b["code"]) == (1, 1)
-    assert a.finding("10.77.0.1")["remedy"].startswith("sudo ip link set eth0 up")
-    assert "down or has no cable" in b.finding("10.77.0.2")["text"]
-    assert a.finding("machine 1")["level"] == b.finding("machine 0")["level"] == "fail"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the network", "the other doctor"])
 def test_what_is_between_dies_in_the_middle(hosts: TwoHosts, what: str) -> None:
     """Whatever they are doing then, those that live end."""

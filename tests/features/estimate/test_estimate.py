@@ -119,9 +119,6 @@ def test_auto_takes_what_fits_and_leaves_the_global_batch(
     assert {schedule.total_steps for schedule in schedules} == {schedules[0].total_steps}
     # tokens limit the micro-batch already: no more samples need fit
     assert fit(model, tokenizer, 8 * 10**6, monkeypatch, max_tokens_per_batch=131).micro_batch_size == 50
-
-
-def test_auto_says_when_not_even_one_fits(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"not even one text of 131 tokens fits .*--gradient_checkpointing true"):
         fit(model, tokenizer, 10**5, monkeypatch)
 

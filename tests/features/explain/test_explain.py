@@ -147,15 +147,8 @@ def test_the_page_shows_what_led_to_a_mistake(kind: Any, sharp_model: Path, tmp_
         "regression": [{"label": 1.0, "prediction": 3.0}] * 3,
     }
     predictions = [{"id": place, **line} for place, line in enumerate(lines[kind])]
-    numbers = {
-        "loss": 0.5,
-        **(
-            {"pearson": 0.5, "mae": 2.0}
-            if kind == "regression"
-            else {"accuracy": 0.1, "f1_macro": 0.1, "f1_micro": 0.1}
-        ),
-    }
-    last = make_run(tmp_path / "run", labels, predictions, numbers)
+    metrics = ("pearson", "mae") if kind == "regression" else ("accuracy", "f1_macro", "f1_micro")
+    last = make_run(tmp_path / "run", labels, predictions, dict.fromkeys(("loss", *metrics), 0.5))
     classifier(sharp_model, tmp_path / "run" / "model", labels)
     write_report(tmp_path / "run", last, TEXTS, Namespace(explain=2))
     page = Page(tmp_path / "run" / "report.html")
