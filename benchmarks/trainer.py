@@ -3,8 +3,9 @@
     python benchmarks/trainer.py                       about 5 minutes on two cores
     python benchmarks/trainer.py --samples 3200 --rounds 7 --write
 
-The same model, samples, global batch (32), dropout, learning rates and clipping; the demo's reviews and
-weights (demo:rotten-tomatoes, demo:minilm, at most 128 tokens). Contestants:
+The same model, samples, global batch, dropout, learning rates and clipping; the demo's weights (demo:minilm) on sentences of
+at most 128 tokens in batches of 32 (demo:rotten-tomatoes), and on reviews of at most 512 in batches of 16 (demo:imdb).
+Contestants:
 
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
     tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
@@ -39,10 +40,11 @@ from typing import Any
 
 CONTESTANTS = ("ours", "tuned", "plain")
 TASKS = ("train", "evaluate")
-GLOBAL_BATCH, SEED = 32, 42
-JOB = {"model_name_or_path": "demo:minilm", "dataset_name": "demo:rotten-tomatoes", "max_length": 128,
-       "global_batch_size": GLOBAL_BATCH, "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
+SEED = 42
+JOB = {"model_name_or_path": "demo:minilm", "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
        "mixed_precision": "bf16", "seed": SEED}  # fmt: skip
+# the longest text -> its data, the global batch, and the texts of the held-back tenth that are evaluated
+TEXTS = {128: ("demo:rotten-tomatoes", 32, 1000), 512: ("demo:imdb", 16, 500)}
 # How far from ours a contestant's loss may be before the report calls the comparison void: other random
 # orders and other dropout masks in training, nothing but rounding in evaluation.
 LOSS_TOLERANCE = {"train": 0.1, "evaluate": 0.005}
@@ -91,11 +93,13 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def make_settings(output_dir: str, samples: int) -> Any:
-    """The recipe's demo job, for so many samples."""
+def make_settings(output_dir: str, samples: int, length: int) -> Any:
+    """The recipe's demo job, for so many samples of at most so many tokens."""
     from toolkit.config import TaskSettings, build
 
-    return build(TaskSettings, {**JOB, "output_dir": output_dir, "max_steps": samples // GLOBAL_BATCH})
+    data, batch, _ = TEXTS[length]
+    job = {**JOB, "dataset_name": data, "max_length": length, "global_batch_size": batch}
+    return build(TaskSettings, {**job, "output_dir": output_dir, "max_steps": samples // batch})
 
 
 def load_job(settings: Any, samples: int) -> Job:
@@ -107,7 +111,8 @@ def load_job(settings: Any, samples: int) -> Job:
 
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
-    data = replace(data, train=sample_of(data.train, samples))
+    held_back = sample_of(data.validation, min(len(data.validation), TEXTS[data.max_length][2]))
+    data = replace(data, train=sample_of(data.train, samples), validation=held_back)
     return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 
 
@@ -299,18 +304,18 @@ def _trainer_metrics(outputs: Any) -> dict[str, float]:
     }
 
 
-def work(contestant: str, task: str, samples: int) -> dict[str, Any]:
+def work(contestant: str, task: str, samples: int, length: int) -> dict[str, Any]:
     """One contestant's run in this process -> its measurements."""
     contenders = {"ours": ours, "tuned": tuned_trainer, "plain": plain_trainer}
     with tempfile.TemporaryDirectory() as output_dir:
-        settings = make_settings(f"{output_dir}/run", samples)
+        settings = make_settings(f"{output_dir}/run", samples, length)
         if contestant == "prepare":  # makes the tokens, on which no contestant is to spend time or memory
             return {"folder": str(load_job(settings, samples).data.folder)}
         clock = Clock()
         found = contenders[contestant](load_job(settings, samples), task, clock)
     import torch
 
-    if task == "train" and found["steps"] != samples // GLOBAL_BATCH:
+    if task == "train" and found["steps"] != samples // TEXTS[length][1]:
         raise SystemExit(f"{contestant} made {found['steps']} steps")
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -320,25 +325,26 @@ def work(contestant: str, task: str, samples: int) -> dict[str, Any]:
 # --- the comparison ---
 
 
-def spawn(contestant: str, task: str, samples: int) -> dict[str, Any]:
+def spawn(contestant: str, task: str, samples: int, length: int) -> dict[str, Any]:
     """`work` in a fresh process."""
-    command = [sys.executable, __file__, "--worker", contestant, task, "--samples", str(samples)]
+    command = [sys.executable, __file__, "--worker", contestant, task, str(samples), str(length)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(samples: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def compare(samples: int, length: int, rounds: int, contestants: list[str]) -> dict[str, dict[str, Any]]:
     """Task -> contestant -> a measurement per round; the contestants take turns."""
-    spawn("prepare", "train", samples)
+    spawn("prepare", "train", samples, length)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {who: [] for who in contestants} for task in TASKS}
     for number in range(1, rounds + 1):
         for task in TASKS:
             for who in contestants:
-                measured = spawn(who, task, samples)
+                measured = spawn(who, task, samples, length)
                 found[task][who].append(measured)
-                print(f"round {number}/{rounds} {task} {who}: {measured['wall']:.2f} s", file=sys.stderr, flush=True)
+                line = f"round {number}/{rounds}, {length} tokens, {task} {who}: {measured['wall']:.2f} s"
+                print(line, file=sys.stderr, flush=True)
     return found
 
 
@@ -381,7 +387,7 @@ def _spread(values: list[float], digits: int) -> str:
     return f"{middle} ({low:.{digits}f} to {high:.{digits}f})" if high > low else middle
 
 
-def report(found: dict[str, dict[str, list[dict[str, Any]]]], samples: int, rounds: int, load: str) -> str:
+def report(tables: list[str], rounds: int, load: str) -> str:
     """The whole page."""
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
     return "\n".join(
@@ -390,14 +396,7 @@ def report(found: dict[str, dict[str, list[dict[str, Any]]]], samples: int, roun
             "",
             (__doc__ or "").split("\n\n", 2)[2].strip().replace("\n    ", "\n- ").replace("-          ", "  "),
             "",
-            f"## Training, {samples} samples, one process",
-            "",
-            table("train", found["train"]),
-            "",
-            "## Evaluation of the held-back tenth",
-            "",
-            table("evaluate", found["evaluate"]),
-            "",
+            *tables,
             "Medians (smallest to largest). Ratios are taken within each round: above 1, ours is better.",
             "",
             "## Conditions",
@@ -408,6 +407,16 @@ def report(found: dict[str, dict[str, list[dict[str, Any]]]], samples: int, roun
             "",
         ]
     )
+
+
+def tables(found: dict[str, dict[str, Any]], samples: int, length: int) -> list[str]:
+    """Of texts of at most so many tokens."""
+    titles = {"train": f"Training, {samples} texts", "evaluate": "Evaluation of held-back texts"}
+    return [
+        line
+        for task in TASKS
+        for line in (f"## {titles[task]} of at most {length} tokens, one process", "", table(task, found[task]), "")
+    ]
 
 
 def processor() -> str:
@@ -425,18 +434,23 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=640, help="trained on by each contestant [640]")
+    parser.add_argument("--samples", type=int, default=640, help="of 128 tokens, a quarter as many of 512 [640]")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=TEXTS, default=[128], help="tokens [128]")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant [3]")
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--write", action="store_true", help="also write benchmarks/results/trainer.md")
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    samples = max(1, given.samples // GLOBAL_BATCH) * GLOBAL_BATCH
     if given.worker:
-        print(json.dumps(work(*given.worker, samples)))
+        contestant, task, *numbers = given.worker
+        print(json.dumps(work(contestant, task, *map(int, numbers))))
         return
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    page = report(compare(samples, given.rounds, given.contestants), samples, given.rounds, load)
+    load, lines = " ".join(f"{value:.1f}" for value in os.getloadavg()), []
+    for length in given.lengths:
+        batch = TEXTS[length][1]
+        samples = max(1, given.samples * 128 // length // batch) * batch
+        lines += tables(compare(samples, length, given.rounds, given.contestants), samples, length)
+    page = report(lines, given.rounds, load)
     print(page)
     if given.write:
         (Path(__file__).parent / "results" / "trainer.md").write_text(page, encoding="utf-8")

@@ -19,7 +19,7 @@ from transformers import (
 from tests.faults import refusal
 from toolkit.errors import UserError
 from toolkit.models import bigbird
-from toolkit.models.bigbird import plan
+from toolkit.models.bigbird import gathered, plan
 from toolkit.models.bigbird.plan import Pattern
 
 SMALL: dict[str, Any] = {
@@ -93,6 +93,25 @@ def compare(mine: Any, reference: Any, inputs: dict[str, torch.Tensor], forward:
 def test_same_numbers_in_float64(length: int, padding: str, changed: dict[str, int], training: bool) -> None:
     reference = make(training=training, **changed).double()
     compare(fast(reference), reference, batch(length, padding), 1e-12, 1e-12)
+
+
+@pytest.mark.parametrize(("length", "training"), [(1024, True), (1100, False)])
+def test_same_numbers_without_a_cpus_kernels(length: int, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any other device computes them."""
+    monkeypatch.setattr(gathered, "_attend", gathered._plain)
+    monkeypatch.setattr(gathered, "_attend_backward", gathered._plain_backward)
+    monkeypatch.setattr(gathered, "_flash", None)
+    reference = make(training=training).double()
+    compare(fast(reference), reference, batch(length, "both"), 1e-12, 1e-12)
+
+
+def test_few_samples_and_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3 samples of 4 heads in groups of two samples, and of one sample's 3 heads and one."""
+    reference = make(num_attention_heads=4).double()
+    for blocks, groups in ((2 * 4 * 16, 2), (3 * 16, 6)):
+        monkeypatch.setattr(gathered, "_BLOCKS", blocks)
+        assert len([*gathered._groups(3, 4, 16)]) == groups
+        compare(fast(reference), reference, batch(1024, "right", 3), 1e-12, 1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])

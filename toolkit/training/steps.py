@@ -37,6 +37,7 @@ from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
 from toolkit.launch.signals import StopSignals
 from toolkit.training.checks import refuse_changes, refuse_foreign_parameters, refuse_shards
+from toolkit.training.dropout import draw_dropout_faster
 from toolkit.utils import memory
 
 # How often a GPU is synchronised where --logging_steps is not given; a stop signal waits as long.
@@ -242,6 +243,9 @@ class Steps:
         """Raises UserError when a text alone exceeds the most tokens that a batch may have."""
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
+        if accelerator.device.type == "cpu":
+            memory.keep_freed_memory()
+            draw_dropout_faster()
         self.ahead = Ahead(collator_of(train, tokenizer, accelerator.device))
         self.done = 0
         """Global batches computed; fp16 may have skipped the update of some."""

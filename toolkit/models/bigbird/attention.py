@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from toolkit.errors import first_line
-from toolkit.models.bigbird.plan import Pattern, counts, may_repeat, tables
+from toolkit.models.bigbird.gathered import gathered
+from toolkit.models.bigbird.plan import Pattern, counts, may_repeat
 
 _MOST_SAMPLES = 4
 _MOST_SHAPES = 60
@@ -36,47 +37,6 @@ _MOST_MASK_BYTES = 640 * 2**20
 # Tiles of the CUDA kernels must divide the mask's blocks, and the defaults for large GPUs do not divide 64
 TILE = 64
 _TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32}
-_tables = torch.compiler.disable(tables)  # a graph would hold the draws of one pattern
-
-
-def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
-    """Gathers the key blocks of each query block, and calls SDPA.
-
-    A block that the plan names twice is gathered twice: it counts twice in the softmax.
-    """
-    q, k, v = (x.unflatten(2, (-1, pattern.block)) for x in (query, key, value))  # (B, nh, n, b, hs)
-    bias = None if bias is None else bias.to(query.dtype).unflatten(1, (-1, pattern.block))  # (B, n, b)
-    ends = _ends(q, k, v, bias)  # (B, nh, 2, b, hs)
-    blocks_of = _tables(pattern, query.device)
-    seconds = _rows(q[:, :, 1 :: q.shape[2] - 3], k, v, bias, blocks_of["second"])  # (B, nh, 2, b, hs)
-    rows = _rows(q[:, :, 2:-2], k, v, bias, blocks_of["middle"])
-    parts = [ends[:, :, :1], seconds[:, :, :1], rows, seconds[:, :, 1:], ends[:, :, 1:]]
-    return torch.cat(parts, dim=2).flatten(2, 3)
-
-
-def _ends(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """The first and the last block, which read every key."""
-    queries = torch.cat([q[:, :, 0], q[:, :, -1]], dim=2)  # (B, nh, 2 b, hs)
-    mask = None if bias is None else bias.flatten(1)[:, None, None].expand(-1, 1, queries.shape[2], -1)
-    out = F.scaled_dot_product_attention(queries, k.flatten(2, 3), v.flatten(2, 3), mask)
-    return out.unflatten(2, (2, -1))
-
-
-def _rows(queries: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, table: Tensor) -> Tensor:
-    """Query blocks (B, nh, R, b, hs) over the key blocks of `table` (nh, R, W) -> (B, nh, R, b, hs)."""
-    heads, rows, _ = table.shape
-    samples, _, blocks, block, _ = k.shape
-    of_head = torch.arange(heads, device=table.device).view(-1, 1, 1) * blocks
-    places = (table + of_head).flatten()
-    # index_select, not indexing: its gradient adds the rows up without sorting them first
-    keys, values = (
-        x.flatten(1, 2).index_select(1, places).reshape(samples * heads, rows, -1, x.shape[-1]) for x in (k, v)
-    )  # (B * nh, R, W * b, hs)
-    mask = None
-    if bias is not None:
-        mask = bias.index_select(1, table.flatten()).reshape(samples * heads, rows, 1, -1).expand(-1, -1, block, -1)
-    out = F.scaled_dot_product_attention(queries.flatten(0, 1), keys, values, mask)
-    return out.unflatten(0, (samples, heads))
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:

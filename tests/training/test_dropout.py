@@ -1,0 +1,68 @@
+"""Numbers of dropout on a CPU: as often 1 as asked, of torch's generator, wherever dropout is drawn."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.training.dropout import _AT_ONCE, bernoulli
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1e-4])
+def test_as_often_as_asked_and_independent(dtype: torch.dtype, p: float) -> None:
+    drawn = bernoulli(torch.empty(4 * _AT_ONCE + 3, dtype=dtype), p, generator=torch.Generator().manual_seed(1)).float()
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    deviation = math.sqrt(p * (1 - p) / len(drawn))
+    assert abs(drawn.mean() - p) < 4 * deviation + 2**-17
+    for distance in (1, 2, 4, _AT_ONCE):  # of the four in 64 bits, too
+        both = (drawn[distance:] * drawn[:-distance]).mean()
+        assert abs(both - p * p) < 5 * deviation + 2**-16
+
+
+def test_the_same_seed_draws_the_same_and_the_generator_goes_on() -> None:
+    generator = torch.Generator().manual_seed(7)
+    first, second = (bernoulli(torch.empty(1000), 0.5, generator=generator) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(bernoulli(torch.empty(1000), 0.5, generator=generator.manual_seed(7)), first)
+
+
+def test_shapes_and_probabilities() -> None:
+    transposed = torch.full((300, 500), 7.0).t()
+    assert set(bernoulli(transposed, 0.3).unique().tolist()) == {0.0, 1.0}
+    assert abs(transposed.mean() - 0.3) < 0.01
+    assert bernoulli(torch.empty(0), 0.3).shape == (0,)
+    assert [bernoulli(torch.empty(9), p).mean().item() for p in (0.0, 1.0, 1 - 1e-9)] == [0.0, 1.0, 1.0]
+    for p in (-0.1, 1.1):
+        with pytest.raises(RuntimeError, match=str(p)):
+            bernoulli(torch.empty(2), p)
+
+
+def test_every_dropout_draws_so_in_training() -> None:
+    """In a process of its own: it holds as long as the process."""
+    code = """
+import warnings
+warnings.simplefilter("error")
+import torch
+from toolkit.training import dropout
+calls, bernoulli = [], dropout.bernoulli
+def counted(into, p=0.5, *, generator=None):
+    calls.append(tuple(into.shape))
+    return bernoulli(into, p, generator=generator)
+dropout.bernoulli = counted
+dropout.draw_dropout_faster()
+dropout.draw_dropout_faster()
+x = torch.ones(2, 3, 40, 16, requires_grad=True)
+kept = torch.nn.Dropout(0.25)(x)
+kept.sum().backward()
+assert torch.equal(x.grad, kept) and torch.allclose(kept.unique(), torch.tensor([0.0, 1 / 0.75]))
+torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+print(calls)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "[(2, 3, 40, 16), (2, 3, 40, 40)]"
+    assert not done.stderr

@@ -1,0 +1,243 @@
+"""The sparse attention of one layer by kernels that every device has, a few heads at a time.
+
+The softmax of a query block over all that it reads is computed in parts, each by a kernel that also gives the
+logarithm of its sum of exponentials; parts are merged by those, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+So the first and the last block are one product with all queries, the three neighbours of each block are views of the
+keys, and only its random blocks are copied. The backward pass computes each part again: a layer keeps its queries,
+keys, values and outputs.
+
+B samples, nh heads, S tokens, hs hidden per head, b block, n = S / b blocks; of a part: P pairs of a sample and a head,
+R rows of Q queries each, K keys of each row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.models.bigbird.plan import Pattern, tables
+
+# blocks of queries at once: those of 4 heads at 4096 tokens, whose keys and values stay in a CPU's cache
+_BLOCKS = 256
+_tables = torch.compiler.disable(tables)  # a graph would hold the draws of one pattern
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def gathered(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, pattern: Pattern) -> Tensor:
+    """(B, nh, S, hs) each, and (B, S) that is added to every score of a key -> (B, nh, S, hs).
+
+    A block that the plan names twice counts twice in the softmax. There are no second derivatives.
+    """
+    of = _tables(pattern, query.device)
+    fixed = of["middle"].shape[-1] - pattern.random
+    context: Tensor = _Sparse.apply(query, key, value, bias, pattern.block, of["second"], of["middle"][..., fixed:])
+    return context
+
+
+class _Part(NamedTuple):
+    """Some rows of queries, and the keys that each reads. Both take (P, n, b, ...)."""
+
+    rows: Callable[[Tensor], Tensor]
+    """A view, (P, R, Q, ...)."""
+    keys: Callable[[Tensor], Tensor]
+    """(P, R, K, ...)."""
+    add: Callable[[Tensor, Tensor], Any]
+    """Adds gradients (P, R, K, hs) of the keys to their sum."""
+
+    def bias(self, bias: Tensor | None, queries: Tensor) -> Tensor | None:
+        return None if bias is None else self.keys(bias.unsqueeze(-1)).mT.expand(-1, -1, queries.shape[2], -1)
+
+
+def _parts(second: Tensor, random: Tensor) -> Iterator[_Part]:
+    """Of blocks that read what the tables (P, 2, W) and (P, n - 4, r) name."""
+    middle = random.shape[1]
+    yield _Part(  # the first and the last block read everything
+        lambda x: x[:, :: x.shape[1] - 1],
+        lambda x: x.flatten(1, 2).unsqueeze(1).expand(-1, 2, *x.flatten(1, 2).shape[1:]),
+        lambda total, grad: total.add_(grad.sum(1).view_as(total)),
+    )
+    yield _Part(lambda x: x[:, 1 :: x.shape[1] - 3], *_blocks_of(second))
+    yield _Part(  # and are read by everything
+        lambda x: x[:, 2:-2].flatten(1, 2).unsqueeze(1),
+        lambda x: x[:, :: x.shape[1] - 1].flatten(1, 2).unsqueeze(1),
+        lambda total, grad: total[:, :: total.shape[1] - 1].add_(grad.unflatten(2, (2, -1)).squeeze(1)),
+    )
+    yield _Part(lambda x: x[:, 2:-2], _neighbours, _add_neighbours)
+    if random.shape[-1]:
+        yield _Part(lambda x: x[:, 2 : middle + 2], *_blocks_of(random))
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    """(P, n, b, hs) -> a view of each block from the third on with those before and after it, (P, n - 4, 3 b, hs)."""
+    block = x.shape[2]
+    return x[:, 1:-1].flatten(1, 2).unfold(1, 3 * block, block).transpose(2, 3)
+
+
+def _add_neighbours(total: Tensor, grad: Tensor) -> None:
+    for place, part in enumerate(grad.unflatten(2, (3, -1)).unbind(2), 1):
+        total[:, place : place + part.shape[1]].add_(part)
+
+
+def _blocks_of(table: Tensor) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Any]]:
+    """The blocks of a table (P, R, W), copied."""
+    pairs, rows, _ = table.shape
+
+    def places(blocks: int) -> Tensor:
+        return (table + torch.arange(pairs, device=table.device).view(-1, 1, 1) * blocks).flatten()
+
+    def keys(x: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, places(x.shape[1])).view(pairs, rows, -1, x.shape[-1])
+
+    def add(total: Tensor, grad: Tensor) -> None:
+        blocks = grad.reshape(-1, *total.shape[2:]).to(total.dtype)
+        total.flatten(0, 1).index_add_(0, places(total.shape[1]), blocks)
+
+    return keys, add
+
+
+def _groups(samples: int, heads: int, blocks: int) -> Iterator[tuple[slice, slice]]:
+    """Samples and heads that are computed at once: whole samples, or some heads of one."""
+    at_once, some = max(1, _BLOCKS // (blocks * heads)), min(heads, max(1, _BLOCKS // blocks))
+    for sample in range(0, samples, at_once):
+        for head in range(0, heads, some):
+            yield slice(sample, min(sample + at_once, samples)), slice(head, min(head + some, heads))
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        block: int,
+        second: Tensor,
+        random: Tensor,
+    ) -> Tensor:
+        samples, heads, length, _ = query.shape
+        context, ctx.block = _like(query), block
+        logs = query.new_empty(samples, heads, length, dtype=_sum_dtype(query))
+        for group in _groups(samples, heads, length // block):
+            q, k, v = (_blocked(x[group], block) for x in (query, key, value))
+            out, sums = torch.zeros_like(q, dtype=logs.dtype), logs.new_full(q.shape[:3], -torch.inf)
+            group_bias = _bias_of(bias, group, block)
+            for part in _parts(*_of_group(group, second, random)):
+                queries = part.rows(q)
+                some, more = _attend(queries, part.keys(k), part.keys(v), part.bias(group_bias, queries))
+                _merge(part.rows(out), part.rows(sums), some, more)
+            context[group].copy_(out.view(context[group].shape))
+            logs[group].copy_(sums.view(logs[group].shape))
+        ctx.save_for_backward(query, key, value, bias, second, random, context, logs)
+        return context
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, second, random, context, logs = ctx.saved_tensors
+        grads = [_like(query) for _ in range(3)]
+        samples, heads, length, _ = query.shape
+        for group in _groups(samples, heads, length // ctx.block):
+            g, q, k, v, out = (_blocked(x[group], ctx.block) for x in (grad, query, key, value, context))
+            sums = logs[group].flatten(0, 1).unflatten(1, (-1, ctx.block))
+            totals = [torch.zeros_like(q, dtype=logs.dtype) for _ in range(3)]
+            group_bias = _bias_of(bias, group, ctx.block)
+            for part in _parts(*_of_group(group, second, random)):
+                g_rows, q_rows, out_rows, sums_rows = (part.rows(x) for x in (g, q, out, sums))
+                saved = (out_rows, sums_rows, part.bias(group_bias, q_rows))
+                q_grad, *others = _attend_backward(g_rows, q_rows, part.keys(k), part.keys(v), *saved)
+                part.rows(totals[0]).add_(q_grad)
+                for total, each in zip(totals[1:], others, strict=True):
+                    part.add(total, each)
+            for whole, total in zip(grads, totals, strict=True):
+                whole[group].copy_(total.view(whole[group].shape))
+        return *grads, None, None, None, None
+
+
+def _like(query: Tensor) -> Tensor:
+    """Empty (B, nh, S, hs) whose heads lie side by side, as the next projection reads them."""
+    samples, heads, length, size = query.shape
+    return query.new_empty(samples, length, heads, size).transpose(1, 2)
+
+
+def _sum_dtype(query: Tensor) -> torch.dtype:
+    """Of the softmax's logarithms, of merged outputs and of sums of gradients: 64 terms need more than bfloat16."""
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _blocked(x: Tensor, block: int) -> Tensor:
+    """Of a group, (samples, heads, S, hs) -> (P, n, b, hs), contiguous."""
+    return x.flatten(0, 1).contiguous().unflatten(1, (-1, block))
+
+
+def _bias_of(bias: Tensor | None, group: tuple[slice, slice], block: int) -> Tensor | None:
+    """(B, S) -> (P, n, b)."""
+    if bias is None:
+        return None
+    samples, heads = group
+    return bias[samples].repeat_interleave(heads.stop - heads.start, 0).unflatten(1, (-1, block))
+
+
+def _of_group(group: tuple[slice, slice], *of_heads: Tensor) -> Iterator[Tensor]:
+    """Tables (nh, R, W) -> (P, R, W)."""
+    samples, heads = group
+    return (table[heads].repeat(samples.stop - samples.start, 1, 1) for table in of_heads)
+
+
+def _merge(out: Tensor, logs: Tensor, more: Tensor, more_logs: Tensor) -> None:
+    """Merges what the same queries read elsewhere, (P, R, Q, hs) and (P, R, Q), into `out` and `logs`."""
+    merged = torch.logaddexp(logs, more_logs)
+    out.mul_((logs - merged).exp_().unsqueeze(-1)).add_(more.to(out.dtype) * (more_logs - merged).exp_().unsqueeze(-1))
+    logs.copy_(merged)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(P, R, Q, hs), twice (P, R, K, hs), (P, R, Q, K) -> outputs (P, R, Q, hs), and the logarithms of the sums of
+    exponentials (P, R, Q)."""
+    if query.device.type != "cpu":
+        return _plain(query, key, value, bias)
+    outputs, logs = _flash(query, key, value, attn_mask=bias)
+    return outputs, logs
+
+
+def _attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value. `outputs` and `logs` may be of more keys than these."""
+    if query.device.type != "cpu":
+        return _plain_backward(grad, query, key, value, outputs, logs, bias)
+    q_grad, k_grad, v_grad = _flash_backward(grad, query, key, value, outputs, logs, 0.0, False, attn_mask=bias)
+    return q_grad, k_grad, v_grad
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`_attend` of any device."""
+    scores = _scores(query, key, bias)
+    logs = scores.logsumexp(-1)
+    return _product((scores - logs.unsqueeze(-1)).exp_(), value), logs
+
+
+def _plain_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, outputs: Tensor, logs: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_attend_backward` of any device."""
+    weights = (_scores(query, key, bias) - logs.unsqueeze(-1)).exp_()
+    errors = _product(grad, value.mT) - (grad * outputs).sum(-1, keepdim=True, dtype=logs.dtype)
+    errors = errors.mul_(weights) * query.shape[-1] ** -0.5
+    return _product(errors, key), _product(errors.mT, query), _product(weights.mT, grad)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
+    scores = _product(query, key.mT) * query.shape[-1] ** -0.5
+    return scores if bias is None else scores + bias
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """In float32 at least."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    with torch.autocast(left.device.type, enabled=False):
+        return left.to(dtype) @ right.to(dtype)
