@@ -3,9 +3,9 @@
     python benchmarks/trainer.py                       about 5 minutes on two cores
     python benchmarks/trainer.py --samples 3200 --rounds 7 --write
 
-The same model, samples, global batch, dropout, learning rates and clipping; the demo's weights (demo:minilm) on sentences of
-at most 128 tokens in batches of 32 (demo:rotten-tomatoes), and on reviews of at most 512 in batches of 16 (demo:imdb).
-Contestants:
+The same model, samples, global batch, dropout, learning rates and clipping: the demo's weights (demo:minilm) on
+sentences of at most 128 tokens in batches of 32 (demo:rotten-tomatoes), or, with `--lengths 128 512`, also on reviews
+of at most 512 in batches of 16 (demo:imdb). Contestants:
 
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
     tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,

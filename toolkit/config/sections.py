@@ -237,6 +237,9 @@ class TrainingSettings:
     half_precision_weights: bool = False
     """Under ZeRO and FSDP2 gather weights and reduce gradients in bf16 or fp16, beside fp32 masters: less memory and
     traffic, gradients several times coarser. Otherwise weights, sums and reductions are fp32, products 16 bits."""
+    half_precision_gradients: bool = False
+    """Reduce gradients between processes in bf16 (in fp16 where that is the precision): half the traffic of a slow
+    link. It changes the numbers: each process's gradient is rounded to 16 bits before the sum."""
     sync_each_batch: bool | None = None
     """Reduce gradients after each micro-batch, not once a step: less memory, more traffic. By default under FSDP2, and
     with 16-bit weights under ZeRO."""

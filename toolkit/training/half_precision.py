@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import DistributedDataParallelKwargs, convert_outputs_to_fp32
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from toolkit.checkpoint.live import live_state
 from toolkit.config import TrainingSettings
@@ -45,6 +47,33 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
         _autocast(accelerator, model)
         # with weights gathered in 16 bits autocast has nothing in fp32: twice the error of one process
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
+
+
+def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> None:
+    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it."""
+    if not settings.half_precision_gradients or accelerator.num_processes == 1:
+        return
+    name = "fp16" if accelerator.mixed_precision == "fp16" else "bf16"
+    if zero := accelerator.state.deepspeed_plugin:
+        zero.deepspeed_config["communication_data_type"] = name
+    elif accelerator.is_fsdp2:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=_DTYPES[name])
+    else:
+        _HalfPrecisionReduction.dtype = name
+        accelerator.ddp_handler = _HalfPrecisionReduction(**vars(accelerator.ddp_handler))
+
+
+class _HalfPrecisionReduction(DistributedDataParallelKwargs):
+    """torch refuses its bf16 hook, by the hook's name, wherever there is no NCCL."""
+
+    dtype: ClassVar[str]
+
+    def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
+        hook = default_hooks.bf16_compress_hook if self.dtype == "bf16" else default_hooks.fp16_compress_hook
+        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 def _refuse_unsupported_fp16() -> None:

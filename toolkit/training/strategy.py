@@ -17,7 +17,7 @@ from toolkit.launch import say
 from toolkit.models.layers import outer_layers
 from toolkit.pretrained import encoder_config
 from toolkit.training.checks import check_parameters, optimizer_faults
-from toolkit.training.half_precision import choose_precision
+from toolkit.training.half_precision import choose_precision, choose_reduction
 from toolkit.training.steps import Schedule
 from toolkit.utils.compat import require
 
@@ -49,6 +49,7 @@ def align_strategy(
     if settings.torch_compile:
         compile_layers(accelerator, model)
     choose_precision(accelerator, model, settings)
+    choose_reduction(accelerator, settings)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
