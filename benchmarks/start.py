@@ -255,7 +255,7 @@ def where(benches: dict[str, Bench], kinds: Sequence[str]) -> list[str]:
     """A table of phases and one of imports, a column for each kind and checkout; "before > after"."""
     found = {kind: [bench.phases(kind) for bench in benches.values()] for kind in kinds}
     lines: list[str] = []
-    for place, (title, least) in enumerate((("phase", 0.0), ("of these, imports of", 0.04))):
+    for place, (title, least) in enumerate((("phase", 0.0), ("of these, imports of", 0.05))):
         counters = {kind: [pair[place] for pair in pairs] for kind, pairs in found.items()}
         names: list[str] = list(ORDER)
         if place:
