@@ -183,6 +183,26 @@ def test_light_modules_import_no_torch() -> None:
     assert "usage: toolkit" in done.out
 
 
+def test_a_run_imports_only_what_it_needs(tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """In one process, on tokens that are made: no DeepSpeed, no `datasets`, no BigBird, no teacher. And the garbage
+    collector, which looks rarely until everything is imported, then looks as always, and not at that."""
+    data = ["--train_file", str(reviews), "--model_name_or_path", str(tiny_model)]
+    assert start([sys.executable, "-m", "toolkit", "prepare", *data]).code == 0
+    settings = [*data, "--max_steps", "1", "--report_to", "none", "--output_dir", str(tmp_path / "run")]
+    unneeded = ("deepspeed", "datasets", "transformers.models.big_bird.modeling_big_bird", "toolkit.evaluation.teacher")
+    code = (
+        "import gc, runpy, sys\n"
+        f"usual = gc.get_threshold(); sys.argv = ['recipes/cls.py', *{settings!r}]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "assert gc.get_freeze_count() > 100_000 and gc.get_threshold() == usual\n"
+        f"sys.exit(' '.join(set({unneeded!r}) & set(sys.modules)) or 0)"
+    )
+    done = start([sys.executable, "-c", code])
+    assert done.code == 0, done.err
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
 @pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=name_of)
 def test_nobody_takes_the_process_group_down(path: Path) -> None:
     """`end_training` and `destroy_process_group` now and then abort a process whose run has succeeded."""

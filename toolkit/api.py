@@ -21,7 +21,6 @@ from toolkit.data.prepare import Prepared, prepare_data
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
-from toolkit.evaluation.teacher import with_teacher
 from toolkit.launch import failure_detector
 from toolkit.pretrained import layer_of, load_config
 from toolkit.training.resume import precision_of
@@ -109,7 +108,9 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
     model = model or settings.model
     tokenizer = load_tokenizer(model)
     data = prepare_data(settings, tokenizer, load_config(model), accelerator)
-    if isinstance(settings, TaskSettings):
+    if isinstance(settings, TaskSettings) and settings.distillation.teacher:
+        from toolkit.evaluation.teacher import with_teacher  # and the code of models with it
+
         data = with_teacher(accelerator, settings, data, tokenizer)
     tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
     return tokenizer, data

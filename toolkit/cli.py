@@ -9,6 +9,7 @@ from typing import Any
 from toolkit import __version__, launch
 from toolkit.commands import cache, clean, convert, init, prepare, report, to_bigbird
 from toolkit.errors import Parser, UserError, did_you_mean
+from toolkit.utils import collector
 from toolkit.utils.features import Command, features
 
 _OTHER_WAYS = {
@@ -54,6 +55,7 @@ def build_parser(table: dict[str, Command] | None = None) -> Parser:
 
 def main() -> None:
     """Entry point of `toolkit` and `python -m toolkit`."""
+    collector.before_imports()
     try:
         table = commands(*sys.argv[1:2])
     except UserError as error:  # a feature of the user's

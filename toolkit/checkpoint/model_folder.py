@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from toolkit.checkpoint.live import live_state, reshard, tied_names
 from toolkit.checkpoint.lora import in_merged_model, is_adapters, merged_name, saved_name
 from toolkit.errors import UserError, listing
 from toolkit.pretrained import quiet_transformers
+from toolkit.utils.compat import require
 from toolkit.utils.files import make_readable, refuse_link_out, replace_folder, write_new
 from toolkit.utils.modules import unwrapped
 
@@ -97,13 +98,27 @@ def _set_dtype(path: Path, dtype: torch.dtype) -> None:
 def _save_weights(module: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     if hasattr(module, "save_pretrained"):
         # under the model's names: transformers would write those of an older format (GTE, NomicBERT)
-        module.save_pretrained(folder, state_dict=state, save_original_format=False)
+        with _never_wrapped():
+            module.save_pretrained(folder, state_dict=state, save_original_format=False)
         return
     tied = tied_names(module)
     once = {name: tensor for name, tensor in state.items() if name not in tied}
     save_file(once, folder / "model.safetensors", metadata={"format": "pt"})
     if hasattr(module, "save"):
         module.save(folder, state)
+
+
+@contextlib.contextmanager
+def _never_wrapped() -> Iterator[None]:
+    """transformers would import DeepSpeed (0.4 s) to see whether a module is wrapped by it."""
+    from transformers import modeling_utils
+
+    unwrap = require(modeling_utils, "unwrap_model", "transformers")
+    modeling_utils.unwrap_model = lambda module: module
+    try:
+        yield
+    finally:
+        modeling_utils.unwrap_model = unwrap
 
 
 def step_of(folder: Path) -> int | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import datasets
 import numpy as np
 import torch
 
@@ -98,6 +97,8 @@ class ClassAnswers(Answers):
                 yield {"prediction": readable(row > 0, labels), "probabilities": rounded}
 
     def metrics(self, outputs: np.ndarray, truth: Sequence[Any]) -> dict[str, Any]:
+        import datasets  # half a second with pandas: a run has its labels as numbers
+
         table = Table(datasets.Dataset.from_dict({"label": list(truth)}), "texts", "")
         encoded = replace(self.labels, columns=("label",)).encode(table, np.arange(len(truth)))
         return classification_metrics(self.adjusted(outputs), encoded, self.labels)

@@ -24,6 +24,7 @@ from toolkit.launch.nodes import span_nodes
 from toolkit.launch.relaunch import relaunch_if_requested
 from toolkit.launch.rendezvous import RendezvousError, announce_early_failure
 from toolkit.launch.restarts import give_up
+from toolkit.utils import collector
 from toolkit.utils.log import logger
 
 # A failed process that is not its node's first waits so long before it reports: its launcher ends it before that.
@@ -82,6 +83,7 @@ def _call(main: Callable[[], None]) -> None:
 def start(name: str) -> None:
     """First in a script, with its `__name__`: `run` would honour `--config_file` too, after all that is imported."""
     if name == "__main__":
+        collector.before_imports()
         interrupted.answer_at_once()
         if any(re.match("--config[_-]file", word) for word in sys.argv):
             _report(lambda: relaunch_if_requested(sys.argv))

@@ -41,6 +41,7 @@ from toolkit.launch.relaunch import find_file, read_config
 from toolkit.launch.rendezvous import find_ranks, named_machines
 from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
+from toolkit.utils import collector
 from toolkit.utils.compat import require
 from toolkit.utils.log import logger
 from toolkit.utils.versions import differences
@@ -125,6 +126,7 @@ def make_accelerator(
     same_everywhere(accelerator, "--mixed_precision and the GPUs", {"mixed precision": accelerator.mixed_precision})
     choose_matmul_precision(accelerator)
     accelerator.state.precision_trial = trial
+    collector.after_imports()
     if setting == AUTO:
         say(accelerator, f"mixed precision {mixed_precision}: {why} (--mixed_precision no, bf16 or fp16 for another)")
     return accelerator

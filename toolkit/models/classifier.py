@@ -11,12 +11,10 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import set_seed  # transformers' own imports peft, which takes a second
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, masking_utils
-from transformers.models.big_bird.modeling_big_bird import BigBirdModel
 
 from toolkit.config import ModelSettings, ProblemType
 from toolkit.demo import model_path
 from toolkit.errors import UserError, listing
-from toolkit.models import bigbird
 from toolkit.models.exported import ExportedClassifier, exported_to
 from toolkit.models.first_token import read_first_token_only
 from toolkit.models.layers import freeze_layers, keep_layers, renew_layers
@@ -128,6 +126,10 @@ def choose_attention(model: Any, attention: str | None) -> None:
     config = encoder_config(model.config)
     if config.model_type != "big_bird":
         return
+    from transformers import BigBirdModel
+
+    from toolkit.models import bigbird
+
     sparse = config.attention_type == "block_sparse"
     if attention != "eager":
         bigbird.install(model, attention or ("auto" if sparse else "full"))
