@@ -1,0 +1,96 @@
+"""Samples -> one row of tokens, a text after the other, whose positions begin anew with each text."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.data.batches import Batch, Collator
+
+_BUDGETS = 8
+"""Lengths of a row on a GPU, between one power of two and the next: at most 1/8 of a row is padding, 1/25 usually."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The texts of a row. It stands in the place of the attention mask: a model that was not made to take it fails."""
+
+    lengths: tuple[int, ...]
+    """Of the N texts in tokens, those of padding last."""
+    texts: int
+    """How many are no padding."""
+    width: int
+    """At least the longest length."""
+    offsets: torch.Tensor
+    """(N + 1,) int32: where each text begins, and the last one ends."""
+    places: torch.Tensor
+    """(T,) int64: each token's place in the texts padded to (N, width)."""
+
+    @property
+    def firsts(self) -> torch.Tensor:
+        """(N,): each text's first token."""
+        return self.offsets[:-1].long()
+
+    @functools.cached_property
+    def keys(self) -> torch.Tensor:
+        """(N, 1, 1, width) bool: what is a token in the padded texts."""
+        columns = torch.arange(self.width, device=self.offsets.device)
+        return (columns < self.offsets.diff()[:, None])[:, None, None]
+
+
+class PackedCollator(Collator):
+    """Sample indices -> a `Batch` of one row. Its length and that of its longest text are, but on a CPU, some of few
+    numbers, for kernels, compiled layers and the memory's allocator; the rest of the row is texts of padding."""
+
+    def __init__(self, split: Any, tokenizer: Any, device: torch.device, most: int | None = None) -> None:
+        """`most`: the most tokens of a row, as far as its texts leave that open."""
+        super().__init__(split, tokenizer, device)
+        self.most, self.rounds = most, device.type != "cpu"
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        batch = super().__call__(indices)
+        packed: Any = batch.inputs["attention_mask"]
+        return replace(batch, token_samples=packed.places[None] // packed.width)
+
+    def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
+        """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
+        lengths = [len(sample) for sample in samples]
+        total, longest = sum(lengths), max(lengths)
+        padding = min(budget(total), max(total, self.most or budget(total))) - total if self.rounds else 0
+        whole, rest = divmod(padding, longest)  # no longer than the texts: positions end somewhere
+        lengths += [longest] * whole + [rest] * (rest > 0)
+        width = budget(longest) if self.rounds else longest
+        offsets = np.fromiter(accumulate(lengths, initial=0), np.int32)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        places = np.repeat(np.arange(len(lengths)) * width, lengths) + positions
+        packed = Packed(tuple(lengths), len(samples), width, self.move(offsets), self.move(places))
+        inputs = {
+            "input_ids": self.row(samples, padding, self.pad_id),
+            "position_ids": self.move(positions[None]),
+            "attention_mask": packed,
+        }
+        return inputs | ({} if types is None else {"token_type_ids": self.row(types, padding, self.pad_type)})
+
+    def row(self, samples: Sequence[np.ndarray], padding: int, filler: int) -> torch.Tensor:
+        """Arrays (length,) -> (1, T) int64 on the device."""
+        return self.move(np.concatenate([*samples, np.full(padding, filler)], dtype=np.int64)[None])
+
+    def prepare_model(self, accelerator: Any, model: Any) -> None:
+        from toolkit.features.padding_free.model import take_rows
+
+        probe = copy.copy(self)
+        probe.device = next(model.parameters()).device
+        take_rows(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))
+
+
+def budget(tokens: int) -> int:
+    """The next of the lengths that a row may have."""
+    step = max(8, (1 << (tokens.bit_length() - 1)) // _BUDGETS)
+    return -(-tokens // step) * step
