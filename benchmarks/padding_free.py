@@ -70,14 +70,14 @@ def work(case: dict[str, Any]) -> dict[str, float]:
     return {"wall": clock.wall, "cpu": clock.cpu, "loss": found["loss"]}
 
 
-def masked(q: Any, k: Any, v: Any, packed: Any, dropout: float, scaling: float, reach: int) -> Any:
+def masked(q: Any, k: Any, v: Any, packed: Any, reach: int, **options: Any) -> Any:
     """A block mask over the row."""
     from torch.nn.functional import scaled_dot_product_attention
 
     text = packed.places // packed.width
     mask = text[:, None] == text if len(q) == len(k) else text[packed.firsts][:, None] == text
     q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scaling)[0].transpose(0, 1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)[0].transpose(0, 1)
 
 
 def spawn(case: dict[str, Any]) -> dict[str, float]:

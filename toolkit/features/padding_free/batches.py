@@ -46,8 +46,8 @@ class Packed:
 
 
 class PackedCollator(Collator):
-    """Sample indices -> a `Batch` of one row. Its length and that of its longest text are, but on a CPU, some of few
-    numbers, for kernels, compiled layers and the memory's allocator; the rest of the row is texts of padding."""
+    """Sample indices -> a `Batch` of one row. On a GPU its length is one of a few (`budget`), for kernels, compiled
+    layers and the allocator of memory: texts of padding fill it."""
 
     def __init__(self, split: Any, tokenizer: Any, device: torch.device, most: int | None = None) -> None:
         """`most`: the most tokens of a row, as far as its texts leave that open."""

@@ -31,8 +31,7 @@ class PaddingFreeFeature(Feature):
             return None
         if settings.training.per_device_batch_size == "auto":
             raise UserError(
-                "--per_device_batch_size auto counts the memory of padded texts, and --padding_free pads none: give a "
-                "number, or --max_tokens_per_batch"
+                "--per_device_batch_size auto counts padded texts, and --padding_free has none: give a number"
             )
         from toolkit.features.padding_free.batches import PackedCollator
 

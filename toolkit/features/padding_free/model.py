@@ -8,7 +8,7 @@ the model makes of padded batches, stay as they are.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,23 +28,21 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def take_rows(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
     """Lets a classifier take what `PackedCollator` makes, besides padded batches; its encoder's last layer then
-    computes the first tokens alone where nothing else is read. Raises UserError for one that cannot: the logits of a
-    `probe` in one row differ from those of each of its texts."""
+    computes the first tokens alone where nothing else is read. Raises UserError for one that cannot, as far as its
+    attention and the logits of a `probe` show."""
     model = model.get_base_model() if hasattr(model, "peft_config") else model
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or not (layers := outer_layers(model.base_model)):
         raise UserError(f"--padding_free: {name} is no classifier of transformers with layers: leave it out")
     if (attention := model.config._attn_implementation) != "sdpa":
-        raise UserError(
-            f"--padding_free: {name} has the attention {attention!r}, and texts in a row need `sdpa`: leave it out, or "
-            "--attn_implementation, or take a model that has it (BERT, RoBERTa, XLM-R, ELECTRA, ModernBERT)"
-        )
+        way = "leave it out, or --attn_implementation, or take a model that has it (docs/scaling.md names some)"
+        raise UserError(f"--padding_free: {name} has the attention {attention!r}, and texts in a row need sdpa: {way}")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
     if _unpack not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_unpack, with_kwargs=True)
         model.register_forward_hook(_drop_padding, with_kwargs=True)
         layers[-1].register_forward_hook(_gather_firsts, with_kwargs=True)
-    _refuse_other_logits(model, probe)
+    refuse_other_logits(model, probe)
     dropout = max(getattr(model.config, f"attention{name}", None) or 0 for name in ("_probs_dropout_prob", "_dropout"))
     if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
         why = f"no dropout (here {dropout}: pass --dropout 0)" if dropout else "no fp32 (pass --mixed_precision bf16)"
@@ -66,10 +64,9 @@ def attend(
     reach = packed.width if sliding_window is None else sliding_window - 1  # transformers' counts the token itself
     if _has_kernel(q) and not dropout:
         output = _in_kernel(q, k, v, packed, scaling, reach)
-    elif q.device.type == "cpu":
-        output = _text_by_text(q, k, v, packed, dropout, scaling, reach)
     else:
-        output = _padded(q, k, v, packed, dropout, scaling, reach)
+        compute = _text_by_text if q.device.type == "cpu" else _padded
+        output = compute(q, k, v, packed, reach, dropout_p=dropout, scale=scaling)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
@@ -85,43 +82,34 @@ def _in_kernel(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float |
     if len(q) != len(k):  # a query each
         offsets, width = torch.arange(len(offsets), dtype=torch.int32, device=q.device), 1
     window = (reach, reach) if reach < packed.width else (-1, -1)
-    output: Any = varlen_attn(q, k, v, offsets, packed.offsets, width, packed.width, scale=scaling, window_size=window)
-    return output
+    sizes: Any = (offsets, packed.offsets, width, packed.width)
+    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=scaling, window_size=window))
 
 
-def _text_by_text(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scaling: float | None, reach: int
-) -> Tensor:
-    """Without a mask: on a CPU faster than any that has one."""
+def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
+    """Without a mask: on a CPU faster than what has one."""
     lengths, outputs = list(packed.lengths), []
     queries = q.split(lengths if len(q) == len(k) else [1] * len(lengths))
     for parts in zip(queries, k.split(lengths), v.split(lengths), strict=True):
         query, key, value = (states.transpose(0, 1)[None] for states in parts)  # (1, nh, length, hs)
-        mask = _near(len(parts[1]), reach, q.device)[: len(parts[0])] if reach < len(parts[1]) else None
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-        outputs.append(output[0].transpose(0, 1))
+        mask = _near(key.shape[2], reach, q.device)[: query.shape[2]] if reach < key.shape[2] else None
+        outputs.append(F.scaled_dot_product_attention(query, key, value, mask, **options)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-def _padded(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, dropout: float, scaling: float | None, reach: int
-) -> Tensor:
+def _padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
     """By a few kernels for all texts, in any precision and with dropout."""
-    count, mask = len(packed.lengths), packed.keys
-    if reach < packed.width:  # padding sees itself, or its part of the softmax would be empty
-        near = _near(packed.width, reach, q.device)
-        mask = (near & mask) | torch.eye(packed.width, dtype=torch.bool, device=q.device)
+    count, width, mask = len(packed.lengths), packed.width, packed.keys
+    if reach < width:  # padding sees itself, or its part of the softmax would be empty
+        mask = (_near(width, reach, q.device) & mask) | torch.eye(width, dtype=torch.bool, device=q.device)
 
     def pad(states: Tensor) -> Tensor:  # (T, nh, hs) -> (N, nh, width, hs)
-        rows = states.new_zeros(count * packed.width, *states.shape[1:]).index_copy(0, packed.places, states)
-        return rows.unflatten(0, (count, packed.width)).transpose(1, 2)
+        rows = states.new_zeros(count * width, *states.shape[1:]).index_copy(0, packed.places, states)
+        return rows.unflatten(0, (count, width)).transpose(1, 2)
 
     is_whole = len(q) == len(k)
     query, mask = (pad(q), mask) if is_whole else (q.unsqueeze(2), mask[:, :, :1])
-    output: Tensor = F.scaled_dot_product_attention(
-        query, pad(k), pad(v), attn_mask=mask, dropout_p=dropout, scale=scaling
-    )
-    output = output.transpose(1, 2).flatten(0, 1)
+    output = F.scaled_dot_product_attention(query, pad(k), pad(v), mask, **options).transpose(1, 2).flatten(0, 1)
     return output[packed.places] if is_whole else output
 
 
@@ -136,8 +124,8 @@ def _unpack(model: Any, args: Any, inputs: dict[str, Any]) -> Any:
     packed = inputs.get("attention_mask")
     if not isinstance(packed, Packed):
         return None
-    table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)  # RoBERTa and its kin count from the one after it
+    embeddings = getattr(model.base_model, "embeddings", None)  # RoBERTa and its kin count from the one after padding
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     kinds = getattr(model.config, "layer_types", None)  # ModernBERT has a mask for each, and makes none where they are
     options: dict[str, Any] = {"packed": packed, "attention_mask": dict.fromkeys(kinds) if kinds else None}
     options["position_ids"] = inputs["position_ids"] + (0 if padding is None else padding + 1)
@@ -160,7 +148,8 @@ def _drop_padding(model: Any, args: Any, options: dict[str, Any], output: Any) -
 
 
 @torch.no_grad()
-def _refuse_other_logits(model: Any, probe: dict[str, Any]) -> None:
+def refuse_other_logits(model: Any, probe: dict[str, Any]) -> None:
+    """Raises UserError unless the texts of a `probe` have in one row the logits that each of them has alone."""
     training, packed = model.training, probe["attention_mask"]
     texts = probe["input_ids"].split(packed.lengths, dim=1)[: packed.texts]
     expected = torch.cat([model.eval()(input_ids=text).logits for text in texts])
@@ -171,7 +160,5 @@ def _refuse_other_logits(model: Any, probe: dict[str, Any]) -> None:
         same = False
     model.train(training)
     if not same:
-        raise UserError(
-            f"--padding_free: {type(model).__name__} does not give texts in one row the logits that it gives each of "
-            "them: its attention, its positions or its head are of another kind; leave it out"
-        )
+        why = "other logits than each has alone: its attention, its positions or its head are of another kind"
+        raise UserError(f"--padding_free: {type(model).__name__} gives texts in one row {why}; leave it out")
