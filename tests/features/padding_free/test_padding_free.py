@@ -25,8 +25,9 @@ from toolkit.data.batches import Batch, Collator
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import Split, load_tokenizer
 from toolkit.features.padding_free import model
-from toolkit.features.padding_free.batches import Packed, PackedCollator, budget
+from toolkit.features.padding_free.batches import PackedCollator, budget
 from toolkit.features.padding_free.feature import FEATURE
+from toolkit.features.padding_free.model import Packed
 from toolkit.features.predict.command import predict_file
 from toolkit.models.classifier import load_classifier
 
@@ -103,9 +104,8 @@ def reference_kernel(
 
 
 def use(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kind == "padded in attention":
-        monkeypatch.setattr(model, "_text_by_text", model._padded)
-    elif kind == "kernel":
+    monkeypatch.setattr(model, "_is_worth_it", lambda packed: kind == "text by text")
+    if kind == "kernel":
         monkeypatch.setattr(model, "_has_kernel", lambda query: True)
         monkeypatch.setattr(model, "varlen_attn", reference_kernel)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -13,36 +12,10 @@ import numpy as np
 import torch
 
 from toolkit.data.batches import Batch, Collator
+from toolkit.features.padding_free.model import Packed, take_rows
 
 _BUDGETS = 8
 """Lengths of a row on a GPU, between one power of two and the next: at most 1/8 of a row is padding, 1/25 usually."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The texts of a row. It stands in the place of the attention mask: a model that was not made to take it fails."""
-
-    lengths: tuple[int, ...]
-    """Of the N texts in tokens, those of padding last."""
-    texts: int
-    """How many are no padding."""
-    width: int
-    """At least the longest length."""
-    offsets: torch.Tensor
-    """(N + 1,) int32: where each text begins, and the last one ends."""
-    places: torch.Tensor
-    """(T,) int64: each token's place in the texts padded to (N, width)."""
-
-    @property
-    def firsts(self) -> torch.Tensor:
-        """(N,): each text's first token."""
-        return self.offsets[:-1].long()
-
-    @functools.cached_property
-    def keys(self) -> torch.Tensor:
-        """(N, 1, 1, width) bool: what is a token in the padded texts."""
-        columns = torch.arange(self.width, device=self.offsets.device)
-        return (columns < self.offsets.diff()[:, None])[:, None, None]
 
 
 class PackedCollator(Collator):
@@ -83,8 +56,6 @@ class PackedCollator(Collator):
         return self.move(np.concatenate([*samples, np.full(padding, filler)], dtype=np.int64)[None])
 
     def prepare_model(self, accelerator: Any, model: Any) -> None:
-        from toolkit.features.padding_free.model import take_rows
-
         probe = copy.copy(self)
         probe.device = next(model.parameters()).device
         take_rows(accelerator, model, probe.inputs([np.arange(3, 10), np.arange(8, 4, -1)], None))

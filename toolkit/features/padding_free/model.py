@@ -1,13 +1,13 @@
 """Classifiers of transformers that take texts end to end in one row.
 
-Everything but attention is computed token by token, and needs the positions alone. Attention ends at each text
-(`attend`), and after the last layer only each text's first token is there, a row each, where any head that reads
-`hidden_states[:, 0]` finds it. Hooks of the classifier and of its last layer do that; parameters and classes, and what
-the model makes of padded batches, stay as they are.
+Attention ends at each text (`attend`); after the last layer only each text's first token is there, a row each, where a
+head that reads `hidden_states[:, 0]` finds it. Hooks do that; parameters, classes and padded batches stay as they are.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -18,12 +18,36 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from toolkit.errors import UserError
-from toolkit.features.padding_free.batches import Packed
 from toolkit.launch import say
 from toolkit.models.first_token import only_head_reads
 from toolkit.models.layers import outer_layers
 
-_HALF = (torch.float16, torch.bfloat16)
+
+@dataclass(frozen=True)
+class Packed:
+    """The texts of a row. It stands in the place of the attention mask: a model that was not made to take it fails."""
+
+    lengths: tuple[int, ...]
+    """Of the N texts in tokens, those of padding last."""
+    texts: int
+    """How many are no padding."""
+    width: int
+    """At least the longest length."""
+    offsets: torch.Tensor
+    """(N + 1,) int32: where each text begins, and the last one ends."""
+    places: torch.Tensor
+    """(T,) int64: each token's place in the texts padded to (N, width)."""
+
+    @property
+    def firsts(self) -> torch.Tensor:
+        """(N,): each text's first token."""
+        return self.offsets[:-1].long()
+
+    @functools.cached_property
+    def keys(self) -> torch.Tensor:
+        """(N, 1, 1, width) bool: what is a token in the padded texts."""
+        columns = torch.arange(self.width, device=self.offsets.device)
+        return (columns < self.offsets.diff()[:, None])[:, None, None]
 
 
 def take_rows(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
@@ -38,10 +62,9 @@ def take_rows(accelerator: Any, model: Any, probe: dict[str, Any]) -> None:
         way = "leave it out, or --attn_implementation, or take a model that has it (docs/scaling.md names some)"
         raise UserError(f"--padding_free: {name} has the attention {attention!r}, and texts in a row need sdpa: {way}")
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
-    if _unpack not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_unpack, with_kwargs=True)
-        model.register_forward_hook(_drop_padding, with_kwargs=True)
-        layers[-1].register_forward_hook(_gather_firsts, with_kwargs=True)
+    model.register_forward_pre_hook(_unpack, with_kwargs=True)
+    model.register_forward_hook(_drop_padding, with_kwargs=True)
+    layers[-1].register_forward_hook(_gather_firsts, with_kwargs=True)
     refuse_other_logits(model, probe)
     dropout = max(getattr(model.config, f"attention{name}", None) or 0 for name in ("_probs_dropout_prob", "_dropout"))
     if accelerator.device.type != "cpu" and (dropout or accelerator.mixed_precision == "no"):
@@ -62,32 +85,36 @@ def attend(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options)
     q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # (T, nh, hs)
     reach = packed.width if sliding_window is None else sliding_window - 1  # transformers' counts the token itself
-    if _has_kernel(q) and not dropout:
-        output = _in_kernel(q, k, v, packed, scaling, reach)
-    else:
-        compute = _text_by_text if q.device.type == "cpu" else _padded
-        output = compute(q, k, v, packed, reach, dropout_p=dropout, scale=scaling)
+    by_text = q.device.type == "cpu" and _is_worth_it(packed)
+    compute = _in_kernel if _has_kernel(q) and not dropout else _text_by_text if by_text else _padded
+    output = compute(q, k, v, packed, reach, dropout_p=dropout, scale=scaling)
     return output.view(query.shape[0], query.shape[2], *output.shape[1:]), None
 
 
 def _has_kernel(query: Tensor) -> bool:
     """Of flash attention, which `varlen_attn` runs, from Ampere on."""
-    if query.dtype not in _HALF or query.shape[-1] % 8 or query.shape[-1] > 256 or query.device.type == "cpu":
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if query.device.type == "cpu" or not is_half or query.shape[-1] % 8 or query.shape[-1] > 256:
         return False
     return not query.is_cuda or torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _in_kernel(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scaling: float | None, reach: int) -> Tensor:
+def _is_worth_it(packed: Packed) -> bool:
+    """Whether texts one by one, which are many calls, take less of a CPU than padded ones: long or uneven texts."""
+    count, tokens = len(packed.lengths), len(packed.places)
+    return tokens > 128 * count or packed.width * count > 1.2 * tokens
+
+
+def _in_kernel(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
     offsets, width = packed.offsets, packed.width
     if len(q) != len(k):  # a query each
         offsets, width = torch.arange(len(offsets), dtype=torch.int32, device=q.device), 1
-    window = (reach, reach) if reach < packed.width else (-1, -1)
     sizes: Any = (offsets, packed.offsets, width, packed.width)
-    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=scaling, window_size=window))
+    window = (reach, reach) if reach < packed.width else (-1, -1)
+    return cast(Tensor, varlen_attn(q, k, v, *sizes, scale=options["scale"], window_size=window))
 
 
 def _text_by_text(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: int, **options: Any) -> Tensor:
-    """Without a mask: on a CPU faster than what has one."""
     lengths, outputs = list(packed.lengths), []
     queries = q.split(lengths if len(q) == len(k) else [1] * len(lengths))
     for parts in zip(queries, k.split(lengths), v.split(lengths), strict=True):
