@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ class PackedCollator(Collator):
 
     def __call__(self, indices: np.ndarray) -> Batch:
         batch = super().__call__(indices)
-        packed: Any = batch.inputs["attention_mask"]
-        return replace(batch, token_samples=packed.places[None] // packed.width)
+        lengths = cast(Packed, batch.inputs["attention_mask"]).lengths
+        return replace(batch, token_samples=self.move(np.repeat(np.arange(len(lengths)), lengths)[None]))
 
     def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
         """`input_ids`, `position_ids` and `token_type_ids` (1, T), and a `Packed` as `attention_mask`."""
