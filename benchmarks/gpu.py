@@ -8,6 +8,8 @@ real reviews' lengths. bf16 where nothing else is said.
 
     ours      as recipes/cls.py trains and evaluates
     compiled  the same with --torch_compile
+    rows      the same with --padding_free (attention itself padded: torch's kernel for rows has no dropout)
+    ours0     as ours, without dropout of attention; rows0: rows likewise, by that kernel
     tuned     Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, no logging
     plain     Trainer as most scripts have it: every text padded to the longest, fp32, defaults
 
@@ -44,6 +46,8 @@ VOCABULARY = 30522
 # Tokens of 1,500 film reviews (demo:imdb, the uncased vocabulary of BERT): the percentiles 0, 5, ..., 100
 REVIEWS = (41, 81, 112, 137, 148, 158, 166, 177, 190, 206, 222, 240, 261, 294, 330, 369, 425, 482, 579, 761, 1974)
 TOKENS_PER_STEP = 32768
+TASKS = (("train", ["ours", "compiled", "rows", "ours0", "rows0", "tuned", "plain"]),
+         ("evaluate", ["ours", "rows", "tuned"]))  # fmt: skip
 
 
 def main() -> None:
@@ -85,9 +89,8 @@ def trained(given: Namespace, name: str) -> list[str]:
     lines = []
     for model in ("toy",) if given.tiny else ("BERT-base", "BERT-large"):
         for texts in ("real reviews", "512 tokens"):
-            for task, who in (("train", ["ours", "compiled", "tuned", "plain"]), ("evaluate", ["ours", "tuned"])):
-                if given.tiny:  # compiling takes longer than all else
-                    who = [each for each in who if each != "compiled"]
+            for task, who in TASKS:
+                who = [each for each in who if each != "compiled" or not given.tiny]  # it takes longer than all else
                 lines += ["", f"## {model}, {texts}: {'training' if task == 'train' else 'evaluation'}", ""]
                 lines += table(given, name, who, {"model": model, "texts": texts, "task": task})
     return lines
@@ -200,7 +203,7 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
 
     from toolkit.config import TaskSettings, build
     from toolkit.data.labels import Labels
-    from toolkit.data.prepare import Prepared
+    from toolkit.data.prepare import Prepared, with_collator
 
     longest = int(spec["texts"].split()[0]) if spec["texts"][0].isdigit() else 512
     longest = min(longest, 48) if spec["tiny"] else longest
@@ -212,12 +215,15 @@ def job_of(spec: dict[str, Any], folder: str) -> Any:
         "global_batch_size": batch, "per_device_batch_size": batch, "per_device_eval_batch_size": batch,
         "learning_rate": 1e-5, "warmup_ratio": 0.1, "mixed_precision": "bf16", "seed": trainer.SEED,
         "report_to": "none", "eval_every": 10**6, "torch_compile": spec["who"] == "compiled",
+        "padding_free": spec["who"].startswith("rows"),
     })  # fmt: skip
     splits = {
         name: split_of(name, samples, spec["texts"], longest, seed) for seed, name in enumerate(("train", "validation"))
     }
     labels = Labels("single_label_classification", ("0", "1"), ("label",))
-    data = Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
+    data = with_collator(
+        settings, Prepared(Path(folder), "random", "text", None, longest, (), labels, test=None, **splits)
+    )
     job = trainer.Job(settings, tokenizer_of(), data, model_of(spec), steps)
     return job if spec["task"] == "train" else dataclasses.replace(job, warm_steps=0)
 
@@ -259,8 +265,10 @@ def model_of(spec: dict[str, Any]) -> Any:
     from toolkit.models.first_token import read_first_token_only
 
     torch.manual_seed(trainer.SEED)
-    model = BertForSequenceClassification(BertConfig(**SHAPES[spec["model"]], vocab_size=VOCABULARY))
-    if spec["who"] in ("ours", "compiled"):
+    config = BertConfig(**SHAPES[spec["model"]], vocab_size=VOCABULARY)
+    config.attention_probs_dropout_prob *= not spec["who"].endswith("0")
+    model = BertForSequenceClassification(config)
+    if spec["who"] not in ("tuned", "plain"):
         choose_attention(model, None)
         freeze_unused(model)
         read_first_token_only(model)

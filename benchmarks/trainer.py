@@ -104,7 +104,7 @@ def make_settings(output_dir: str, samples: int, length: int) -> Any:
 
 def load_job(settings: Any, samples: int) -> Job:
     """The same weights (the new head too) and the same samples for every contestant."""
-    from toolkit.data.prepare import prepare_data
+    from toolkit.data.prepare import prepare_data, with_collator
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.classifier import load_classifier
     from toolkit.pretrained import load_config
@@ -112,7 +112,7 @@ def load_job(settings: Any, samples: int) -> Job:
     tokenizer = load_tokenizer(settings.model)
     data = prepare_data(settings, tokenizer, load_config(settings.model))
     held_back = sample_of(data.validation, min(len(data.validation), TEXTS[data.max_length][2]))
-    data = replace(data, train=sample_of(data.train, samples), validation=held_back)
+    data = with_collator(settings, replace(data, train=sample_of(data.train, samples), validation=held_back))
     return Job(settings, tokenizer, data, load_classifier(settings.model, data.labels, SEED))
 
 
@@ -153,6 +153,7 @@ def ours(job: Job, task: str, clock: Clock) -> dict[str, Any]:
 def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     import torch
 
+    from toolkit.data.batches import collator_of
     from toolkit.objective.losses import sample_losses
     from toolkit.run import Run
     from toolkit.training.optimizer import make_scheduler, parameter_groups
@@ -160,6 +161,7 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     from toolkit.training.strategy import align_strategy
 
     data, training, labels = job.data, job.settings.training, job.data.labels
+    collator_of(data.train, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     steps = Steps(accelerator, data.train, job.tokenizer, training)
     groups = parameter_groups(job.model, training.weight_decay)
     optimizer: Any = torch.optim.AdamW(groups, lr=training.learning_rate, fused=True)
@@ -191,10 +193,12 @@ def _train_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
 def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     import torch
 
+    from toolkit.data.batches import collator_of
     from toolkit.evaluation import Outputs, classification_evaluation, classification_metrics, evaluation_batches
     from toolkit.objective.losses import sample_losses
 
     labels, split = job.data.labels, job.data.validation
+    collator_of(split, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     model = accelerator.prepare(job.model).eval()
     warm_up(model, bf16=True)
     clock.start()

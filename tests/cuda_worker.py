@@ -73,6 +73,7 @@ def pretend() -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *options: True
+    torch.cuda.get_device_capability = lambda *device: (9, 0)
     torch.cuda.get_device_name = lambda *device: "NVIDIA H100 80GB HBM3"
     torch.cuda.max_memory_allocated = lambda *device: 0
     torch.cuda.reset_peak_memory_stats = lambda *device: None

@@ -32,6 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 import toolkit
 from toolkit import api, launch
+from toolkit.features.padding_free import model as padding_free
+from toolkit.features.padding_free.batches import PackedCollator
 from toolkit.features.titles.evaluation import Writer
 from toolkit.run import Run
 from toolkit.training.steps import Steps
@@ -140,6 +142,14 @@ def on_device(load: Any) -> Any:
     return lambda *words: to_device(load(*words))
 
 
+def in_mode(function: Any) -> Any:
+    def call(*words: Any) -> Any:
+        with MODE:
+            return function(*words)
+
+    return call
+
+
 def trace(module: str, words: list[str]) -> dict[str, Any]:
     recipe, crossings, sys.argv = importlib.import_module(module), Crossings(), [f"{module}.py", *words]
 
@@ -185,6 +195,8 @@ def allow_flex_attention() -> None:
 
 def main() -> None:
     launch.make_accelerator = accelerator_on_device
+    padding_free.refuse_other_logits = lambda *words: None  # it compares numbers
+    PackedCollator.prepare_model = in_mode(PackedCollator.prepare_model)  # type: ignore[method-assign]
     allow_flex_attention()
     # a search for titles asks after each token whether all have ended
     Writer.write = lambda writer, encoded, mask: mask.new_zeros(len(mask), writer.most)  # type: ignore[method-assign]

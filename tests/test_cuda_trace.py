@@ -24,6 +24,11 @@ JOBS: dict[str, tuple[str, list[Any]]] = {
     "cls": ("cls", CLASSES),
     "cls regularized": ("cls", [*CLASSES, "--r_drop_alpha", 1, "--ema_decay", 0.9, "--loss", "focal"]),
     "cls lora": ("cls", [*CLASSES, "--lora_r", 2, "--gradient_checkpointing", "--class_weights", "balanced"]),
+    "cls padding free": ("cls", [*CLASSES, "--padding_free"]),
+    "cls padding free, no dropout": (
+        "cls",
+        [*CLASSES, "--padding_free", "--dropout", 0, "--max_tokens_per_batch", 300],
+    ),
     "cls unclipped": ("cls", [*CLASSES, "--max_grad_norm", 0]),
     "bigbird": ("bigbird", GATHERED),
     "bigbird full": ("bigbird", [*LONG, "--attn_implementation", "full", "--ema_decay", 0.9]),

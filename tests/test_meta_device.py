@@ -32,6 +32,7 @@ CLS: dict[str, list[Any]] = {
     "pos_weight": [*TAGS, *BOTH, "--pos_weight", "balanced", "--loss", "focal"],
     "numbers": [*NUMBERS, "--fgm_epsilon", 0.5],
     "teacher": [*CLASSES, "--teacher", "TEACHER"],
+    "padding free": [*CLASSES, *BOTH, "--padding_free"],
     "layers": [*CLASSES, "--freeze_layers", 1, "--layerwise_lr_decay", 0.9, "--max_grad_norm", 0],
     "lion": [*CLASSES, "--optimizer", "lion", "--optimizer_args", "betas=(0.9,0.95)"],
 }

@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.checkpoint.convert.conversion import ConvertSettings
 from toolkit.checkpoint.convert.conversion import convert as convert_checkpoint
 from toolkit.config import PretrainedSettings, TaskSettings, build, tasks
-from toolkit.data.prepare import Prepared, prepare_data
+from toolkit.data.prepare import Prepared, prepare_data, with_collator
 from toolkit.data.tokens import load_tokenizer
 from toolkit.errors import UserError, did_you_mean
 from toolkit.evaluation.saved_model import SavedModel, empty_texts, run_of
@@ -111,7 +111,8 @@ def load_data(settings: Any, accelerator: Accelerator, model: PretrainedSettings
     if isinstance(settings, TaskSettings) and settings.distillation.teacher:
         from toolkit.evaluation.teacher import with_teacher  # and the code of models with it
 
-        data = with_teacher(accelerator, settings, data, tokenizer)
+        data = with_teacher(accelerator, settings, data, tokenizer)  # whose batches are padded
+    data = with_collator(settings, data)
     tokenizer.model_max_length = data.max_length  # saved with the model, it cuts texts as they were cut here
     return tokenizer, data
 

@@ -244,7 +244,7 @@ def test_an_empty_micro_batch_becomes_one_sample_without_weight(split: Split, ti
 def test_a_gpu_gets_widths_it_is_fast_at(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = collator(split)
     collate.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
-    monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    monkeypatch.setattr(collate, "move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
     assert collate(np.array([8, 0])).inputs["input_ids"].shape == (2, 12)  # as long as the longest text
     collate.longest = 20
     batch = collate(np.array([8, 0]))

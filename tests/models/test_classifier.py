@@ -131,7 +131,7 @@ def test_a_gpus_batches_of_rounded_widths_fit_the_positions(
     assert longest == 13
     model = AutoModelForSequenceClassification.from_config(config)
     collate = Collator(of_lengths(np.array([3, 12, longest])), tokenizer, torch.device("cuda"))
-    monkeypatch.setattr(collate, "_move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
+    monkeypatch.setattr(collate, "move", lambda array: torch.from_numpy(np.ascontiguousarray(array)))
     for indices, width in (([0], 8), ([0, 1], 13), ([0, 1, 2], 13)):
         batch = collate(np.array(indices))
         assert batch.inputs["input_ids"].shape[1] == width

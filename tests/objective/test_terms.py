@@ -42,7 +42,8 @@ def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 def batch_of(rows: list[list[int]]) -> Any:
     ids, mask = torch.tensor(rows), (torch.tensor(rows) > 0).long()
-    return SimpleNamespace(inputs={"input_ids": ids, "attention_mask": mask}, labels=torch.arange(len(rows)) % 3)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    return SimpleNamespace(inputs=inputs, labels=torch.arange(len(rows)) % 3, token_samples=None)
 
 
 ROWS = [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
@@ -79,7 +80,8 @@ def test_each_text_is_moved_by_its_own_gradient(family: str, frozen: bool) -> No
     assert (found > clean).all()  # it is moved to where the loss is higher
     found.sum().backward()
     assert (table.weight.grad is None) == frozen
-    alone = SimpleNamespace(inputs={name: rows[1:2] for name, rows in batch.inputs.items()}, labels=batch.labels[1:2])
+    inputs = {name: rows[1:2] for name, rows in batch.inputs.items()}
+    alone = SimpleNamespace(inputs=inputs, labels=batch.labels[1:2], token_samples=None)
     torch.testing.assert_close(trained(model, alone, fgm_epsilon=0.5), found[1:2])
 
 

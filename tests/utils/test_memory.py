@@ -24,7 +24,8 @@ ABSURD = 1 << 50
 
 
 def batch_of(samples: int, width: int) -> SimpleNamespace:
-    return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)})
+    ids = torch.arange(samples)
+    return SimpleNamespace(inputs={"input_ids": torch.zeros(samples, width, dtype=torch.int64)}, ids=ids)
 
 
 # what really fails, for want of memory

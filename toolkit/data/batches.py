@@ -50,6 +50,9 @@ class Batch:
     """Real tokens, padding not counted."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict, kw_only=True)
     """Name -> (B, ...): of `Split.columns`."""
+    token_samples: torch.Tensor | None = field(default=None, kw_only=True)
+    """Where a row of `input_ids` (R, S) holds several samples: which of them each token is of, (R, S) int64, of padding
+    B or more; None: row i is sample i."""
 
 
 class GlobalBatches(Sequence[np.ndarray]):
@@ -188,6 +191,21 @@ class Collator:
         real = len(indices) > 0
         indices = indices if real else np.zeros(1, np.int64)
         samples = [self.split.tokens(int(index)) for index in indices]
+        types = None
+        if self.split.token_types is not None:
+            types = [self.split.token_types[self.split.span(int(index))] for index in indices]
+        return Batch(
+            inputs=self.inputs(samples, types),
+            labels=self.move(self.split.labels[indices]),
+            weights=self.move(self._weights(indices) if real else np.zeros(1, np.float32)),
+            ids=self.move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
+            samples=len(samples) if real else 0,
+            tokens=sum(map(len, samples)) if real else 0,
+            columns={name: self.move(values[indices]) for name, values in self.split.columns.items()},
+        )
+
+    def inputs(self, samples: Sequence[np.ndarray], types: Sequence[np.ndarray] | None) -> dict[str, Any]:
+        """The tokens of some samples, and the types of their tokens, (length,) each -> what the model takes."""
         lengths = [len(sample) for sample in samples]
         width = max(lengths)
         if self.device.type == "cuda":
@@ -196,18 +214,13 @@ class Collator:
         if min(lengths) < width:  # without padding attention needs no mask, and is faster
             ones = [np.ones_like(sample) for sample in samples]
             inputs["attention_mask"] = self.padded(ones, width, 0, self.left)
-        if self.split.token_types is not None:
-            types = [self.split.token_types[self.split.span(int(index))] for index in indices]
+        if types is not None:
             inputs["token_type_ids"] = self.padded(types, width, self.pad_type, self.left)
-        return Batch(
-            inputs=inputs,
-            labels=self._move(self.split.labels[indices]),
-            weights=self._move(self._weights(indices) if real else np.zeros(1, np.float32)),
-            ids=self._move(self.split.rows[indices] if real else np.full(len(samples), -1, np.int64)),
-            samples=len(samples) if real else 0,
-            tokens=sum(lengths) if real else 0,
-            columns={name: self._move(values[indices]) for name, values in self.split.columns.items()},
-        )
+        return inputs
+
+    def prepare_model(self, accelerator: Any, model: Any) -> None:
+        """Changes a model, before `accelerator.prepare`, where it could not take these batches as it is; raises
+        UserError where it never can. Nothing is to be done for padded ones."""
 
     def _weights(self, indices: np.ndarray) -> np.ndarray:
         return np.ones(len(indices), np.float32) if self.split.weights is None else self.split.weights[indices]
@@ -217,9 +230,10 @@ class Collator:
         padded = np.full((len(samples), width), filler, np.int64)
         for row, sample in enumerate(samples):
             padded[row, slice(width - len(sample), width) if left else slice(0, len(sample))] = sample
-        return self._move(padded)
+        return self.move(padded)
 
-    def _move(self, array: np.ndarray) -> torch.Tensor:
+    def move(self, array: np.ndarray) -> torch.Tensor:
+        """To the device, without waiting for it."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()

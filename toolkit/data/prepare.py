@@ -174,6 +174,15 @@ def _balanced(data: Prepared, objective: ObjectiveSettings, device: torch.device
     return replace(data, **splits, pos_weight=pos_weight, notes=(*data.notes, *lines), advice=advice)
 
 
+def with_collator(settings: Any, data: Prepared) -> Prepared:
+    """The data, whose batches are made as a feature has it for these settings (`Feature.collator`)."""
+    collator = first(feature.collator(settings) for feature in features())
+    splits: Any = {split.name: split for split in (data.train, data.validation, data.test) if split}
+    return replace(
+        data, **{name: replace(split, collator=collator) for name, split in splits.items()} if collator else {}
+    )
+
+
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
     """Without the garbage collector, which would scan all rows in memory again and again: they are read in two thirds

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -84,9 +84,9 @@ class Split:
     """(samples,) float64, their sum is 1: how likely each is to be drawn (--sampling); None: an epoch has each once."""
     columns: dict[str, np.ndarray] = field(default_factory=dict, kw_only=True)
     """Name -> (samples, ...): further values of each sample, for `Batch.columns`."""
-
-    collator: ClassVar[Any] = None
-    """A class derived from `toolkit.data.batches.Collator`, where a batch needs more than that makes."""
+    collator: Any = field(default=None, kw_only=True)
+    """A class derived from `toolkit.data.batches.Collator`, or what is called as one, where that makes other batches
+    than these samples need."""
 
     def __len__(self) -> int:
         return len(self.rows)

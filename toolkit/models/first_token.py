@@ -7,13 +7,15 @@ those of a 6-layer MiniLM ran 1.11 to 1.13 times as fast on two CPU cores (32 se
 predictions 1.08 times.
 
 The classifier passes an option to the encoder, which hands it on to the last layer as transformers' own options, also
-when activations are recomputed. It is absent when anybody else calls the encoder.
+when activations are recomputed. It is absent when anybody else calls the encoder. It is True, or, where one row holds
+several texts, the positions (N,) of their first tokens.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -28,8 +30,8 @@ _FAMILIES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "xlm_roberta", 
              "Electra": "electra"}  # fmt: skip
 _CLASSIFIER = "ForSequenceClassification"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = {"torch", "deepspeed", "accelerate", "transformers"}
-"""Their hooks move parameters, or are inactive; those of others may read what the last layer computes."""
+_LIBRARIES = {"torch", "deepspeed", "accelerate", "transformers", "toolkit"}
+"""Their hooks move parameters, or are inactive, or know this; those of others may read what the last layer computes."""
 
 
 def _classify(
@@ -43,7 +45,7 @@ def _classify(
     **options: Any,
 ) -> Any:
     """The classifier's forward."""
-    if _only_head_reads(self, options):
+    if only_head_reads(self, options):
         options["first_token_only"] = True
     return type(self).forward(
         self, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, labels, **options
@@ -53,11 +55,13 @@ def _classify(
 def _attend(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The forward of the last layer's attention: (B, S, H) -> (B, S, H), or (B, 1, H)."""
-    if not options.pop("first_token_only", False):
+    """The forward of the last layer's attention: (B, S, H) -> (B, S, H), or (B, 1, H), of N texts (N, 1, H)."""
+    firsts = options.pop("first_token_only", None)
+    if firsts is None:
         return type(self).forward(self, hidden_states, attention_mask, *args, **options)
-    context, weights = _attend_from_first(self.self, hidden_states, attention_mask, **options)
-    return self.output(context, hidden_states[:, :1]), weights
+    first_states = hidden_states[:, :1] if firsts is True else hidden_states[0, firsts, None]
+    context, weights = _attend_from_first(self.self, first_states, hidden_states, attention_mask, **options)
+    return self.output(context, first_states), weights
 
 
 # pickle finds a bound method by its name: a model that is loaded so has transformers' own forward again
@@ -65,13 +69,14 @@ _classify.__name__ = _attend.__name__ = "forward"
 
 
 def _attend_from_first(
-    attention: Any, states: Tensor, mask: Tensor | None, past_key_values: None = None, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """BertSelfAttention.forward for the first query: (B, S, H) -> (B, 1, H)."""
-    heads = (states.shape[0], -1, attention.num_attention_heads, attention.attention_head_size)
-    query = attention.query(states[:, :1]).view(heads).transpose(1, 2)  # (B, nh, 1, hs)
-    key = attention.key(states).view(heads).transpose(1, 2)  # (B, nh, S, hs)
-    value = attention.value(states).view(heads).transpose(1, 2)  # (B, nh, S, hs)
+    attention: Any, first_states: Tensor, states: Tensor, mask: Tensor | None, past_key_values: None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """BertSelfAttention.forward for the first query: (B, 1, H) and (B, S, H) -> (B, 1, H)."""
+    heads = (attention.num_attention_heads, attention.attention_head_size)
+    query = attention.query(first_states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, 1, hs)
+    key = attention.key(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
+    value = attention.value(states).unflatten(-1, heads).transpose(1, 2)  # (B, nh, S, hs)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(
         attention.config._attn_implementation, modeling_bert.eager_attention_forward
     )
@@ -85,7 +90,7 @@ def _attend_from_first(
         scaling=attention.scaling,
         **options,
     )
-    return output.reshape(states.shape[0], 1, -1).contiguous(), weights
+    return output.reshape(first_states.shape[0], 1, -1).contiguous(), weights
 
 
 def read_first_token_only(model: Any) -> bool:
@@ -136,7 +141,7 @@ def _is_known_attention(config: Any) -> bool:
     return config._attn_implementation in ("sdpa", "eager")
 
 
-def _only_head_reads(model: Any, options: dict[str, Any]) -> bool:
+def only_head_reads(model: Any, options: Mapping[str, Any]) -> bool:
     """Whether transformers' own head alone reads what the last layer computes in this call."""
     base = model.base_model
     config, layers = base.config, [*getattr(getattr(base, "encoder", None), "layer", ())]

@@ -42,8 +42,8 @@ class Adversarial(Objective):
         assert self._embedded is not None
         losses = self.losses(logits, batch.labels)
         (gradient,) = torch.autograd.grad(losses.sum(), self._embedded, retain_graph=True)  # (B, S, H)
-        norm = gradient.float().flatten(1).norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)  # (B,)
-        self._shift = self.epsilon * gradient.float() / norm[:, None, None]
+        norms = _norms(gradient.float(), batch.token_samples).clamp(min=torch.finfo(torch.float32).tiny)
+        self._shift = self.epsilon * gradient.float() / norms
         try:
             return self.losses(self.model(**batch.inputs).logits, batch.labels)
         finally:
@@ -56,3 +56,13 @@ class Adversarial(Objective):
             # the output of frozen embeddings requires no gradient by itself
             self._embedded = embedded = embedded if embedded.requires_grad else embedded.detach().requires_grad_()
         return embedded
+
+
+def _norms(gradient: Tensor, token_samples: Tensor | None) -> Tensor:
+    """(R, S, H) -> the norm of each sample's part of it: (R, 1, 1), or of each token's sample, (R, S, 1), where a row
+    holds several (`Batch.token_samples`)."""
+    if token_samples is None:
+        return gradient.flatten(1).norm(dim=1)[:, None, None]
+    squares, samples = gradient.square().sum(-1).flatten(), token_samples.flatten()
+    sums = torch.zeros_like(squares).index_add(0, samples, squares)  # there are fewer samples than tokens
+    return sums.sqrt()[token_samples][..., None]

@@ -21,6 +21,9 @@ class Batch(Protocol):
     def labels(self) -> Tensor: ...
 
     @property
+    def token_samples(self) -> Tensor | None: ...
+
+    @property
     def columns(self) -> Mapping[str, Tensor]: ...
 
 

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 
 from toolkit.config import TrainingSettings
+from toolkit.data.batches import collator_of
 from toolkit.data.tokens import Split
 from toolkit.training.coalesce import coalesce_reductions
 from toolkit.training.estimate import fit_batch_size
@@ -25,6 +26,7 @@ def prepare(
     step has, and the strategy's config must say that before `accelerator.prepare`. The schedule is not prepared, or it
     would step once per process. Raises UserError for settings, a model or an optimizer that the strategy cannot train.
     """
+    collator_of(train, tokenizer, accelerator.device).prepare_model(accelerator, model)
     settings = fit_batch_size(accelerator, model, train, tokenizer, settings)
     steps = Steps(accelerator, train, tokenizer, settings)
     align_strategy(accelerator, model, optimizer, settings, steps.schedule)

@@ -98,6 +98,12 @@ class Feature:
         none is held back. `facts`: what `data_facts` of all features returned."""
         return {"train": rows}, []
 
+    def collator(self, settings: Any) -> Any:
+        """What makes the batches of a run with these settings, in training and evaluation: a class derived from
+        `toolkit.data.batches.Collator`, or what is called as one; its `prepare_model` makes the model take them. None:
+        they are padded. The first feature that returns one is taken."""
+        return None
+
     def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
         """(the model that a run with these settings begins with, the tokens of a text in each of its inputs), where
         this feature trains another model than a classifier."""

@@ -33,7 +33,8 @@ def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
     """
     if not is_out_of_memory(error):
         return None
-    samples, width = batch.inputs["input_ids"].shape
+    samples = len(batch.ids)
+    width = -(-batch.inputs["input_ids"].numel() // samples)  # on average, where a row holds several
     fewer, tokens = samples // 2, f"--max_tokens_per_batch {max(width, samples * width // 2)}"
     if recomputes is None:
         when = "an evaluation, with a batch"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class TitleSplit(Split):
     target_offsets: np.ndarray
     """(samples + 1,) int64."""
 
-    collator = TitleCollator
+    collator: Any = field(default=TitleCollator, kw_only=True)
 
     def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
         """(samples,) int64: what each title adds to the loss denominator: its tokens but the first, which is not

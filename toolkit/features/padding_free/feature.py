@@ -1,0 +1,41 @@
+"""`--padding_free`: the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from toolkit.config.parse import section_in
+from toolkit.config.sections import TaskSettings, section
+from toolkit.errors import UserError
+from toolkit.utils.features import Feature
+
+
+@section
+class PaddingFreeSettings:
+    """Batches without padding."""
+
+    padding_free: bool = False
+    """Compute a micro-batch's texts end to end in one row: the same losses, and no padding outside of attention."""
+
+
+class PaddingFreeFeature(Feature):
+    """Batches of one row, and models that take them."""
+
+    def sections(self, settings_class: type) -> Mapping[str, type]:
+        return {"padding_free": PaddingFreeSettings} if issubclass(settings_class, TaskSettings) else {}
+
+    def collator(self, settings: Any) -> Any:
+        if not section_in(settings, PaddingFreeSettings).padding_free:
+            return None
+        if settings.training.per_device_batch_size == "auto":
+            raise UserError(
+                "--per_device_batch_size auto counts padded texts, and --padding_free has none: give a number"
+            )
+        from toolkit.features.padding_free.batches import PackedCollator
+
+        return partial(PackedCollator, most=settings.training.max_tokens_per_batch)
+
+
+FEATURE = PaddingFreeFeature()
