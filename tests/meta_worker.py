@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import toolkit
-from toolkit import api, launch
+from toolkit import launch
+from toolkit.evaluation import teacher
 from toolkit.features.padding_free import model as padding_free
 from toolkit.features.padding_free.batches import PackedCollator
 from toolkit.features.titles.evaluation import Writer
@@ -203,7 +204,7 @@ def main() -> None:
     vars(toolkit)["load_classifier"] = on_device(toolkit.load_classifier)
     title: Any = importlib.import_module("recipes.title")
     title.load_title_model = on_device(title.load_title_model)
-    vars(api)["with_teacher"] = on_cpu(api.with_teacher)
+    teacher.with_teacher = on_cpu(teacher.with_teacher)
     jobs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     path = Path(sys.argv[2])
     path.write_text(json.dumps({job: trace(*words[:1], words[1:]) for job, words in jobs.items()}), encoding="utf-8")

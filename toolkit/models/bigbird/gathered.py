@@ -12,6 +12,7 @@ R rows of Q queries each, K keys of each row
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -239,5 +240,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None) -> Tensor:
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """In float32 at least."""
     dtype = torch.promote_types(left.dtype, torch.float32)
-    with torch.autocast(left.device.type, enabled=False):
+    device = left.device.type
+    available = torch.amp.is_autocast_available(device)
+    with torch.autocast(device, enabled=False) if available else contextlib.nullcontext():
         return left.to(dtype) @ right.to(dtype)
