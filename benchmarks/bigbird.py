@@ -3,9 +3,9 @@
     python benchmarks/bigbird.py --write              (CPU; some minutes on 2 cores)
     python benchmarks/bigbird.py --device cuda        (against full SDPA too; nobody has run this mode yet)
 
-One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Repeats are
-interleaved; each peak is of a process of its own, less what the process held before the step. `--write` puts the
-tables into benchmarks/results.
+One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row is of
+processes of its own, which take turns; each peak is less what the process held before the step. On a CPU "kept" rows
+keep the memory that is freed, as all training of this toolkit does. `--write` puts the tables into benchmarks/results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBir
 from transformers.utils import logging
 
 from toolkit.models import bigbird
+from toolkit.utils.memory import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parent.parent
-THEIRS = "transformers"
+THEIRS, KEPT = "transformers", ", freed memory kept"
 SHAPE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
 
 
@@ -38,13 +39,14 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=4096, help="a multiple of 64, above 704")
     parser.add_argument("--layers", type=int, default=4, help="of the whole model")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="steps of a process, after one that does not count")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each row")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/bigbird[-cuda].md")
-    parser.add_argument("--peak", nargs=2, metavar=("WHAT", "HOW"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("WHAT", "HOW", "PEAK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     logging.set_verbosity_error()
-    if options.peak:
-        print(json.dumps(peak_of(options, *options.peak)))
+    if options.worker:
+        print(json.dumps(work(options, *options.worker)))
         return
     lines = [conditions(options)]
     for what, title in (("layer", "One attention layer, forward + backward"),
@@ -58,13 +60,18 @@ def main() -> None:
 
 
 def names(options: argparse.Namespace) -> list[str]:
-    return [THEIRS, *(("flex", "full") if options.device == "cuda" else ()), "gathered"]
+    if options.device == "cuda":
+        return [THEIRS, "flex", "full", "gathered"]
+    return [THEIRS, THEIRS + KEPT, "gathered", "gathered" + KEPT]
 
 
 def measured(options: argparse.Namespace, what: str) -> list[str]:
     """A table: one row per way, ratios against transformers."""
-    seconds = times(options, {how: step_of(options, what, how) for how in names(options)})
-    peaks = {how: peak(options, what, how) for how in names(options)}
+    seconds: dict[str, list[float]] = {how: [] for how in names(options)}
+    for _ in range(options.rounds):
+        for how, each in seconds.items():
+            each.extend(spawn(options, what, how, "no"))
+    peaks = {how: spawn(options, what, how, "yes")[0] for how in names(options)}
     lines = ["| attention | minimum, ms | median, ms | faster (minimum) | faster (median) | peak, MB | of the memory |",
              "|---|---|---|---|---|---|---|"]  # fmt: skip
     first, middle = min(seconds[THEIRS]), median(seconds[THEIRS])
@@ -116,17 +123,30 @@ def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
     return step
 
 
-def times(options: argparse.Namespace, steps: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
-    """Seconds of each way, taken in turn, after one round that does not count."""
-    seconds: dict[str, list[float]] = {how: [] for how in steps}
+def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
+    """Seconds of each step, or the bytes that a step takes at most."""
+    if how.endswith(KEPT):
+        keep_freed_memory()
+    step = step_of(options, what, how.removesuffix(KEPT))
+    if peak == "yes":
+        return [peak_of(options, step)]
+    seconds = []
     for _ in range(options.repeats + 1):
-        for how, step in steps.items():
-            _wait(options)
-            started = time.perf_counter()
-            step()
-            _wait(options)
-            seconds[how].append(time.perf_counter() - started)
-    return {how: each[1:] for how, each in seconds.items()}
+        _wait(options)
+        started = time.perf_counter()
+        step()
+        _wait(options)
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def spawn(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
+    """`work` in a process of its own."""
+    command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens), "--layers",
+               str(options.layers), "--repeats", str(options.repeats), "--worker", what, how, peak]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    return list(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _wait(options: argparse.Namespace) -> None:
@@ -134,17 +154,7 @@ def _wait(options: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def peak(options: argparse.Namespace, what: str, how: str) -> int:
-    """Bytes that a step takes at most, from a process of its own."""
-    command = [sys.executable, __file__, "--device", options.device, "--tokens", str(options.tokens),
-               "--layers", str(options.layers), "--peak", what, how]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, check=True)  # fmt: skip
-    return int(json.loads(done.stdout.splitlines()[-1]))
-
-
-def peak_of(options: argparse.Namespace, what: str, how: str) -> int:
-    step = step_of(options, what, how)
+def peak_of(options: argparse.Namespace, step: Callable[[], None]) -> int:
     if options.device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -168,8 +178,8 @@ def conditions(options: argparse.Namespace) -> str:
     )
     load = f", load average {os.getloadavg()[0]:.1f} when it began" if options.device == "cpu" else ""
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    return (f"On {where}{load}; torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}, the default "
-            f"allocator; hidden 768, 12 heads, batch 1, training mode; {options.repeats} interleaved repeats; peak "
+    return (f"On {where}{load}; torch {torch.__version__}, {torch.get_num_threads()} threads, {dtype}; hidden 768, "
+            f"12 heads, batch 1, training mode; {options.rounds} processes of {options.repeats} steps in turn; peak "
             "memory of one step in a process of its own, beyond what it held before.")  # fmt: skip
 
 
