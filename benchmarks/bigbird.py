@@ -5,12 +5,14 @@
 
 One attention layer, forward + backward, and a training step of a whole model, batch 1 in training mode. Each row is of
 processes of its own, which take turns; each peak is less what the process held before the step. On a CPU "kept" rows
-keep the memory that is freed, as all training of this toolkit does. `--write` puts the tables into benchmarks/results.
+keep the memory that is freed, which glibc otherwise returns to the system. `--write` puts the tables into
+benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -27,7 +29,6 @@ from transformers import BigBirdConfig, BigBirdForSequenceClassification, BigBir
 from transformers.utils import logging
 
 from toolkit.models import bigbird
-from toolkit.utils.memory import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 THEIRS, KEPT = "transformers", ", freed memory kept"
@@ -126,7 +127,9 @@ def _model_step(options: argparse.Namespace, model: Any) -> Callable[[], None]:
 def work(options: argparse.Namespace, what: str, how: str, peak: str) -> list[float]:
     """Seconds of each step, or the bytes that a step takes at most."""
     if how.endswith(KEPT):
-        keep_freed_memory()
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
     step = step_of(options, what, how.removesuffix(KEPT))
     if peak == "yes":
         return [peak_of(options, step)]

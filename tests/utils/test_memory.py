@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -201,27 +199,3 @@ def test_one_rank_says_it_for_all(files: dict[str, Path], tiny_model: Path, tmp_
     assert finished.code not in (-6, -9, -11)
     finished.says_in_one_line(*TRAINING)
     assert re.match(r"\[rank [01] on \S+\] error: " if rank == "all" else r"\[rank 1 on ", finished.error_lines[0])
-
-
-_FAULTS = """
-import resource, torch
-from toolkit.utils.memory import keep_freed_memory
-if {keep}:
-    keep_freed_memory()
-for _ in range(20):
-    torch.ones(16 * 2**20)  # 64 MiB, freed at once
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
-    torch.ones(16 * 2**20)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
-@pytest.mark.parametrize(("keep", "variable"), [(True, {}), (False, {}), (True, {"MALLOC_ARENA_MAX": "4"})])
-def test_large_tensors_take_the_pages_of_freed_ones(keep: bool, variable: dict[str, str]) -> None:
-    """64 MiB are 16,384 pages, or 32 huge ones. What a user configures holds."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variable
-    command = [sys.executable, "-c", _FAULTS.format(keep=keep)]
-    faults = int(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert (faults < 20) == (keep and not variable), faults

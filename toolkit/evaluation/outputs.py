@@ -104,8 +104,6 @@ def batches_of(
     Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
     holds padding samples alone.
     """
-    if accelerator.device.type == "cpu":
-        memory.keep_freed_memory()
     ahead = Ahead(collator_of(split, tokenizer, accelerator.device))
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)

@@ -244,7 +244,6 @@ class Steps:
         self.accelerator, self.train, self.settings = accelerator, train, settings
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
-            memory.keep_freed_memory()
             draw_dropout_faster()
         self.ahead = Ahead(collator_of(train, tokenizer, accelerator.device))
         self.done = 0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -22,8 +19,6 @@ _MESSAGES = re.compile(
     r"|could not create a primitive$|failed to map segment",
     re.IGNORECASE | re.MULTILINE,
 )
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-_MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
 
 
 def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
@@ -47,20 +42,6 @@ def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
     ways.append(f"--max_length {width // 2}")
     where = f"{_device()} in {when} of {samples} x {width} tokens"
     return f"out of memory{where}: pass {', or '.join(ways)} [{_first_line(error)}]"
-
-
-@functools.cache
-def keep_freed_memory() -> None:
-    """Lets this process keep the memory that it frees, where the C library is glibc and no variable configures it.
-
-    By default glibc returns a tensor of more than 32 MiB to the system when it is freed; the next one takes new pages,
-    each of which the kernel clears: a third of a training step's time at 512 tokens on a CPU.
-    """
-    if sys.platform == "linux" and not any(name.startswith(_MALLOC) for name in os.environ):
-        with contextlib.suppress(AttributeError):  # another C library
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(_M_MMAP_MAX, 0)
-            mallopt(_M_TRIM_THRESHOLD, -1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
