@@ -64,7 +64,7 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
         if isinstance(getattr(part, "intermediate_act_fn", None), NewGELUActivation):
             part.intermediate_act_fn = (
                 GELUTanh()
-            )  # the same function in one operator, which keeps a sixth of the memory
+            )  # the same function in one operator, which keeps one tensor, not four
     for part in (encoder, *(layer.attention for layer in encoder.encoder.layer)):
         # a subclass of the very class: parameters, hooks, copies and `isinstance` stay as they are, and transformers'
         # decorators, which record hidden states and read the config, apply to methods
