@@ -60,11 +60,9 @@ def _install(encoder: theirs.BigBirdModel, attention: str) -> None:
             raise UserError("this BigBird's config.json says attention_type original_full: load it with "
                             "attention_type='block_sparse', or install attention='full'")  # fmt: skip
         encoder.set_attention_type("block_sparse")  # a short batch may have changed it, for good
-    for part in encoder.modules():
+    for part in encoder.modules():  # the same function in one operator, which keeps one tensor, not four
         if isinstance(getattr(part, "intermediate_act_fn", None), NewGELUActivation):
-            part.intermediate_act_fn = (
-                GELUTanh()
-            )  # the same function in one operator, which keeps one tensor, not four
+            part.intermediate_act_fn = GELUTanh()
     for part in (encoder, *(layer.attention for layer in encoder.encoder.layer)):
         # a subclass of the very class: parameters, hooks, copies and `isinstance` stay as they are, and transformers'
         # decorators, which record hidden states and read the config, apply to methods
