@@ -15,8 +15,8 @@ length, as they are by default, and with `--group_by_length false`. Contestants:
 A run takes 14 steps of short texts, or 3 of long ones; an evaluation twice as many samples.
 
 Each run is a fresh process, and the contestants take turns; ratios are taken round by round. `least / least` compares
-the shortest run of each, seconds and CPU seconds: it counts where the machine gives pages of memory slowly, as this one
-did now and then (one of three equal runs then takes several times as long as the others).
+the shortest run of each, seconds and CPU seconds: for a machine that is disturbed, where one of three equal runs takes
+several times as long as the others.
 """
 
 from __future__ import annotations
