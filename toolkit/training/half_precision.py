@@ -13,11 +13,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, convert_outputs_to_fp32
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, convert_outputs_to_fp32
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from toolkit.checkpoint.live import live_state
@@ -49,30 +49,29 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
         accelerator.state.fsdp_plugin.mixed_precision_policy = None
 
 
-def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> None:
-    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it."""
+def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> str | None:
+    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it. Returns the type,
+    which a DeepSpeed config must name for it."""
     if not settings.half_precision_gradients or accelerator.num_processes == 1:
-        return
+        return None
     name = "fp16" if accelerator.mixed_precision == "fp16" else "bf16"
-    if zero := accelerator.state.deepspeed_plugin:
-        zero.deepspeed_config["communication_data_type"] = name
-    elif accelerator.is_fsdp2:
+    if accelerator.is_fsdp2:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy or MixedPrecisionPolicy()
         accelerator.state.fsdp_plugin.mixed_precision_policy = replace(policy, reduce_dtype=_DTYPES[name])
-    else:
-        _HalfPrecisionReduction.dtype = name
-        accelerator.ddp_handler = _HalfPrecisionReduction(**vars(accelerator.ddp_handler))
+    elif accelerator.state.deepspeed_plugin is None:
+        options = {**vars(accelerator.ddp_handler), "comm_hook": DDPCommunicationHookType(name)}
+        accelerator.ddp_handler = _HalfPrecisionReduction(**options)
+    return name
 
 
 class _HalfPrecisionReduction(DistributedDataParallelKwargs):
     """torch refuses its bf16 hook, by the hook's name, wherever there is no NCCL."""
 
-    dtype: ClassVar[str]
-
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        hook = default_hooks.bf16_compress_hook if self.dtype == "bf16" else default_hooks.fp16_compress_hook
+        is_bf16 = self.comm_hook == DDPCommunicationHookType.BF16
+        hook = default_hooks.bf16_compress_hook if is_bf16 else default_hooks.fp16_compress_hook
         model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 

@@ -49,20 +49,23 @@ def align_strategy(
     if settings.torch_compile:
         compile_layers(accelerator, model)
     choose_precision(accelerator, model, settings)
-    choose_reduction(accelerator, settings)
+    reduced_in = choose_reduction(accelerator, settings)
     plugin, micro_batch_size = accelerator.state.deepspeed_plugin, schedule.micro_batch_size
     if plugin is None:
         return
     require(DeepSpeedEngineWrapper, "get_global_grad_norm", "accelerate")  # reads the norm, and waits for the update
     DeepSpeedEngineWrapper.get_global_grad_norm = lambda wrapper: wrapper.engine.get_global_grad_norm()
     config = plugin.deepspeed_config
-    values: dict[str, float | bool] = {
+    values: dict[str, Any] = {
         "gradient_clipping": settings.max_grad_norm,
         "gradient_accumulation_steps": schedule.accumulation,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "train_batch_size": micro_batch_size * schedule.accumulation * accelerator.num_processes,
     }
+    if reduced_in:
+        values["communication_data_type"] = reduced_in
     names = {
+        "communication_data_type": "--half_precision_gradients true",
         "gradient_clipping": f"--max_grad_norm {settings.max_grad_norm:g}",
         "train_batch_size": f"--global_batch_size {settings.global_batch_size}",
         "train_micro_batch_size_per_gpu": f"--per_device_batch_size {settings.per_device_batch_size}",
