@@ -329,6 +329,12 @@ def test_a_contradiction_names_both_sides(key: str, value: Any, setting: str) ->
     refusal(align, accelerator_with(AUTO | {key: value}), says=[f'"{key}"', setting])
 
 
+def test_another_type_of_reductions_is_a_contradiction() -> None:
+    settings = TrainingSettings(half_precision_gradients=True, mixed_precision="no")
+    accelerator = accelerator_with(AUTO | {"communication_data_type": "fp32"}, 2)
+    refusal(align, accelerator, settings, says=['"communication_data_type": fp32', "--half_precision_gradients"])
+
+
 def test_contradictions_come_all_at_once_and_change_nothing() -> None:
     config = AUTO | {"gradient_clipping": 1.0, "train_batch_size": 64, "optimizer": {}}
     before = dict(config)

@@ -50,8 +50,8 @@ def choose_precision(accelerator: Accelerator, model: torch.nn.Module, settings:
 
 
 def choose_reduction(accelerator: Accelerator, settings: TrainingSettings) -> str | None:
-    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it. Returns the type,
-    which a DeepSpeed config must name for it."""
+    """Makes the next `accelerator.prepare` reduce gradients in 16 bits, where the settings ask for it. Returns that
+    type, which a DeepSpeed config must name."""
     if not settings.half_precision_gradients or accelerator.num_processes == 1:
         return None
     name = "fp16" if accelerator.mixed_precision == "fp16" else "bf16"
