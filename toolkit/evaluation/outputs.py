@@ -113,6 +113,8 @@ def batches_of(
         batch = EvaluationBatch(**vars(ahead.batch(indices, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
+        if accelerator.device.type == "cpu":
+            memory.manage_freed_memory()
         if bar:
             samples, tokens = ends[place].tolist()
             bar.update(min(samples * world, len(split)), tokens / max(1, ends[-1][1]))

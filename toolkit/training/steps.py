@@ -300,6 +300,8 @@ class Steps:
         Raises UserError, in every process, at the first step whose loss or gradient is not finite.
         """
         step.grad_norm, step.seconds, step._batch = grad_norm, time.perf_counter() - step.started, None
+        if self.accelerator.device.type == "cpu":
+            memory.manage_freed_memory()
         self.done, signal = step.number, self.signals.requested
         self._pending.append(step)
         saves = self.settings.checkpoint_every is not None and step.number % self.settings.checkpoint_every == 0
