@@ -5,7 +5,8 @@
 
 The same model, samples, global batch, dropout, learning rates and clipping: the demo's weights (demo:minilm) on
 sentences of at most 128 tokens in batches of 32 (demo:rotten-tomatoes), or, with `--lengths 128 512`, also on reviews
-of at most 512 in batches of 16 (demo:imdb). Contestants:
+of at most 512 in batches of 16 (demo:imdb). `TRAINER_PRECISION=no` computes in fp32, for CPUs on which bf16 is slower;
+with `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2` this CPU computes as an older one does. Contestants:
 
     ours     as recipes/cls.py trains and evaluates: bf16, by length, a line of metrics for every step
     tuned    Trainer at its best: bf16, group_by_length, dynamic padding, fused AdamW, samples in a list,
@@ -42,7 +43,7 @@ CONTESTANTS = ("ours", "tuned", "plain")
 TASKS = ("train", "evaluate")
 SEED = 42
 JOB = {"model_name_or_path": "demo:minilm", "learning_rate": 1e-4, "warmup_ratio": 0.1, "weight_decay": 0.01,
-       "mixed_precision": "bf16", "seed": SEED}  # fmt: skip
+       "mixed_precision": os.environ.get("TRAINER_PRECISION", "bf16"), "seed": SEED}  # fmt: skip
 # the longest text -> its data, the global batch, and the texts of the held-back tenth that are evaluated
 TEXTS = {128: ("demo:rotten-tomatoes", 32, 1000), 512: ("demo:imdb", 16, 500)}
 # How far from ours a contestant's loss may be before the report calls the comparison void: other random
@@ -200,7 +201,7 @@ def _evaluate_ours(job: Job, accelerator: Any, clock: Clock) -> dict[str, Any]:
     labels, split = job.data.labels, job.data.validation
     collator_of(split, job.tokenizer, accelerator.device).prepare_model(accelerator, job.model)
     model = accelerator.prepare(job.model).eval()
-    warm_up(model, bf16=True)
+    warm_up(model, bf16=accelerator.mixed_precision == "bf16")
     clock.start()
     outputs = Outputs(accelerator, split)
     with torch.no_grad():
@@ -218,7 +219,7 @@ def tuned_trainer(job: Job, task: str, clock: Clock) -> dict[str, Any]:
     from transformers import DataCollatorWithPadding
 
     options = {
-        "bf16": True,
+        "bf16": JOB["mixed_precision"] == "bf16",
         "train_sampling_strategy": "group_by_length",
         "optim": "adamw_torch_fused",
         "per_device_eval_batch_size": 64,
