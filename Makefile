@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmark clean
+.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmarks clean
 
 install: $(INSTALLED)
 
@@ -72,8 +72,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-benchmark: install
-	$(BIN)/python benchmarks/trainer.py
+# Every page of benchmarks/results: two hours on two cores that nothing else uses. A part: make benchmarks PAGES="ways trainer"
+benchmarks: install
+	$(BIN)/python benchmarks/every_page.py $(PAGES)
 
 clean:
 	rm -rf $(VENV) .venv-latest .venv-cuda build *.egg-info .pytest_cache .ruff_cache .mypy_cache

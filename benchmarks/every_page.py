@@ -1,0 +1,122 @@
+"""Makes the pages of benchmarks/results again, on one machine and from one commit.
+
+    make benchmarks                                      about two hours on two cores that nothing else uses
+    python benchmarks/every_page.py trainer ways         these alone
+
+Each page is made by the command beside its name in PAGES. benchmarks/results/index.md lists the commit, the machine and
+the minutes of each page; a page whose command fails keeps its old content, and the command line ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MODEL = "{folder}/run/model"
+"""Of the demo job, which is trained first where a page needs it."""
+PREDICT = ["predict", MODEL, "--kept", "{folder}/predict"]
+
+ALL_LENGTHS = ["--lengths", "128", "512"]
+SPEED = ["--contestants", "torch bf16", "openvino int8"]
+
+PAGES: dict[str, list[list[str]]] = {
+    "structure": [["structure", "d459579", "HEAD", "--write"]],
+    "start": [["start", "--write"]],
+    "ways": [["ways", "--write"]],
+    "sameness": [["sameness", "--write"]],
+    "collectives": [["collectives", "--write"]],
+    "checkpoints": [["checkpoints", "--write"]],
+    "convert": [
+        ["convert", "--stage", "2", "--write"],
+        ["convert", "--stage", "2", "--cold", "--repeats", "3", "--write"],
+        ["convert", "--stage", "3", "--write"],
+    ],
+    "trainer": [["trainer", *ALL_LENGTHS, "--rounds", "2", "--write"]],
+    "bigbird": [["bigbird", "--rounds", "2", "--repeats", "3", "--write"]],
+    "padding_free": [["padding_free", "--rounds", "2", "--write"]],
+    "precision_trial": [["precision_trial", "--write"]],
+    "memory": [["memory", "--write"]],
+    "ranks": [["ranks", "--ranks", "2", "4", "--write"]],
+    "data": [["data", "--rows", "1000000", "10000000"]],
+    "predict": [
+        ["../recipes/cls", "--output_dir", "{folder}/run", "--num_train_epochs", "1"],
+        [*PREDICT, "--texts", "short", "--rows", "5000", "--rounds", "1"],
+        [*PREDICT, "--texts", "short", "--rows", "200000", "--rounds", "1", *SPEED],
+        [*PREDICT, "--layers", "12", "--rows", "300", "--rounds", "1"],
+        [*PREDICT, "--texts", "long", "--rows", "200", "--rounds", "1", "--write"],
+    ],
+    "distillation": [["distillation", "--folder", "{folder}/distillation", "--write"]],
+    "label_errors": [
+        ["label_errors", "--samples", "3000", "--folds", "3", "--epochs", "2"],
+        ["label_errors", "--dataset", "demo:bbc", "--samples", "1500", "--folds", "3", "--epochs", "3"],
+    ],
+    "precision": [["precision", "--write"]],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"of {', '.join(PAGES)} [all]")
+    options = parser.parse_args()
+    if unknown := set(options.pages) - set(PAGES):
+        parser.error(f"there is no page {', '.join(sorted(unknown))}: name some of {', '.join(PAGES)}")
+    failed = [page for page in options.pages or PAGES if not make(page)]
+    if failed:
+        print(f"failed: {' '.join(failed)}; again: python benchmarks/every_page.py {' '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+def make(page: str) -> bool:
+    """Runs a page's commands, one after the other, and adds it to the index. False where one fails."""
+    started, load = time.monotonic(), os.getloadavg()[0]
+    before = {file: file.read_bytes() for file in RESULTS.glob("*.md")}
+    with tempfile.TemporaryDirectory() as folder:
+        (RESULTS / "convert.md").unlink() if page == "convert" else None  # its commands add tables to it
+        for script, *words in PAGES[page]:
+            command = [f"benchmarks/{script}.py", *(word.format(folder=folder) for word in words)]
+            print(f"$ python {' '.join(command)}", flush=True)
+            if subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode:
+                for file, content in before.items():
+                    file.write_bytes(content)
+                return False
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    minutes = (time.monotonic() - started) / 60
+    index(page, f"| {page} | {commit} | {date.today()} | {cpu()} | {load:.1f} | {minutes:.1f} |")
+    return True
+
+
+def cpu() -> str:
+    """`2 x AMD EPYC, torch 2.13.0+cpu`."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {names[0] if names else platform.machine()}, torch {version('torch')}"
+
+
+def index(page: str, row: str) -> None:
+    """Puts a page's row into the index, in the place of an older one."""
+    file = RESULTS / "index.md"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    rows = {line.split(" | ")[0]: line for line in [*lines, row] if line.split(" | ")[0].lstrip("| ") in PAGES}
+    heads = [
+        "# Measured pages",
+        "",
+        "`make benchmarks` makes them again; `benchmarks/every_page.py` has each command.",
+        "",
+    ]
+    table = ["| page | commit | date | machine | load before | minutes |", "|---|---|---|---|---|---|"]
+    file.write_text("\n".join([*heads, *table, *(rows[name] for name in sorted(rows))]) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
