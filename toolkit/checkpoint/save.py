@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from isal.isal_zlib import crc32_combine
 
+from toolkit.checkpoint.checksums import crc32, crc32_combine
 from toolkit.checkpoint.live import LiveState, whole_shape
 from toolkit.checkpoint.optimizer_state import DTYPE_NAMES, changed_groups, is_plain, state_of
 from toolkit.checkpoint.safetensors_header import Layout, lay_out
-from toolkit.checkpoint.tensor_index import crc32
 from toolkit.errors import UserError
 from toolkit.utils.files import as_json, create_file
 

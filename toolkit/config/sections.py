@@ -267,8 +267,9 @@ class TrainingSettings:
     """Whether a greater `metric_for_best_model` is better; by default, unless it ends in loss, error, mse or mae."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Stop after so many evaluations without a better metric."""
-    report_to: str = "tensorboard"
-    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none."""
+    report_to: str = "auto"
+    """Trackers, comma-separated: tensorboard, wandb, mlflow, swanlab, trackio, or none; auto: tensorboard if it is
+    installed."""
     run_name: str | None = None
     """The run's name in trackers; that of its folder when not given."""
     project: str | None = None

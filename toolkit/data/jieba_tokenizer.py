@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, BertTokenizerFast, PreTrainedTokenizerFa
 
 from toolkit.errors import UserError
 from toolkit.utils.compat import require
+from toolkit.utils.extras import require_extra
 
 MARK = "words_first"
 """The key in tokenizer_config.json: transformers saves and loads it, and does not interpret it."""
@@ -47,12 +48,10 @@ def load_jieba() -> Jieba:
     It neither reads nor writes jieba's cache file, which has one name for every version and user of a machine, and
     would be trusted whatever it holds. So nothing is printed, and any number of processes may start at once.
     """
+    require_extra("segmenting Chinese text into words", "titles", "jieba")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its escapes in strings, and of pkg_resources
-        try:
-            import jieba
-        except ImportError as error:
-            raise UserError("segmenting Chinese text into words needs jieba: pip install jieba==0.42.1") from error
+        import jieba
     cutter = jieba.Tokenizer()
     with cutter.get_dict_file() as file:
         dictionary = file.read()

@@ -32,6 +32,7 @@ from toolkit.launch.environment import (
 )
 from toolkit.launch.nodes import find_nodes
 from toolkit.launch.restarts import stop_with_parent
+from toolkit.utils.extras import require_extra
 from toolkit.utils.files import templates
 from toolkit.utils.log import logger
 from toolkit.utils.plain_yaml import read_yaml
@@ -103,6 +104,8 @@ def plan(
     """
     path = find_file(str(options.config_file), script[0], "accelerate_configs")
     config = read_config(path)
+    if config["distributed_type"] == "DEEPSPEED":
+        require_extra(str(options.config_file), "deepspeed")
     nodes = find_nodes(vars(options), config, path, env)
     processes = _processes(options, config, path, nodes.count)
     # its launcher needs no port: each starts the processes of its node, and these find each other

@@ -43,6 +43,7 @@ from toolkit.launch.restarts import stop_with_parent
 from toolkit.launch.trial import BERT_BASE, Widths, describe, faster, measure_once, slowest
 from toolkit.utils import collector
 from toolkit.utils.compat import require
+from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
 from toolkit.utils.versions import differences
 
@@ -117,7 +118,7 @@ def make_accelerator(
         raise UserError(f"--mixed_precision {mixed_precision}: {error}: pass no (or bf16) on this machine") from error
     verify_world(accelerator, place)
     if deepspeed and str(accelerator.distributed_type) != "DistributedType.DEEPSPEED":
-        raise UserError("DeepSpeed was asked for and is not in use: install it with `pip install deepspeed`")
+        raise UserError("DeepSpeed was asked for, and accelerate does not use it: try `python -m deepspeed.env_report`")
     if on_cpu and sharded and accelerator.num_processes > 1:
         _shard_on_cpu(accelerator)
     if on_cpu and not deepspeed and accelerator.mixed_precision == "fp16":
@@ -247,7 +248,11 @@ def _check_devices(place: Place) -> None:
 def _deepspeed_plugin(place: Place) -> Any:
     """DeepSpeed's launcher does not set what Accelerate reads: set it."""
     file = os.environ.get("TOOLKIT_DEEPSPEED_CONFIG")
-    if _flag("ACCELERATE_USE_DEEPSPEED") or (place.launcher != "deepspeed" and not file):
+    by_accelerate = _flag("ACCELERATE_USE_DEEPSPEED")
+    if not (by_accelerate or file or place.launcher == "deepspeed"):
+        return None
+    require_extra("this launch", "deepspeed")
+    if by_accelerate:
         return None
     path = find_file(file or DEFAULT_DEEPSPEED_CONFIG, sys.argv[0], "ds_configs")
     from accelerate import DeepSpeedPlugin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import UserError, first_line
+from toolkit.utils.extras import require_extra
 
 FILES = {"openvino": "openvino_model.xml", "onnx": "model.onnx"}
 """Where each kind has its graph, as optimum and text-embeddings-inference look for it."""
@@ -28,16 +28,6 @@ def exported_to(folder: Path) -> str | None:
     return next((kind for kind, name in FILES.items() if (folder / name).is_file()), None)
 
 
-def require_packages(kind: str, *packages: str) -> None:
-    """Raises UserError, with what to type, where a library is not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(
-            f"{kind} needs {' and '.join(missing)}: pip install 'finetune-toolkit[{kind}]' (in a clone: "
-            f"pip install -c constraints.txt -e '.[{kind}]')"
-        )
-
-
 class ExportedClassifier(torch.nn.Module):
     """Called with the inputs of a batch; returns an object whose `logits` are (B, C) float32."""
 
@@ -45,7 +35,7 @@ class ExportedClassifier(torch.nn.Module):
         """Raises UserError where the runtime is missing or cannot read the file."""
         super().__init__()
         kind = str(exported_to(folder))
-        require_packages(kind, _PACKAGES[kind])
+        require_extra(kind, kind, _PACKAGES[kind])
         self.config, self.path = config, folder / FILES[kind]
         try:
             self.inputs, self._compute = (_openvino if kind == "openvino" else _onnxruntime)(self.path)

@@ -11,16 +11,17 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from toolkit.report.record import METRICS, Record
+from toolkit.utils.extras import install_command, is_installed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOST_DOTS = 2000
 # drawn colour -> the page's
@@ -201,7 +202,13 @@ def coverage(points: Sequence[Sequence[float]], below: float | None) -> Chart:
 def _chart(
     title: str, draw: Callable[[Axes], None], height: float, legend: Sequence[tuple[str, str]] = (), note: str = ""
 ) -> Chart:
-    """Draws on one pair of axes; the title is the drawing's own on the page, as its ids are made of it."""
+    """Draws on one pair of axes; the title is the drawing's own on the page, as its ids are made of it. Without
+    matplotlib there is what to install in the drawing's place."""
+    if not is_installed("matplotlib"):
+        return Chart(title, Markup(""), note=install_command("report"))
+    import matplotlib
+    from matplotlib.figure import Figure
+
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}, Path(__file__).with_name("curves.mplstyle")):
         figure = Figure(figsize=(5.2, height), layout="constrained")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import os
 import time
@@ -25,6 +24,7 @@ from toolkit.errors import UserError, did_you_mean, first_line
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import RunFiles
 from toolkit.training.steps import StepMetrics
+from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.log import logger
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab", "trackio")
@@ -116,14 +116,17 @@ def class_lines(evaluation: Evaluation) -> list[str]:
 
 def tracker_names(report_to: str) -> list[str]:
     """`tensorboard,wandb` -> its names. Raises UserError for an unknown or missing one."""
+    if report_to == "auto":
+        return ["tensorboard"] if is_installed("tensorboard") else []
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     for name in names:
         if name not in TRACKERS:
             raise UserError(
                 f"--report_to {name}{did_you_mean(name, TRACKERS)}: choose from {', '.join(TRACKERS)}, none"
             )
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"--report_to {name} needs a package: pip install {name} (or --report_to none)")
+        if not is_installed(name):
+            install = install_command(name) if name == "tensorboard" else f"pip install {name}"
+            raise UserError(f"--report_to {name} needs a package: {install}, or pass --report_to none")
     return names
 
 

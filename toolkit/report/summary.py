@@ -24,6 +24,7 @@ from toolkit.report.log import class_lines
 from toolkit.report.record import last_evaluation
 from toolkit.training import mfu
 from toolkit.training.steps import Schedule
+from toolkit.utils.extras import install_command, is_installed
 from toolkit.utils.units import size_text
 
 
@@ -58,6 +59,7 @@ class RunSummary:
             f"{schedule.total_steps} optimizer steps, {schedule.steps_per_epoch} per epoch, {per_step}",
             demo.about(settings.model.model_name_or_path).note,
             demo.about(settings.data.dataset_name).note,
+            _left_out(settings.training.report_to),
         ]
         if isinstance(settings.model, ModelSettings) and settings.model.lora_r:
             lines.append(lora.describe(model, settings.model))
@@ -88,7 +90,7 @@ class RunSummary:
 
     def write_pages(self, best_step: int) -> None:
         """The model card, where there is a model, and report.html, from the run's files; on one process."""
-        from toolkit.report.card import write_card  # matplotlib and jinja2
+        from toolkit.report.card import write_card  # jinja2, and matplotlib where it is
         from toolkit.report.html import write_report_of_folder
 
         if best_step:
@@ -156,6 +158,14 @@ def _world(accelerator: Accelerator) -> str:
     """`one process`, or `2 processes (deepspeed)`."""
     count, kind = accelerator.num_processes, accelerator.distributed_type.value.lower()
     return "one process" if kind == "no" else f"{count} process{'es' * (count > 1)} ({kind})"
+
+
+def _left_out(report_to: str) -> str:
+    """What a run does not write for want of a package; nothing where all are installed."""
+    lacking = {} if is_installed("matplotlib") else {"report": "report.html will have no curves"}
+    if report_to == "auto" and not is_installed("tensorboard"):
+        lacking["tensorboard"] = "there will be no TensorBoard files"
+    return f"{', '.join(lacking.values())}: {install_command(*lacking)}" if lacking else ""
 
 
 def command_here(command: str) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from toolkit.checkpoint.tensor_index import crc32, crc32_of_range
+from toolkit.checkpoint.checksums import crc32
+from toolkit.checkpoint.tensor_index import crc32_of_range
 from toolkit.config import ObjectiveSettings, section_in
 from toolkit.data.prepare import Prepared
 

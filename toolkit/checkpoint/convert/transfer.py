@@ -16,11 +16,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from isal.isal_zlib import crc32_combine
-
+from toolkit.checkpoint.checksums import crc32, crc32_combine
 from toolkit.checkpoint.lora import LoraDelta
 from toolkit.checkpoint.safetensors_header import Layout, lay_out, read_header
-from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks, crc32
+from toolkit.checkpoint.tensor_index import ITEM_BYTES, Member, TensorIndex, blocks
 from toolkit.errors import UserError
 from toolkit.utils.files import create_file, write_new
 

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from isal.isal_zlib import crc32_combine
-
+from toolkit.checkpoint.checksums import crc32_combine
 from toolkit.checkpoint.folder import MANIFEST, complete, fault_of, read_manifest, step_number
 from toolkit.checkpoint.read.deepspeed import find_tag_folder, is_tag_folder, open_deepspeed
 from toolkit.checkpoint.read.weights import SUFFIXES, open_weights

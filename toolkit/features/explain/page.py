@@ -6,7 +6,6 @@ between its special tokens: what all words add is the difference between the out
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +19,8 @@ from toolkit.config import ModelSettings
 from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.data.labels import Labels
 from toolkit.data.tokens import load_tokenizer
-from toolkit.errors import UserError
 from toolkit.models.classifier import load_saved_classifier
+from toolkit.utils.extras import require_extra
 from toolkit.utils.log import logger
 
 SECONDS = 60.0
@@ -62,8 +61,7 @@ def explain(
 ) -> dict[int, Explanation]:
     """Place of a sample -> its explanation, by the run's saved model on this machine alone, for the first `most` of
     these samples that the time allows. Raises UserError where captum is missing."""
-    if importlib.util.find_spec("captum") is None:
-        raise UserError("--explain needs a package that is not installed: pip install 'finetune-toolkit[explain]'")
+    require_extra("--explain", "explain", "captum")
     settings = ModelSettings(model_name_or_path=str(folder / "model"))
     tokenizer, model = load_tokenizer(settings), load_saved_classifier(settings).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu").requires_grad_(False)

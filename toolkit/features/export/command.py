@@ -33,8 +33,9 @@ from toolkit.demo import model_path
 from toolkit.errors import UserError, first_line
 from toolkit.evaluation.answers import ClassAnswers
 from toolkit.evaluation.saved_model import SavedModel, quoting_of_run
-from toolkit.models.exported import FILES, INPUTS, exported_to, require_packages
+from toolkit.models.exported import FILES, INPUTS, exported_to
 from toolkit.pretrained import quiet_transformers
+from toolkit.utils.extras import require_extra
 from toolkit.utils.files import replace_folder, writing
 
 _PACKAGES = {"openvino": ["openvino"], "onnx": ["onnx", "onnxruntime"]}
@@ -56,7 +57,7 @@ def export(options: Any) -> None:
         raise UserError("toolkit export runs in one process: start it without a launcher")
     if os.path.lexists(out):
         raise UserError(f"{out} exists: name another folder, nothing is overwritten")
-    require_packages(options.to, *_packages(options))
+    require_extra(options.to, options.to, *_packages(options))
     saved, answers = _exportable(options.model)
     saved.load(launch.make_accelerator("no"), saved.length(options.max_length, bool(options.text_pair)), *_BATCH)
     calibration, validation, has_labels = _samples(options, saved)

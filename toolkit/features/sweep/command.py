@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import json
 import shlex
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 from toolkit.errors import UserError, first_line, last_error
 from toolkit.launch.relaunch import split
 from toolkit.launch.restarts import stop_with_parent
+from toolkit.utils.extras import require_extra
 from toolkit.utils.files import refuse_link_out
 from toolkit.utils.log import logger
 
@@ -42,8 +42,8 @@ def run(options: argparse.Namespace, words: list[str]) -> None:
             raise UserError(f"--{name} {value}: give 1 or more")
     if not (options.search or options.seeds or options.configs):
         raise UserError("toolkit sweep needs --search NAME=VALUES, --seeds N or --configs A,B: see --help")
-    if options.search and importlib.util.find_spec("optuna") is None:
-        raise UserError("--search needs a package that is not installed: pip install 'finetune-toolkit[sweep]'")
+    if options.search:
+        require_extra("--search", "sweep", "optuna")
     space = dict(sweep.distribution(text) for text in options.search)
     signal.signal(signal.SIGTERM, _exit)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from toolkit.features.titles.settings import KIND, TitleDataSettings, TitleSettings
+from toolkit.utils.extras import require_extra
 from toolkit.utils.features import Feature, PagePart
 
 
@@ -24,6 +25,7 @@ class TitlesFeature(Feature):
     def targets(self, settings: Any) -> Any:
         if not isinstance(settings.data, TitleDataSettings):
             return None
+        require_extra("recipes/title.py", "titles", "rouge_score", "jieba")  # before a run that would end with ROUGE
         from toolkit.features.titles.data import Titles
 
         return Titles

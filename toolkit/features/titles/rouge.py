@@ -15,6 +15,7 @@ from typing import Literal
 
 from toolkit.errors import UserError
 from toolkit.features.titles.readable import HAN, KANA
+from toolkit.utils.extras import require_extra
 
 Segmenter = Literal["auto", "word", "jieba", "char"]
 """word: runs of a-z and 0-9 in lower case, no stemming, as published English numbers are counted.
@@ -52,8 +53,9 @@ def scores(predictions: Sequence[str], references: Sequence[str], segmenter: Seg
     """One {rouge1, rouge2, rougeL} a pair, F-measures from 0 to 1; the mean is the caller's.
 
     An empty text has 0, and so has ROUGE-2 where a text has a single token.
-    Raises UserError when jieba is used and not installed, ValueError for unequal numbers.
+    Raises UserError where the extra `titles` is not installed, ValueError for unequal numbers.
     """
+    require_extra("ROUGE", "titles", "rouge_score")
     from rouge_score.rouge_scorer import RougeScorer  # imports nltk, a second
 
     tokenizer = SimpleNamespace(tokenize=tokenize_of(resolve(segmenter, references)))

@@ -1,0 +1,139 @@
+"""What stands around the code: workflows, forms, versions, the release. What they name exists."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from tests import latest, release
+from tests.runs import ROOT
+from toolkit import __version__, cli
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+OTHERS = [ROOT / "CITATION.cff", ROOT / ".pre-commit-config.yaml", ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+TARGETS = set(re.findall(r"^([a-z][\w-]*(?: [a-z][\w-]*)*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+TARGETS = {word for line in TARGETS for word in line.split()}
+
+
+def loaded(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def steps_of(workflow: Any) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_has_limits_and_steps_that_exist(path: Path) -> None:
+    workflow = loaded(path)
+    assert workflow[True]  # YAML 1.1 reads `on` so
+    assert workflow["permissions"] == {"contents": "read"}
+    for step in steps_of(workflow):
+        assert ("run" in step) != ("uses" in step)
+        if "uses" in step:
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", step["uses"])
+        files = re.findall(r"(?:tests|benchmarks|recipes)/[\w/]+\.py", step.get("run", ""))
+        assert [name for name in files if not (ROOT / name).is_file()] == []
+    needed = {need for job in workflow["jobs"].values() for need in [job.get("needs")] if need}
+    assert needed <= set(workflow["jobs"])
+
+
+def test_the_workflows_test_what_is_promised() -> None:
+    tests, nightly = (loaded(ROOT / ".github" / "workflows" / f"{name}.yml") for name in ("tests", "nightly"))
+    assert tests["jobs"]["tests"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13", "3.14"]
+    assert {"lint", "wheel", "docs", "versions"} <= set(tests["jobs"])
+    assert {"slow", "namespaces", "newest", "gpu"} <= set(nightly["jobs"])
+
+
+@pytest.mark.parametrize(
+    "path", [*WORKFLOWS, ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "Makefile",
+             ROOT / ".github" / "pull_request_template.md", ROOT / "docs" / "compatibility.md"],
+    ids=lambda path: path.name)  # fmt: skip
+def test_make_targets_and_commands_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|run: |^\s*)make ([a-z][\w-]*)", text, re.M))
+    assert named - TARGETS - {"it"} == set()
+    commands = set(re.findall(r"`(?:\.venv/bin/)?toolkit ([a-z][\w-]*)|bin/toolkit ([a-z][\w-]*)", text))
+    assert {one or other for one, other in commands} <= set(cli.commands())
+
+
+def test_matrix_targets_exist() -> None:
+    jobs = loaded(ROOT / ".github" / "workflows" / "tests.yml")["jobs"]
+    assert set(jobs["versions"]["strategy"]["matrix"]["target"]) <= TARGETS
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_a_form_is_complete(path: Path) -> None:
+    form = loaded(path)
+    assert {"name", "description", "body"} <= set(form)
+    ids = [field["id"] for field in form["body"]]
+    assert len(ids) == len(set(ids))
+    assert all(field["attributes"]["label"] for field in form["body"])
+    assert {field["type"] for field in form["body"]} <= {"textarea", "input", "checkboxes", "dropdown", "markdown"}
+
+
+def test_a_report_of_a_fault_asks_for_what_doctor_says() -> None:
+    (field,) = [field for field in loaded(FORMS[0])["body"] if field["id"] == "doctor"]
+    assert "`toolkit doctor --json`" in field["attributes"]["label"]
+    assert field["validations"] == {"required": True}
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
+def test_other_files_are_yaml(path: Path) -> None:
+    assert isinstance(loaded(path), dict)
+
+
+def test_the_citation_is_of_this_project() -> None:
+    citation = loaded(OTHERS[0])
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert (citation["title"], citation["license"]) == (PROJECT["project"]["name"], PROJECT["project"]["license"])
+
+
+def test_hooks_run_what_make_install_installs() -> None:
+    dev = {Requirement(line).name for line in PROJECT["project"]["optional-dependencies"]["dev"]}
+    programs = {hook["entry"].split()[0] for repo in loaded(OTHERS[1])["repos"] for hook in repo["hooks"]}
+    assert {program.removeprefix(".venv/bin/") for program in programs} <= dev | {"python"}
+
+
+def test_the_version_is_in_one_place() -> None:
+    assert "version" in PROJECT["project"]["dynamic"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "toolkit.__version__"}
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert newest is not None
+    assert newest[1] == __version__
+
+
+def test_constraints_lie_within_the_ranges_and_every_dependency_has_an_oldest_version() -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M))
+    by_name = {re.sub(r"[-_.]+", "-", name).lower(): pin for name, pin in pins.items()}
+    for line in latest.requirements():
+        needed = Requirement(line)
+        pin = by_name[re.sub(r"[-_.]+", "-", needed.name).lower()]
+        assert needed.specifier.contains(pin), f"{line}: constraints.txt has {pin}"
+    pinned = latest.oldest()[: len(PROJECT["project"]["dependencies"])]
+    assert [line for line in pinned if not re.fullmatch(r"[\w.-]+==[\d.]+", line)] == []
+    assert "torch" in latest.newest("torch")
+    assert not [line for line in latest.newest("torch") if re.match(r"(accelerate|transformers)\S", line)]
+
+
+def test_a_wheel_that_lacks_or_adds_a_file_is_refused() -> None:
+    wanted = release.expected(["toolkit/run.py", "tests/runs.py"], ["recipes/cls.py"])
+    assert wanted == {"toolkit/run.py", "toolkit/templates/recipes/cls.py"}
+    there = ["toolkit/run.py", "toolkit/secret.txt", "finetune_toolkit-1.dist-info/METADATA"]
+    assert release.wheel_faults(there, wanted) == ["missing: toolkit/templates/recipes/cls.py",
+                                                   "extra: toolkit/secret.txt"]  # fmt: skip
+    assert release.wheel_faults([*wanted], wanted) == []
+
+
+@pytest.mark.parametrize(("entry", "ready"), [("1.2.0 (2026-01-31)", True), ("1.2.0 (unreleased)", False),
+                                              ("1.1.0 (2026-01-31)", False)])  # fmt: skip
+def test_only_a_dated_entry_of_this_version_is_released(entry: str, ready: bool) -> None:
+    assert (release.changelog_fault(f"# Changelog\n\n## {entry}\n- x\n", "1.2.0") == "") == ready

@@ -1,0 +1,104 @@
+"""Without its extras the toolkit trains, saves and converts, and names the extra where one is needed."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import tomllib
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, Finished, begin
+from toolkit.checkpoint import checksums
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+OF_TESTS = {"all", "demo", "dev"}
+_IMPORTED_AS = {"onnxruntime": "onnxruntime", "rouge-score": "rouge_score"}
+PACKAGES = {
+    extra: [_IMPORTED_AS.get(name, name) for name in (re.match(r"[\w-]+", line)[0] for line in lines)]  # type: ignore[index]
+    for extra, lines in EXTRAS.items()
+    if extra not in OF_TESTS
+}
+# extra -> a command that needs it
+NEEDS = {
+    "deepspeed": "recipes/cls.py {job} --config_file accelerate_configs/zero2.yaml",
+    "tensorboard": "recipes/cls.py {job} --report_to tensorboard",
+    "titles": "recipes/title.py --train_file {reviews} --title_column label --model_name_or_path {model}",
+    "sweep": "-m toolkit sweep recipes/cls.py --search learning_rate=1e-5,2e-5 --output_dir {out} {job}",
+    "explain": "-m toolkit report {run} --explain 1",
+    "openvino": "-m toolkit export {run}/model {out} --to openvino",
+    "onnx": "-m toolkit export {run}/model {out} --to onnx",
+}
+# extra -> what a run does without it, in test_a_run_without_any_extra
+DOES_WITHOUT = {"report", "tensorboard", "fast"}
+
+
+def without_extras(*words: str | Path) -> Finished:
+    """A Python program that finds no package of any extra, as a user starts it."""
+    hidden = ",".join(name for names in PACKAGES.values() for name in names)
+    path = os.pathsep.join([str(ROOT / "tests" / "without"), str(ROOT)])
+    with begin([sys.executable, *words], {"PYTHONPATH": path, "TESTS_WITHOUT": hidden}) as process:
+        return process.finish(120)
+
+
+def job(tiny_model: Path, reviews: Path) -> list[str]:
+    return ["--model_name_or_path", str(tiny_model), "--train_file", str(reviews), "--max_steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, reviews: Path) -> tuple[Path, Finished]:
+    folder = tmp_path_factory.mktemp("extras") / "run"
+    words = ["recipes/cls.py", *job(tiny_model, reviews), "--checkpoint_every", "1", "--output_dir", folder]
+    return folder, without_extras(*words).succeeded()
+
+
+def test_a_run_without_any_extra(run_folder: tuple[Path, Finished], tmp_path: Path) -> None:
+    folder, finished = run_folder
+    named = [place for place, line in enumerate(finished.err.splitlines()) if "finetune-toolkit[" in line]
+    assert len(named) == 1
+    assert "finetune-toolkit[report,tensorboard]" in finished.err.splitlines()[named[0]]
+    first_step = next(place for place, line in enumerate(finished.err.splitlines()) if "step 1/2" in line)
+    assert named[0] < first_step
+    assert not (folder / "tensorboard").exists()
+    assert {"config.json", "metrics.jsonl", "eval.jsonl", "predictions.jsonl"} <= {p.name for p in folder.iterdir()}
+    assert (folder / "model" / "README.md").is_file()
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert page.count("finetune-toolkit[report]") > 3  # in the place of each curve
+    converted = without_extras("-m", "toolkit", "convert", folder / "checkpoints" / "last", tmp_path / "out")
+    converted.succeeded()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_each_extra_is_tried(run_folder: tuple[Path, Finished]) -> None:
+    assert set(PACKAGES) == set(NEEDS) | DOES_WITHOUT
+    assert EXTRAS["all"] == [f"finetune-toolkit[{','.join(PACKAGES)}]".replace("demo,", "")]
+
+
+@pytest.mark.parametrize("extra", NEEDS)
+def test_a_command_without_its_extra_names_it(
+    extra: str, run_folder: tuple[Path, Finished], tiny_model: Path, reviews: Path, tmp_path: Path
+) -> None:
+    values = {"job": " ".join(job(tiny_model, reviews)), "reviews": reviews, "model": tiny_model,
+              "run": run_folder[0], "out": tmp_path / "out"}  # fmt: skip
+    finished = without_extras(*NEEDS[extra].format(**values).split())
+    finished.says_in_one_line(f"'finetune-toolkit[{extra}]'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_chinese_words_without_jieba(tiny_model: Path, reviews: Path) -> None:
+    finished = without_extras("recipes/cls.py", *job(tiny_model, reviews), "--tokenizer", "jieba")
+    finished.says_in_one_line("jieba", "'finetune-toolkit[titles]'")
+
+
+def test_checksums_of_parts_make_that_of_the_whole() -> None:
+    drawn = random.Random(1)
+    for size in (0, 1, 7, 64, 4096, 100_003):
+        first, second = drawn.randbytes(31), drawn.randbytes(size)
+        expected = zlib.crc32(first + second)
+        parts = zlib.crc32(first), zlib.crc32(second), size
+        assert checksums.combine(*parts) == checksums.crc32_combine(*parts) == expected
+        assert checksums.crc32(first + second) == expected
