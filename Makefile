@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 # For test-latest; TORCH=torch for the newest, which is gigabytes.
 TORCH ?= torch==2.13.0
 
-.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmark clean
+.PHONY: install demo test test-all test-gpu test-faults test-latest test-cuda-trace audit lint benchmark docs clean
 
 install: $(INSTALLED)
 
@@ -74,6 +74,12 @@ lint: install
 
 benchmark: install
 	$(BIN)/python benchmarks/trainer.py
+
+# The site, in English and in Chinese (build/site/index.html): a warning, which a broken link within it is, ends it.
+docs: install
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/trees/en . build/site
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/trees/zh -t zh . build/site/zh
 
 clean:
 	rm -rf $(VENV) .venv-latest .venv-cuda build *.egg-info .pytest_cache .ruff_cache .mypy_cache
