@@ -38,6 +38,7 @@ else:
     source_suffix = {".md": "markdown"}
     exclude_patterns = list(translated)
 myst_heading_anchors = 4
+highlight_language = "text"  # of a block that names none
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}
 html_copy_source = html_show_sphinx = html_show_copyright = False
