@@ -91,9 +91,9 @@ def settings():
     sections = {s: None for task in config.tasks().values() for s in config.sections_of(task).values()}
     for section in sections:
         yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
-        yield "| setting | values | default | |\n|---|---|---|---|"
+        yield "| setting | | values | default |\n|---|---|---|---|"
         for name, field in config.fields_of(section).items():
-            cells = (f"`--{name}`", f"`{values_of(field.annotation)}`", field.default, field.description or "")
+            cells = (f"`--{name}`", field.description or "", f"`{values_of(field.annotation)}`", field.default)
             yield "| " + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells) + " |"
 
 
@@ -141,6 +141,12 @@ def finish(app, error):
     (out / "index.html").write_text('<meta http-equiv="refresh" content="0; url=docs/index.html">', encoding="utf-8")
 
 
+def read(app, docname, source):
+    """A link whose text is its file's name gets the title of the page, or of the section."""
+    named = r"\[(?:docs/|benchmarks/results/)?([\w.-]+\.md)\]\(((?:[\w./-]*/)?\1(?:#[^)]*)?)\)"
+    source[0] = re.sub(named, r"[](\2)", markdown(docname, source[0]))
+
+
 def setup(app):
-    app.connect("source-read", lambda app, name, source: source.__setitem__(0, markdown(name, source[0])))
+    app.connect("source-read", read)
     app.connect("build-finished", finish)

@@ -35,7 +35,7 @@ print([output for cell in notebook.cells for output in cell.get("outputs", [])])
     else:
         cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
         code = "\n".join("".join(cell["source"]) for cell in cells)
-        run = PLAIN + re.sub(r"^!(.+)$", r"subprocess.run(r'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
+        run = PLAIN + re.sub(r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
     (tmp_path / "run.py").write_text(run)
     done = start(["bash", "-c", f"cd {tmp_path} && exec {sys.executable} run.py"], env=env).succeeded()
     assert "<iframe srcdoc=" in done.out

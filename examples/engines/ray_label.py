@@ -3,8 +3,8 @@
     pip install 'ray[data]' torch transformers
     python ray_label.py MODEL new.csv labelled
 
-MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet files with
-all columns of the input, `prediction` and `probability`. With GPUs: --num_gpus 1 for each worker.
+MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet
+files with all columns of the input, `prediction` and `probability`. With GPUs: --num_gpus 1 for each worker.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     pip install pyspark pandas pyarrow torch transformers     (and Java, as every Spark)
     spark-submit spark_label.py MODEL new.csv labelled
 
-MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet files with
-all columns of the input, `prediction` and `probability`.
+MODEL is a run's `model/` folder on a disk that all workers share, or a hub name; the output is a folder of Parquet
+files with all columns of the input, `prediction` and `probability`.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 import pyspark.sql
-from pyspark.sql.types import DoubleType, StringType
+from pyspark.sql.types import DoubleType, StringType, StructField, StructType
 
 
 def main() -> None:
@@ -49,7 +49,8 @@ def main() -> None:
         rows = spark.read.csv(options.file, header=True, multiLine=True, quote='"', escape='"')
     else:
         rows = (spark.read.json if kind == "jsonl" else spark.read.parquet)(options.file)
-    schema = rows.schema.add("prediction", StringType()).add("probability", DoubleType())
+    added = [StructField("prediction", StringType()), StructField("probability", DoubleType())]
+    schema = StructType([*rows.schema.fields, *added])  # `rows.schema.add` would change the schema of `rows`
     rows.mapInPandas(label, schema).write.mode("errorifexists").parquet(options.output)
 
 
