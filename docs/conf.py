@@ -100,7 +100,7 @@ def settings():
 def commands():
     parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
     for name, parser in parsers.items():
-        yield f"\n## toolkit {name}\n\n```text\n{parser.format_help()}```"
+        yield f"\n## toolkit {name}\n\n```text\n{parser.format_help().replace(str(Path.home()), '~')}```"
 
 
 def markdown(docname, text):
