@@ -100,7 +100,8 @@ def settings():
 def commands():
     parsers = next(action for action in cli.build_parser()._actions if action.dest == "command").choices
     for name, parser in parsers.items():
-        yield f"\n## toolkit {name}\n\n```text\n{parser.format_help().replace(str(Path.home()), '~')}```"
+        shown = parser.format_help().replace(str(Path.home()), "~")
+        yield f"\n## toolkit {name}\n\n```text\n{shown}```"
 
 
 def markdown(docname, text):
