@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 TORCH ?= torch==2.13.0
 
 .PHONY: install demo test test-all test-gpu test-faults test-latest test-oldest test-cuda-trace coverage audit lint \
-  lint-workflows benchmarks dist release clean
+  lint-workflows benchmarks docs dist release clean
 
 install: $(INSTALLED)
 
@@ -95,6 +95,12 @@ dist release: install
 # Every page of benchmarks/results: two hours on two cores that nothing else uses. A part: make benchmarks PAGES="ways trainer"
 benchmarks: install
 	$(BIN)/python benchmarks/every_page.py $(PAGES)
+
+# The site, in English and in Chinese (build/site/index.html): a warning, which a broken link within it is, ends it.
+docs: install
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/trees/en . build/site
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -d build/trees/zh -t zh . build/site/zh
 
 clean:
 	rm -rf $(VENV) .venv-latest .venv-oldest .venv-cuda build dist htmlcov .coverage* *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -47,6 +47,9 @@ ARCHITECTURES = {
     "ModernBERT": Architecture("ModernBertForMaskedLM", "bpe", {"local_attention": 8, "num_hidden_layers": 4}),
     "EuroBERT": Architecture("EuroBertForMaskedLM", "bpe", {"num_key_value_heads": 1, "mask_token_id": 4}),
     "NomicBERT": Architecture("NomicBertForMaskedLM", "wordpiece"),
+    "UltraBERT": Architecture(
+        "UltrabertForMaskedLM", "wordpiece", {"sliding_window": 8, "num_hidden_layers": 3, "prediction_head_size": 22}
+    ),
     "GTE": Architecture("GteForMaskedLM", "unigram"),
     "Longformer": Architecture("LongformerForMaskedLM", "bpe", {**PADDED, "attention_window": 16}),
     "BigBird": Architecture("BigBirdForMaskedLM", "unigram", {"block_size": 4, "num_random_blocks": 1}),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,15 +190,36 @@ def test_pods_share_a_volume_and_start_a_process_for_each_gpu(
     assert container["command"][1].endswith("/docs/cluster/pod.sh")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == container["processes"]
 
-    said = tmp_path / "said.json"
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {said}\n', encoding="utf-8")
-    python.chmod(0o755)
     env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "reviews-0"}
     env |= {entry["name"]: entry["value"] for entry in container["env"]}
-    env["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     arguments = [word.replace("/shared", str(tmp_path)) for word in container["args"]]
-    subprocess.run(["bash", FOLDER / "pod.sh", *arguments], env={**os.environ, **env}, check=True, timeout=60)
+    starts_rank_one_of_sixteen(["bash", FOLDER / "pod.sh", *arguments], env, tmp_path, monkeypatch)
+
+
+def test_a_skypilot_task_starts_a_process_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables of SkyPilot's manual (Distributed jobs on many nodes)."""
+    task = yaml.safe_load(text_of("skypilot.yaml"))
+    gpus = task["resources"]["accelerators"].partition(":")[2]
+    env = {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NUM_GPUS_PER_NODE": gpus,
+           "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "reviews-0\nreviews-1"}  # fmt: skip
+    script = task["run"].replace("source .venv", "true .venv").replace("/shared", str(tmp_path))
+    starts_rank_one_of_sixteen(["bash", "-ec", script], env | task["envs"], tmp_path, monkeypatch)
+    assert all(line.startswith("/shared") for line in task["volumes"])
+    if importlib.util.find_spec("sky"):
+        import sky
+
+        assert sky.Task.from_yaml(str(FOLDER / "skypilot.yaml")).num_nodes == 2
+
+
+def starts_rank_one_of_sixteen(
+    command: Sequence[str | Path], env: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = folder / "said.json"
+    python = folder / "python"
+    python.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {said}\n', encoding="utf-8")
+    python.chmod(0o755)
+    path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **env, **path}, check=True, timeout=60)
     script, *words = said.read_text(encoding="utf-8").splitlines()
     pretend_network(monkeypatch, ["10.0.0.9"])
     options, rest = split(words)

@@ -1,0 +1,44 @@
+"""examples/first_steps.ipynb, from its first cell to its last: in Jupyter's kernel where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, lines_of, start
+
+NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
+# stands for Jupyter: `!command`, the last value of a cell that nobody sees, and IPython.display
+PLAIN = """
+import subprocess, sys, types
+sys.modules["IPython"], sys.modules["IPython.display"] = types.ModuleType("IPython"), types.ModuleType("display")
+sys.modules["IPython.display"].HTML, sys.modules["IPython.display"].display = str, lambda page: print(page[:200])
+"""
+
+
+@pytest.mark.slow
+def test_every_cell_runs(tmp_path: Path) -> None:
+    env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
+        run = f"""import nbclient, nbformat
+notebook = nbformat.read({str(NOTEBOOK)!r}, 4)
+nbformat.validate(notebook)
+nbclient.NotebookClient(notebook, timeout=300).execute()
+print([output for cell in notebook.cells for output in cell.get("outputs", [])])
+"""
+    else:
+        cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+        code = "\n".join("".join(cell["source"]) for cell in cells)
+        run = PLAIN + re.sub(r"^!(.+)$", r"subprocess.run(f'''\1''', shell=True, check=True)", code, flags=re.MULTILINE)
+    (tmp_path / "run.py").write_text(run)
+    done = start(["bash", "-c", f"cd {tmp_path} && exec {sys.executable} run.py"], env=env).succeeded()
+    assert "<iframe srcdoc=" in done.out
+    assert "'prediction': 'pos'" in done.out
+    assert len((tmp_path / "first_steps" / "new.predictions.csv").read_text().splitlines()) == 5
+    assert lines_of(tmp_path / "first_steps" / "runs" / "reviews" / "eval.jsonl")[-1]["accuracy"] > 0.65
