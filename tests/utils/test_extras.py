@@ -16,7 +16,7 @@ from tests.runs import ROOT, Finished, begin
 from toolkit.checkpoint import checksums
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-OF_TESTS = {"all", "demo", "dev"}
+OF_TESTS = {"all", "demo", "dev", "docs"}
 _IMPORTED_AS = {"onnxruntime": "onnxruntime", "rouge-score": "rouge_score"}
 PACKAGES = {
     extra: [_IMPORTED_AS.get(name, name) for name in (re.match(r"[\w-]+", line)[0] for line in lines)]  # type: ignore[index]
