@@ -235,6 +235,9 @@ class Run:
             lines = [*self.answers.describe(evaluation), *lines]
             # the results, whatever --log_level says
             print("\n".join(self.summary.lines(evaluation, comparison, seconds, lines)), flush=True)
+            for feature in features():
+                for line in feature.finished(self.folder.path, self.settings):
+                    print(line, flush=True)
 
     def _write_config(self, resumed: Resumed | None) -> None:
         data = self.data

@@ -88,7 +88,8 @@ _INSTEAD = {
                      "lr_scheduler_kwargs"), "it has no counterpart, and a run needs none"),
     **dict.fromkeys(("local_rank", "use_cpu", "no_cuda"), "the launch says it: the same file runs with GPUs and "
                     "without"),
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), "the run's model/ is a folder that can be uploaded as it is"),
+    **dict.fromkeys(("hub_strategy", "hub_always_push"), "--push_to_hub uploads model/ once, when the run has ended"),
+    "hub_token": "export HF_TOKEN=... (a setting would be written to config.json)",
 }  # fmt: skip
 _DATA = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".gz")
 

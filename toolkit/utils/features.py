@@ -123,6 +123,11 @@ class Feature:
         None, and only the main process calls it), before the pages are written. Returns lines for the screen."""
         return ()
 
+    def finished(self, folder: Path, settings: Any) -> Sequence[str]:
+        """Called in the main process when a run has ended and all of its files and pages are written and its results
+        printed. Returns further lines for the screen."""
+        return ()
+
     def answers(self, model: str, config: Any) -> Any:
         """How a saved model's outputs become answers (`toolkit.evaluation.answers.Answers`), where this feature knows
         it; `config` is transformers'. The first feature that returns one is taken."""

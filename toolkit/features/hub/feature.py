@@ -1,0 +1,65 @@
+"""`--push_to_hub`: the settings and the hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.config.parse import has_section, section_in
+from toolkit.config.sections import TrainingSettings, section
+from toolkit.utils.features import Feature
+
+
+@section
+class HubSettings:
+    """A copy of the model on the hub; the token is that of HF_TOKEN or of `hf auth login`, and no setting."""
+
+    push_to_hub: bool = False
+    """Upload model/ when the run has ended."""
+    hub_model_id: str | None = None
+    """The repository: NAME or OWNER/NAME; the name of output_dir when not given."""
+    hub_private_repo: bool | None = None
+    """Whether a repository that is made for it is private; as its owner has set it, when not given."""
+
+
+class HubFeature(Feature):
+    """A repository, which is made when a run begins, and gets its model when it has ended."""
+
+    exclusive = (("push_to_hub", "folds", "folds train models to judge labels, and none to publish"),)
+
+    def sections(self, settings_class: type) -> Mapping[str, type]:
+        return {"hub": HubSettings} if has_section(settings_class, TrainingSettings) else {}
+
+    def faults(self, values: Mapping[str, Any]) -> Iterable[str]:
+        if str(values.get("push_to_hub", False)).lower() == "true":
+            if not (values.get("hub_model_id") or values.get("output_dir")):
+                yield "--push_to_hub needs --hub_model_id NAME, or an --output_dir, whose name the repository takes"
+        else:
+            for name in ("hub_model_id", "hub_private_repo"):
+                if values.get(name) is not None:
+                    yield f"--{name} is given without --push_to_hub true, which it is for"
+
+    def run_settings(self, settings: Any, data: Any, accelerator: Any) -> Any:
+        hub = section_in(settings, HubSettings)
+        if hub.push_to_hub and accelerator.is_main_process:
+            from toolkit.features.hub.upload import make_repository
+
+            make_repository(_name(settings), hub.hub_private_repo)
+        return settings
+
+    def finished(self, folder: Path, settings: Any) -> Sequence[str]:
+        hub = section_in(settings, HubSettings)
+        if not hub.push_to_hub:
+            return ()
+        from toolkit.features.hub.upload import upload
+
+        return [upload(folder, _name(settings), hub.hub_private_repo)]
+
+
+def _name(settings: Any) -> str:
+    """The repository's, as it was asked for."""
+    return section_in(settings, HubSettings).hub_model_id or Path(settings.training.output_dir).resolve().name
+
+
+FEATURE = HubFeature()
