@@ -93,7 +93,8 @@ def settings():
         yield f"\n## {(inspect.getdoc(section) or '').partition(chr(10))[0].rstrip('.')} ({section.__name__})\n"
         yield "| setting | | values | default |\n|---|---|---|---|"
         for name, field in config.fields_of(section).items():
-            cells = (f"`--{name}`", field.description or "", f"`{values_of(field.annotation)}`", field.default)
+            values = " ".join(f"`{value}`" for value in values_of(field.annotation).split("|"))
+            cells = (f"`--{name}`", field.description or "", values, field.default)
             yield "| " + " | ".join(re.sub(r"\s+", " ", str(c)).replace("|", "\\|") for c in cells) + " |"
 
 

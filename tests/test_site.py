@@ -89,6 +89,6 @@ def test_each_page_leads_to_itself_in_the_other_language_and_has_markdown(site: 
 def test_the_search_finds(site: Path, folder: str, term: str, page: str) -> None:
     index = (site / folder / "searchindex.js").read_text(encoding="utf-8")
     table = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
-    places = table["terms"][term]
-    names = [table["docnames"][place] for place in ([places] if isinstance(places, int) else places)]
-    assert f"docs/{page}" in names
+    found = [table[terms].get(term, []) for terms in ("terms", "titleterms")]  # a page's title, or its text
+    places = {place for places in found for place in ([places] if isinstance(places, int) else places)}
+    assert f"docs/{page}" in {table["docnames"][place] for place in places}

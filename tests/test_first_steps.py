@@ -1,4 +1,4 @@
-"""examples/first_steps.ipynb, from its first cell to its last: in Jupyter's kernel where there is one."""
+"""docs/first-labels.md: the CSV files that its scripts write; examples/first_steps.ipynb: every cell, in order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.runs import ROOT, lines_of, start
@@ -22,8 +23,22 @@ sys.modules["IPython.display"].HTML, sys.modules["IPython.display"].display = st
 """
 
 
+@pytest.mark.parametrize("page", ["first-labels.md", "first-labels.zh.md"])
+def test_the_scripts_write_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (script,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    train, new = (pd.read_csv(name) for name in re.findall(r'to_csv\("(.*?)"', script))
+    assert (len(train), len(new)) == (2500, 500)
+    assert train["label"].nunique() == 2
+    assert "".join(train.columns) + "".join(new.columns) == "textlabeltext"
+    for line in re.findall(r"^\$ head.*\n((?:.+\n)+)", text, re.MULTILINE)[:1]:
+        assert line.splitlines()[1].rpartition(",")[0] == train["text"][0]
+
+
 @pytest.mark.slow
-def test_every_cell_runs(tmp_path: Path) -> None:
+def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     if importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel"):
         run = f"""import nbclient, nbformat
