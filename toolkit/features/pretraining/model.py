@@ -1,0 +1,118 @@
+"""An encoder with its masked-language head, which computes the vocabulary's logits at masked positions alone.
+
+Hooks do that, within the forward pass of the whole model: modules are called as they always are, as often on every
+process, which is what sharded parameters need; parameters, their names and their ties stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from torch.utils.checkpoint import checkpoint
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
+
+from toolkit.demo import model_path
+from toolkit.errors import UserError, listing
+from toolkit.features.pretraining.new_tokens import init_new_tokens
+from toolkit.features.pretraining.settings import EncoderSettings
+from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.pretrained import explained, load_config, quiet_transformers, refuse_random, whole_weights
+
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits (N, V) of masked tokens, and which they were (N,), IGNORED for padding -> (N,) losses."""
+MOST_LOGITS = 1 << 24
+"""Logits that are in memory together: 64 MiB of fp32. Beyond that they are computed again in the backward pass."""
+
+
+def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
+    """The encoder and its head, in float32 on the CPU, the same in every process. Given `masked_positions` and
+    `masked_ids` (B, K), its `logits` are (B, K, 2): each masked token's loss, and in evaluation 1 where the likeliest
+    token is right.
+
+    Raises UserError where it cannot be loaded, or has no such head and none is asked for.
+    """
+    name, config = str(settings.model_name_or_path), load_config(settings)
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
+        why = f"transformers has no masked-language head for a {config.model_type}"
+        raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
+    set_dropout(config, settings.dropout)
+    if settings.new_head:
+        config.tie_word_embeddings = True
+    attention = None if config.model_type == "big_bird" else settings.attn_implementation
+    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
+    set_seed(seed)
+    with explained(name, attention), whole_weights(), quiet_transformers():
+        model, loading = AutoModelForMaskedLM.from_pretrained(
+            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, **options
+        )
+    missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
+    refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
+    if any("pooler" in key for key in missing):
+        model.base_model.pooler = None  # a random one would be saved as if it were pretrained
+    head = [key for key in missing if not key.startswith(prefix)]
+    if head and not settings.new_head:
+        raise UserError(
+            f"--model_name_or_path {name} has no weights of a masked-language head ({listing(head, 3)}): take a model as "
+            "it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
+        )
+    init_new_tokens(model, tokenizer, settings)
+    choose_attention(model, settings.attn_implementation)
+    if settings.gradient_checkpointing:
+        recompute_activations(name, model)
+    freeze_unused(model)
+    predict_masked_only(model, loss_fn)
+    return model
+
+
+@dataclass
+class _Masked:
+    """Of the forward pass that runs."""
+
+    positions: torch.Tensor | None = None  # (B, K)
+    ids: torch.Tensor | None = None  # (B, K)
+
+
+def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
+    """Lets a masked-language model take `masked_positions` and `masked_ids`; without them it computes as before."""
+    masked, decoder = _Masked(), model.get_output_embeddings()
+
+    def take(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        masked.positions, masked.ids = inputs.pop("masked_positions", None), inputs.pop("masked_ids", None)
+        return args, inputs
+
+    def select(_: Any, __: Any, output: Any) -> None:
+        if masked.positions is not None:
+            hidden = output.last_hidden_state  # (B, S, H)
+            places = masked.positions[..., None].expand(-1, -1, hidden.shape[-1])
+            output.last_hidden_state = hidden.gather(1, places)  # (B, K, H)
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.base_model.register_forward_hook(select)
+    decoder.forward = partial(_decode, decoder, masked, loss_fn)
+
+
+def _decode(decoder: Any, masked: _Masked, loss_fn: LossFn, hidden: torch.Tensor) -> torch.Tensor:
+    """(B, K, H) -> (B, K, 2). It is one call of the module, however many parts there are."""
+    if masked.ids is None:
+        return F.linear(hidden, decoder.weight, decoder.bias)
+
+    def losses_of(states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
+        logits = F.linear(states, decoder.weight, decoder.bias)
+        losses = loss_fn(logits, truth).float()
+        right = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
+        return torch.stack([losses, right], dim=-1)
+
+    states, truth = hidden.flatten(0, 1), masked.ids.flatten()
+    rows = max(1, MOST_LOGITS // decoder.out_features)
+    parts = zip(states.split(rows), truth.split(rows), strict=True)
+    if len(truth) > rows and torch.is_grad_enabled():
+        losses = [cast(torch.Tensor, checkpoint(losses_of, *part, use_reentrant=False)) for part in parts]
+    else:
+        losses = [losses_of(*part) for part in parts]
+    return torch.cat(losses).view(*hidden.shape[:2], 2)
