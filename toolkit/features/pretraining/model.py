@@ -58,7 +58,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     head = [key for key in missing if not key.startswith(prefix)]
     if head and not settings.new_head:
         raise UserError(
-            f"--model_name_or_path {name} has no weights of a masked-language head ({listing(head, 3)}): take a model as "
+            f"--model_name_or_path {name} has no weights of a masked-language head ({listing(head, 3)}): take one as "
             "it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
         )
     init_new_tokens(model, tokenizer, settings)

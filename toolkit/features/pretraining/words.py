@@ -38,7 +38,7 @@ def _pieces(text: str) -> Iterator[tuple[int, int, bool]]:
     """What jieba cuts, (start, end, True) where it is Chinese; all between two Chinese words is one piece, as jieba
     cuts a Latin word for a letter that it does not know."""
     start = end = 0
-    for piece in load_jieba().cutter.cut(text) if _HAN.search(text) else (text,):
+    for piece in load_jieba().cutter.cut(text, HMM=False) if _HAN.search(text) else (text,):
         if _HAN.search(piece):
             yield start, end, False
             yield end, end + len(piece), True
@@ -60,7 +60,7 @@ def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     preceding = np.maximum.accumulate(np.where(word_at >= 0, characters, -1))
     begin, end = np.array(offsets, np.int64).reshape(-1, 2).T
     first = np.where(following[begin] < end, word_at[following[begin]], -1)
-    last = np.where(preceding[end - 1] >= begin, word_at[preceding[end - 1]], -1)
+    last = np.where((begin < end) & (preceding[end - 1] >= begin), word_at[preceding[end - 1]], -1)
     return np.append(True, (first[1:] != last[:-1]) | (first[1:] < 0))
 
 
