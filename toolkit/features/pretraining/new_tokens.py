@@ -51,7 +51,11 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 
     def write(folder: Path) -> None:
         tokenizer.add_tokens([added_token(word) for word in words])
-        if wrong := [word for word in words if tokenizer.tokenize(f"a {word} a").count(word) != 1]:
+        ids = tokenizer.convert_tokens_to_ids(words)
+        if wrong := [
+            word for word, number in zip(words, ids, strict=True)
+            if tokenizer(f"a {word} a")["input_ids"].count(number) != 1
+        ]:  # fmt: skip
             raise UserError(f"--init_new_tokens: {listing(wrong, 5)} would not be read as one token")
         tokenizer.save_pretrained(folder)
         config.vocab_size = max(config.vocab_size, len(tokenizer))
