@@ -15,9 +15,7 @@ launch.start(__name__)  # a --config_file behind the script is followed before t
 
 import math
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -47,9 +45,6 @@ def main() -> None:
     optimizer = toolkit.make_optimizer(model, training)
     model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
 
-    def compute_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:  # (N, 2), (N,)
-        return masked_metrics(sums, counts)
-
     @torch.no_grad()
     def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
         model.eval()
@@ -57,10 +52,10 @@ def main() -> None:
         for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
             sums = model(**batch.inputs).logits.sum(dim=1)  # (B, 2): losses and right answers of each text
             outputs.add(accelerator.gather_for_metrics(batch.padded(sums)))
-        return masked_evaluation(outputs, compute_metrics)
+        return masked_evaluation(outputs, masked_metrics)
 
     # Train: each step is one global batch, and its loss the mean over the masked tokens of all its texts
-    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, compute_metrics, recipe="pretrain")
+    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, masked_metrics, recipe="pretrain")
     run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
     for step in run.steps():
         model.train()

@@ -382,7 +382,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
 
 
 def test_words_that_cannot_be_added(models: Runs, tmp_path: Path, accelerator: Any) -> None:
-    for words, said in ((("film",), "film"), (("zyx", "zyx"), "twice"), (("two words",), "space"), ((), "no word")):
+    for words, said in ((("film",), "film"), (("zyx", "zyx"), "twice"), (("two words",), "space"), ((), "a word")):
         path = words_file(tmp_path, *words)
         settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
         with pytest.raises(UserError, match=said):

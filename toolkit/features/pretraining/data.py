@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,26 @@ import numpy as np
 import torch
 
 from toolkit.data.batches import IGNORED, Batch, Collator
+from toolkit.data.jieba_tokenizer import load_jieba
 from toolkit.data.progress import Progress
 from toolkit.data.read import Table
 from toolkit.data.rows import Rows, Targets
 from toolkit.data.tokens import Split, growing
 from toolkit.errors import UserError
-from toolkit.features.pretraining.masks import EVALUATED, FIXED, Draw, choose, counts
-from toolkit.features.pretraining.words import starts_of
+from toolkit.features.pretraining.masks import FIXED, Draw, choose, counts
+from toolkit.features.pretraining.words import word_starts
 
-PROBLEM = "masked_language_modeling"
-_SAMPLES = 4096  # that are looked at together
+
+@dataclass(frozen=True)
+class MaskedSplit(Split):
+    """A split of which tokens are predicted; `labels` (samples,) int64 are how many of each text could be."""
+
+    words: np.ndarray | None = field(default=None, kw_only=True)
+    """(tokens,) bool: which of them begin a word; None: each is masked by itself."""
+
+    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """(samples,) int64: the masked tokens of each, in an evaluation."""
+        return counts(self.labels[indices], FIXED.probability)
 
 
 class MaskingCollator(Collator):
@@ -35,8 +44,8 @@ class MaskingCollator(Collator):
         """`probabilities`: at the first step and at the last."""
         super().__init__(split, tokenizer, device)
         self.seed, self.probabilities, self.draw = seed, probabilities, FIXED
-        self.special = special_tokens(tokenizer)
-        self.ordinary, self.mask_id = np.flatnonzero(~self.special), int(tokenizer.mask_token_id)
+        self.special, self.mask_id = special_tokens(tokenizer), int(tokenizer.mask_token_id)
+        self.ordinary = np.flatnonzero(~self.special)
 
     def at(self, epoch: int, progress: float) -> MaskingCollator:
         step, (first, last) = copy.copy(self), self.probabilities
@@ -55,35 +64,23 @@ class MaskingCollator(Collator):
         shifted = [places + (width - len(ids)) * self.left for ids, places, _ in masked]
         labels = self.padded([truth for *_, truth in masked], most, IGNORED, left=False)  # (B, K)
         inputs = {
-            **batch.inputs,
             "input_ids": self.padded([ids for ids, *_ in masked], width, self.pad_id, self.left),
             "masked_positions": self.padded(shifted, most, 0, left=False),
             "masked_ids": labels,
         }
-        return replace(batch, inputs=inputs, labels=labels)
+        return replace(batch, inputs=batch.inputs | inputs, labels=labels)
 
     def masked(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens (length,) of which some are replaced, (n,) the places to predict, (n,) the tokens there)."""
-        ids, words, row = self.split.tokens(index), self.split.words, int(self.split.rows[index])
+        """(tokens (length,) of which some are replaced, (n,) the places to predict, (n,) the tokens there).
+
+        Of these 80 % become the mask token, 10 % a random one and 10 % stay (Devlin et al. 2019, BERT, section 3.1).
+        """
+        ids, words = np.array(self.split.tokens(index)), self.split.words
         starts = None if words is None else words[self.split.span(index)]
-        places, random = choose(self.draw, row, ~self.special[ids], starts)
-        truth = ids[places]
-        others = self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)]
-        replaced = np.array(ids)
-        replaced[places] = np.select([random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth)
-        return replaced, places, truth
-
-
-@dataclass(frozen=True)
-class MaskedSplit(Split):
-    """A split of which tokens are predicted; `labels` (samples,) int64 are how many of each text could be."""
-
-    words: np.ndarray | None = field(default=None, kw_only=True)
-    """(tokens,) bool: which of them begin a word; None: each is masked by itself."""
-
-    def loss_denominators(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """(samples,) int64: the masked tokens of each, in an evaluation."""
-        return counts(self.labels[indices], EVALUATED)
+        places, random = choose(self.draw, int(self.split.rows[index]), ~self.special[ids], starts)
+        truth, others = ids[places], self.ordinary[(random[:, 1] * len(self.ordinary)).astype(np.int64)]
+        ids[places] = np.select([random[:, 0] < 0.8, random[:, 0] < 0.9], [self.mask_id, others], truth)
+        return ids, places, truth
 
 
 @dataclass(frozen=True)
@@ -96,17 +93,17 @@ class Masks(Targets):
 
     @classmethod
     def check(cls, settings: Any, tokenizer: Any) -> None:
-        name = settings.model.model_name_or_path
+        name = f"--model_name_or_path {settings.model.model_name_or_path}"
         if tokenizer.mask_token_id is None:
-            raise UserError(
-                f"--model_name_or_path {name}: its tokenizer has no mask token: take a masked-language model"
-            )
+            raise UserError(f"{name}: its tokenizer has no mask token: take a masked-language model")
         if settings.masking.whole_word_mask and not tokenizer.is_fast:
-            raise UserError(f"--whole_word_mask needs a fast tokenizer, and {name} has a {type(tokenizer).__name__}")
+            raise UserError(
+                f"{name}: a {type(tokenizer).__name__} is not fast, and --whole_word_mask needs one that is"
+            )
 
     @classmethod
     def data_facts(cls, settings: Any) -> dict[str, Any]:
-        return {"words": _segmenter() if settings.masking.whole_word_mask else None}
+        return {"words": load_jieba().name if settings.masking.whole_word_mask else None}
 
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Masks:
@@ -124,52 +121,43 @@ class Masks(Targets):
 
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """`labels`, and, for whole words, `words`. Raises UserError where nothing can be masked."""
-        special, ids, offsets = (special_tokens(tokenizer), *(np.load(folder / f"{name}.npy", mmap_mode="r")
-                                                            for name in ("input_ids", "offsets")))  # fmt: skip
-        with growing(folder / "labels.npy", np.int64) as append:
-            total = 0
-            for start in range(0, len(rows), _SAMPLES):
-                ends = offsets[start : start + _SAMPLES + 1]
-                ordinary = np.concatenate([[0], np.cumsum(~special[ids[ends[0] : ends[-1]]])])
-                append(maskable := np.diff(ordinary[ends - ends[0]]))
-                total += int(maskable.sum())
-        if not total:
-            raise UserError(f"{rows.table.name}: no text of {folder.name} has a token besides those that begin and end "
-                            "it, and nothing can be masked: is it the right --text_column?")  # fmt: skip
+        ids, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets"))
+        special, maskable = special_tokens(tokenizer), np.zeros(len(rows), np.int64)
+        for sample in range(len(rows)):
+            maskable[sample] = np.count_nonzero(~special[ids[offsets[sample] : offsets[sample + 1]]])
+        np.save(folder / "labels.npy", maskable)
+        if not maskable.any():
+            why = f"no text of {folder.name} has a token besides those that begin and end it, and nothing can be masked"
+            raise UserError(f"{rows.table.name}: {why}: is it the right --text_column?")
         if self.whole_word_mask:
-            _save_words(folder, rows, tokenizer, int(np.diff(offsets).max()), len(ids))
+            saved = _save_words(folder, rows, copy.deepcopy(tokenizer), int(np.diff(offsets).max()))
+            if saved != len(ids):  # it has no places of characters that could be trusted
+                raise UserError(f"--whole_word_mask cannot be used with a {type(tokenizer).__name__}: leave it out")
         return []
 
     def facts(self) -> dict[str, Any]:
-        return {"labels": [], "problem_type": PROBLEM, "whole_word_mask": self.whole_word_mask}
+        return {"labels": [], "problem_type": "masked_language_modeling", "whole_word_mask": self.whole_word_mask}
 
     def describe(self) -> str:
         return f"masked {'whole words' if self.whole_word_mask else 'tokens'}"
 
 
-def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int, tokens: int) -> None:
-    bar, done, saved = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
-    tokenizer = copy.deepcopy(tokenizer)  # its truncation would stay
+def _save_words(folder: Path, rows: Rows, tokenizer: Any, max_length: int) -> int:
+    """Writes `words`, and returns how many tokens they are."""
+    bar, done, tokens = Progress(f"words of {folder.name}", len(rows), "texts"), 0, 0
     with growing(folder / "words.npy", np.bool_) as append:
         for texts, _ in rows.texts():
-            append(starts := np.concatenate([*starts_of(tokenizer, texts, max_length)]))
-            done, saved = done + len(texts), saved + len(starts)
+            encoded = tokenizer(texts, truncation=True, max_length=max_length, return_offsets_mapping=True)
+            starts = np.concatenate([*map(word_starts, texts, encoded["offset_mapping"])])
+            append(starts)
+            done, tokens = done + len(texts), tokens + len(starts)
             bar.update(done)
     bar.close()
-    if saved != tokens:
-        raise UserError(f"--whole_word_mask: {type(tokenizer).__name__} makes other tokens with the places of their "
-                        "characters than without: leave it out")  # fmt: skip
-
-
-def _segmenter() -> str:
-    try:
-        return f"jieba {importlib.metadata.version('jieba')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "spaces"
+    return tokens
 
 
 def special_tokens(tokenizer: Any) -> np.ndarray:
     """(vocabulary,) bool: tokens that are never masked nor put in the place of others, the unknown one among them."""
-    special = np.zeros(max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1), np.bool_)
+    special = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.bool_)
     special[tokenizer.all_special_ids] = True
     return special

@@ -16,21 +16,21 @@ from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
     """(N, 2) sums over each text's masked tokens, of losses and of right answers, and (N,) how many they are -> numbers
     of all masked tokens together."""
-    loss, right = sums.sum(axis=0, dtype=np.float64) / counts.sum()
-    return {"perplexity": math.exp(min(loss, 700)), "masked_accuracy": float(right), "masked_tokens": int(counts.sum())}
+    loss, right = (sums.sum(axis=0, dtype=np.float64) / counts.sum()).tolist()
+    return {"perplexity": math.exp(min(loss, 700)), "masked_accuracy": right, "masked_tokens": int(counts.sum())}
 
 
 def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
     """The evaluation of gathered sums (N, 2); every process gets the numbers."""
-    split = outputs.split
     if not (arrays := outputs.in_order()):
         return outputs.evaluation()
-    counts = split.loss_denominators()
-    return outputs.evaluation(arrays[0][:, 0], compute_metrics(arrays[0], counts), partial(_lines, split, arrays[0]))
+    (sums,), counts = arrays, outputs.split.loss_denominators()
+    lines = partial(_lines, outputs.split, sums, counts.tolist())
+    return outputs.evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
 
 
-def _lines(split: Split, sums: np.ndarray) -> Iterator[dict[str, Any]]:
+def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
     """Of each text: its masked tokens, their mean loss, and what part of them is right."""
-    for row, count, (loss, right) in zip(split.rows, split.loss_denominators().tolist(), sums.tolist(), strict=True):
-        scores = {"loss": loss / max(1, count), "masked_accuracy": right / max(1, count)}
-        yield {"id": int(row), "masked_tokens": count, "scores": {name: round(x, 6) for name, x in scores.items()}}
+    for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
+        scores = {"loss": round(loss / max(1, count), 6), "masked_accuracy": round(right / max(1, count), 6)}
+        yield {"id": int(row), "masked_tokens": count, "scores": scores}

@@ -9,8 +9,7 @@ from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.utils.features import Feature
 
 _PROBLEM = "masked_language_modeling"
-_OFTEN_MASKED = ("modernbert", "modernvbert", "eurobert", "neobert")
-"""Kinds of models (`model_type`) that were pretrained with about 30 % of their tokens masked."""
+_OFTEN_MASKED = ("modernbert", "eurobert")  # kinds that were pretrained with 30 % masked or more
 
 
 class PretrainingFeature(Feature):
@@ -35,22 +34,9 @@ class PretrainingFeature(Feature):
         from toolkit.features.pretraining.data import MaskingCollator
         from toolkit.pretrained import load_config
 
-        often = settings.masking.mlm_probability is None and load_config(settings.model).model_type in _OFTEN_MASKED
-        schedule = (settings.masking.mlm_probability or ("0.30" if often else "0.15")).split(":")
-        probabilities = (float(schedule[0]), float(schedule[-1]))
-        return partial(MaskingCollator, seed=settings.training.seed, probabilities=probabilities)
-
-    def untrained_model(self, settings: Any) -> tuple[Any, dict[str, int]] | None:
-        if not isinstance(settings, PretrainSettings):
-            return None
-        from toolkit.data.tokens import choose_max_length, load_tokenizer
-        from toolkit.features.pretraining.model import load_masked_model
-        from toolkit.pretrained import load_config
-
-        tokenizer = load_tokenizer(settings.model)
-        model = load_masked_model(settings.model, tokenizer, lambda logits, truth: logits, settings.training.seed)
-        length = choose_max_length(settings.data.max_length, tokenizer, load_config(settings.model))
-        return model, {"input_ids": length}
+        often = load_config(settings.model).model_type in _OFTEN_MASKED
+        first, _, last = (settings.masking.mlm_probability or ("0.30" if often else "0.15")).partition(":")
+        return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
 
 
 FEATURE = PretrainingFeature()

@@ -1,8 +1,7 @@
 """Which tokens of a text are masked: decided by the seed, the epoch and the text's row, and by nothing else.
 
-Of the chosen tokens 80 % become the mask token, 10 % a random one and 10 % stay (Devlin et al. 2019, BERT, section
-3.1). How many they are follows from the number of the text's tokens alone, so that the loss denominator of a global
-batch is known before anything is drawn.
+How many they are follows from the number of its tokens alone, so that the loss denominator of a global batch is known
+before anything is drawn.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-
-EVALUATED = 0.15
-"""The part of the tokens that an evaluation masks, whatever the training does: its numbers can be compared."""
 
 
 class Draw(NamedTuple):
@@ -24,7 +20,8 @@ class Draw(NamedTuple):
     probability: float
 
 
-FIXED = Draw(0, 0, EVALUATED)
+FIXED = Draw(0, 0, 0.15)
+"""Of evaluations, whatever the training does: their numbers can be compared."""
 
 
 def counts(maskable: np.ndarray, probability: float) -> np.ndarray:
@@ -36,33 +33,24 @@ def choose(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None
     """((n,) ascending places of the tokens to predict, (n, 2) random numbers below 1 of what becomes of each).
 
     `maskable` (length,) bool. With `starts` (length,) bool, the tokens that begin a word, whole words are chosen in a
-    random order, but for those that are longer than what is left to choose; what then remains is the beginning of a
-    word.
+    random order, but for those that are longer than what is left to choose; what then remains is the beginning of one.
     """
     key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
     places = np.flatnonzero(maskable)
     count = int(counts(np.array(len(places)), draw.probability))
+    words = np.arange(len(places)) if starts is None else np.cumsum(starts)[places]
+    _, first, sizes = np.unique(words, return_index=True, return_counts=True)
+    order = generator.random(len(first)).argsort(kind="stable")
     if starts is None:
-        chosen = places[generator.random(len(places)).argsort(kind="stable")[:count]]
+        chosen = places[order[:count]]
     else:
-        _, first, sizes = np.unique(np.cumsum(starts)[places], return_index=True, return_counts=True)
-        chosen = places[_whole_words(first, sizes, generator.random(len(first)).argsort(kind="stable"), count)]
+        chosen, left, longer = np.zeros(0, np.int64), count, []
+        for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
+            if size <= left:
+                chosen, left = np.append(chosen, places[begin : begin + size]), left - size
+            else:
+                longer.append(begin)
+        if left:
+            chosen = np.append(chosen, places[longer[0] : longer[0] + left])
     return np.sort(chosen), generator.random((count, 2))
-
-
-def _whole_words(first: np.ndarray, sizes: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
-    """`count` of the tokens of words, of which each begins at `first` and has so many."""
-    chosen, left, longer = [], count, []
-    for word in order.tolist():
-        if not left:
-            break
-        size = int(sizes[word])
-        if size <= left:
-            chosen.append(np.arange(first[word], first[word] + size))
-            left -= size
-        else:
-            longer.append(word)
-    if left:
-        chosen.append(np.arange(first[longer[0]], first[longer[0]] + left))
-    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)

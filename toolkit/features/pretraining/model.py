@@ -7,8 +7,7 @@ process, which is what sharded parameters need; parameters, their names and thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -31,9 +30,8 @@ MOST_LOGITS = 1 << 24
 
 
 def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
-    """The encoder and its head, in float32 on the CPU, the same in every process. Given `masked_positions` and
-    `masked_ids` (B, K), its `logits` are (B, K, 2): each masked token's loss, and in evaluation 1 where the likeliest
-    token is right.
+    """The encoder and its head, in float32 on the CPU, the same in every process, which takes what `MaskingCollator`
+    makes (`predict_masked_only`).
 
     Raises UserError where it cannot be loaded, or has no such head and none is asked for.
     """
@@ -42,8 +40,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         why = f"transformers has no masked-language head for a {config.model_type}"
         raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
     set_dropout(config, settings.dropout)
-    if settings.new_head:
-        config.tie_word_embeddings = True
+    config.tie_word_embeddings |= settings.new_head
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
@@ -55,12 +52,10 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
     if any("pooler" in key for key in missing):
         model.base_model.pooler = None  # a random one would be saved as if it were pretrained
-    head = [key for key in missing if not key.startswith(prefix)]
-    if head and not settings.new_head:
-        raise UserError(
-            f"--model_name_or_path {name} has no weights of a masked-language head ({listing(head, 3)}): take one as "
-            "it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
-        )
+    if (head := [key for key in missing if not key.startswith(prefix)]) and not settings.new_head:
+        why = f"has no weights of a masked-language head ({listing(head, 3)})"
+        way = "take one as it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
+        raise UserError(f"--model_name_or_path {name} {why}: {way}")
     init_new_tokens(model, tokenizer, settings)
     choose_attention(model, settings.attn_implementation)
     if settings.gradient_checkpointing:
@@ -70,17 +65,10 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
     return model
 
 
-@dataclass
-class _Masked:
-    """Of the forward pass that runs."""
-
-    positions: torch.Tensor | None = None  # (B, K)
-    ids: torch.Tensor | None = None  # (B, K)
-
-
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
-    """Lets a masked-language model take `masked_positions` and `masked_ids`; without them it computes as before."""
-    masked, decoder = _Masked(), model.get_output_embeddings()
+    """Lets a masked-language model take `masked_positions` and `masked_ids` (B, K). Its `logits` are then (B, K, 2):
+    each masked token's loss, and in evaluation 1 where the likeliest token is right. Without them nothing changes."""
+    masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()  # of this forward pass
 
     def take(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
         masked.positions, masked.ids = inputs.pop("masked_positions", None), inputs.pop("masked_ids", None)
@@ -88,19 +76,8 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
 
     def select(_: Any, __: Any, output: Any) -> None:
         if masked.positions is not None:
-            hidden = output.last_hidden_state  # (B, S, H)
-            places = masked.positions[..., None].expand(-1, -1, hidden.shape[-1])
-            output.last_hidden_state = hidden.gather(1, places)  # (B, K, H)
-
-    model.register_forward_pre_hook(take, with_kwargs=True)
-    model.base_model.register_forward_hook(select)
-    decoder.forward = partial(_decode, decoder, masked, loss_fn)
-
-
-def _decode(decoder: Any, masked: _Masked, loss_fn: LossFn, hidden: torch.Tensor) -> torch.Tensor:
-    """(B, K, H) -> (B, K, 2). It is one call of the module, however many parts there are."""
-    if masked.ids is None:
-        return F.linear(hidden, decoder.weight, decoder.bias)
+            hidden = output.last_hidden_state  # (B, S, H) -> (B, K, H)
+            output.last_hidden_state = hidden.gather(1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1]))
 
     def losses_of(states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
         logits = F.linear(states, decoder.weight, decoder.bias)
@@ -108,11 +85,17 @@ def _decode(decoder: Any, masked: _Masked, loss_fn: LossFn, hidden: torch.Tensor
         right = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
         return torch.stack([losses, right], dim=-1)
 
-    states, truth = hidden.flatten(0, 1), masked.ids.flatten()
-    rows = max(1, MOST_LOGITS // decoder.out_features)
-    parts = zip(states.split(rows), truth.split(rows), strict=True)
-    if len(truth) > rows and torch.is_grad_enabled():
-        losses = [cast(torch.Tensor, checkpoint(losses_of, *part, use_reentrant=False)) for part in parts]
-    else:
-        losses = [losses_of(*part) for part in parts]
-    return torch.cat(losses).view(*hidden.shape[:2], 2)
+    def decode(hidden: torch.Tensor) -> torch.Tensor:  # one call of the module, however many parts there are
+        if masked.ids is None:
+            return F.linear(hidden, decoder.weight, decoder.bias)
+        states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MOST_LOGITS // decoder.out_features)
+        parts = zip(states.split(rows), truth.split(rows), strict=True)
+        if len(truth) > rows and torch.is_grad_enabled():
+            losses = [cast(torch.Tensor, checkpoint(losses_of, *part, use_reentrant=False)) for part in parts]
+        else:
+            losses = [losses_of(*part) for part in parts]
+        return torch.cat(losses).view(*hidden.shape[:2], 2)
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.base_model.register_forward_hook(select)
+    decoder.forward = decode

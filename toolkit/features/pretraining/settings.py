@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from toolkit.config.sections import PretrainedSettings, TextSettings, TrainingSettings, section
 
@@ -33,18 +33,9 @@ class MaskingSettings:
     @field_validator("mlm_probability", mode="before")
     @classmethod
     def _check(cls, value: object) -> object:
-        parts = [] if value is None else str(value).split(":")
-        if not all(re.fullmatch(r"0?\.\d*[1-9]\d*", part) for part in parts) or len(parts) > 2:
+        if value is not None and not re.fullmatch(r"0?\.\d*[1-9]\d*(:0?\.\d*[1-9]\d*)?", str(value)):
             raise ValueError("must be a number between 0 and 1 (0.15), or two of them (0.30:0.15)")
-        return None if value is None else str(value)
-
-
-@section
-class PretrainingSettings(TrainingSettings):
-    """The optimization and what a run keeps."""
-
-    num_train_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the training rows."""
+        return value and str(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,4 +45,4 @@ class PretrainSettings:
     model: EncoderSettings
     data: TextSettings
     masking: MaskingSettings
-    training: PretrainingSettings
+    training: TrainingSettings
