@@ -22,8 +22,7 @@ import torch.nn.functional as F
 import toolkit
 from toolkit import config
 from toolkit.features.pretraining.evaluation import masked_evaluation, masked_metrics
-from toolkit.features.pretraining.model import load_masked_model
-from toolkit.features.pretraining.new_tokens import with_new_tokens
+from toolkit.features.pretraining.model import load_masked_model, with_new_tokens
 from toolkit.features.pretraining.settings import PretrainSettings
 
 # What runs when neither data nor a model is named.

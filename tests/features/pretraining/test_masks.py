@@ -15,8 +15,7 @@ from transformers import BertTokenizerFast
 
 from tests.architectures import make_tokenizer
 from toolkit.errors import UserError
-from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator, special_tokens
-from toolkit.features.pretraining.masks import FIXED, Draw, choose, counts
+from toolkit.features.pretraining.data import FIXED, Draw, MaskedSplit, MaskingCollator, choose, counts, special_tokens
 from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.features.pretraining.words import word_starts, words_of
 

@@ -1,11 +1,15 @@
-"""Texts without labels: what of them can be masked, and batches in which it is."""
+"""Texts without labels: which of their tokens are masked, and batches in which they are.
+
+Which they are is decided by the seed, the epoch and the text's row alone. How many follows from the number of its
+tokens, so that the loss denominator of a global batch is known before anything is drawn.
+"""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +21,52 @@ from toolkit.data.read import Table
 from toolkit.data.rows import Rows, Targets
 from toolkit.data.tokens import Split, growing
 from toolkit.errors import UserError
-from toolkit.features.pretraining.masks import FIXED, Draw, choose, counts
 from toolkit.features.pretraining.words import word_starts
+
+
+class Draw(NamedTuple):
+    """What decides the masks, beside the row."""
+
+    seed: int
+    epoch: int
+    """From 1; 0: those of an evaluation, the same in every run."""
+    probability: float
+
+
+FIXED = Draw(0, 0, 0.15)
+"""Of evaluations, whatever the training does: their numbers can be compared."""
+
+
+def counts(maskable: np.ndarray, probability: float) -> np.ndarray:
+    """(samples,) tokens that could be masked -> (samples,) int64 that are: at least 1 where there is any."""
+    return np.minimum(np.maximum(np.floor(maskable * probability + 0.5), 1), maskable).astype(np.int64)
+
+
+def choose(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """((n,) ascending places of the tokens to predict, (n, 2) random numbers below 1 of what becomes of each).
+
+    `maskable` (length,) bool. With `starts` (length,) bool, the tokens that begin a word, whole words are chosen in a
+    random order, but for those that are longer than what is left to choose; what then remains is the beginning of one.
+    """
+    key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, row, 0, 0], np.uint64)))
+    places = np.flatnonzero(maskable)
+    count = int(counts(np.array(len(places)), draw.probability))
+    words = np.arange(len(places)) if starts is None else np.cumsum(starts)[places]
+    _, first, sizes = np.unique(words, return_index=True, return_counts=True)
+    order = generator.random(len(first)).argsort(kind="stable")
+    if starts is None:
+        chosen = places[order[:count]]
+    else:
+        chosen, left, longer = np.zeros(0, np.int64), count, []
+        for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
+            if size <= left:
+                chosen, left = np.append(chosen, places[begin : begin + size]), left - size
+            else:
+                longer.append(begin)
+        if left:
+            chosen = np.append(chosen, places[longer[0] : longer[0] + left])
+    return np.sort(chosen), generator.random((count, 2))
 
 
 @dataclass(frozen=True)
@@ -108,13 +156,6 @@ class Masks(Targets):
     @classmethod
     def find(cls, settings: Any, table: Table, text_column: str, rows: np.ndarray | None = None) -> Masks:
         return cls(settings.masking.whole_word_mask)
-
-    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples,) int64 that mean nothing: tokens are counted when they are saved."""
-        return np.zeros(len(rows), np.int64)
-
-    def all_missing(self, table: Table) -> bool:
-        return False
 
     def trial(self, split: Any) -> tuple[Any, Any]:
         return np.ones((1, 2)), np.ones(1)
