@@ -4,9 +4,8 @@
     python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese --whole_word_mask true
     accelerate launch recipes/pretrain.py --train_file texts.txt --config_file accelerate_configs/ddp.yaml
 
-Its model/ is what recipes/cls.py, bigbird.py and title.py take as --model_name_or_path. `--help` lists the settings; a
-YAML file of them may come first. To change the loss, the metrics, the optimizer or the model, change this file;
-`toolkit verify THIS_FILE` then compares the losses under every strategy.
+Its model/ is what the other recipes take as --model_name_or_path. `--help` lists the settings; a YAML file of them may
+come first. To change the loss, the metrics, the optimizer or the model, change this file.
 """
 
 from toolkit import launch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 
 import toolkit
 from toolkit import config
-from toolkit.features.pretraining.evaluation import masked_evaluation, masked_metrics
+from toolkit.features.pretraining.data import masked_evaluation, masked_metrics
 from toolkit.features.pretraining.model import load_masked_model, with_new_tokens
 from toolkit.features.pretraining.settings import PretrainSettings
 

@@ -224,6 +224,8 @@ def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
     for index in range(len(split)):
         inputs = as_transformers(collate(np.array([index])).inputs)
         labels = inputs.pop("labels")
+        if name == "BigBird":  # transformers' becomes another one for good at its first short text
+            model.bert.set_attention_type("block_sparse")
         with torch.no_grad():
             logits = model.eval()(**inputs).logits[labels != -100]
         truth = labels[labels != -100]
@@ -382,7 +384,7 @@ def test_new_tokens_begin_as_the_mean_of_their_pieces(
 
 
 def test_words_that_cannot_be_added(models: Runs, tmp_path: Path, accelerator: Any) -> None:
-    for words, said in ((("film",), "film"), (("zyx", "zyx"), "twice"), (("two words",), "space"), ((), "a word")):
+    for words, said in ((("film",), "film"), (("zyx", "zyx"), "once"), (("two words",), "space"), ((), "a word")):
         path = words_file(tmp_path, *words)
         settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
         with pytest.raises(UserError, match=said):

@@ -7,7 +7,11 @@ tokens, so that the loss denominator of a global batch is known before anything 
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +25,20 @@ from toolkit.data.read import Table
 from toolkit.data.rows import Rows, Targets
 from toolkit.data.tokens import Split, growing
 from toolkit.errors import UserError
+from toolkit.evaluation.outputs import ComputeMetrics, Evaluation, Outputs
 from toolkit.features.pretraining.words import word_starts
 
 
 class Draw(NamedTuple):
-    """What decides the masks, beside the row."""
+    """What decides the masks, beside the row; epochs from 1."""
 
     seed: int
     epoch: int
-    """From 1; 0: those of an evaluation, the same in every run."""
     probability: float
 
 
 FIXED = Draw(0, 0, 0.15)
-"""Of evaluations, whatever the training does: their numbers can be compared."""
+"""Of evaluations, the same in every run, so that their numbers can be compared."""
 
 
 def counts(maskable: np.ndarray, probability: float) -> np.ndarray:
@@ -54,19 +58,15 @@ def choose(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None
     count = int(counts(np.array(len(places)), draw.probability))
     words = np.arange(len(places)) if starts is None else np.cumsum(starts)[places]
     _, first, sizes = np.unique(words, return_index=True, return_counts=True)
-    order = generator.random(len(first)).argsort(kind="stable")
-    if starts is None:
-        chosen = places[order[:count]]
-    else:
-        chosen, left, longer = np.zeros(0, np.int64), count, []
-        for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
-            if size <= left:
-                chosen, left = np.append(chosen, places[begin : begin + size]), left - size
-            else:
-                longer.append(begin)
-        if left:
-            chosen = np.append(chosen, places[longer[0] : longer[0] + left])
-    return np.sort(chosen), generator.random((count, 2))
+    order, chosen, longer = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
+    for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
+        if size <= count - len(chosen):
+            chosen += range(begin, begin + size)
+        else:
+            longer.append(begin)
+    if left := count - len(chosen):
+        chosen += range(longer[0], longer[0] + left)
+    return np.sort(places[chosen]), generator.random((count, 2))
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,7 @@ class MaskingCollator(Collator):
 
     split: MaskedSplit
 
-    def __init__(
-        self, split: Any, tokenizer: Any, device: torch.device, seed: int, probabilities: tuple[float, float]
-    ) -> None:
+    def __init__(self, split: Any, tokenizer: Any, device: torch.device, seed: int, probabilities: Any) -> None:
         """`probabilities`: at the first step and at the last."""
         super().__init__(split, tokenizer, device)
         self.seed, self.probabilities, self.draw = seed, probabilities, FIXED
@@ -163,11 +161,10 @@ class Masks(Targets):
     def save(self, folder: Path, rows: Rows, tokenizer: Any) -> list[str]:
         """`labels`, and, for whole words, `words`. Raises UserError where nothing can be masked."""
         ids, offsets = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("input_ids", "offsets"))
-        special, maskable = special_tokens(tokenizer), np.zeros(len(rows), np.int64)
-        for sample in range(len(rows)):
-            maskable[sample] = np.count_nonzero(~special[ids[offsets[sample] : offsets[sample + 1]]])
-        np.save(folder / "labels.npy", maskable)
-        if not maskable.any():
+        ordinary = ~special_tokens(tokenizer)
+        maskable = [np.count_nonzero(ordinary[ids[start:end]]) for start, end in itertools.pairwise(offsets.tolist())]
+        np.save(folder / "labels.npy", np.array(maskable, np.int64))
+        if not any(maskable):
             why = f"no text of {folder.name} has a token besides those that begin and end it, and nothing can be masked"
             raise UserError(f"{rows.table.name}: {why}: is it the right --text_column?")
         if self.whole_word_mask:
@@ -202,3 +199,26 @@ def special_tokens(tokenizer: Any) -> np.ndarray:
     special = np.zeros(max(tokenizer.get_vocab().values()) + 1, np.bool_)
     special[tokenizer.all_special_ids] = True
     return special
+
+
+def masked_metrics(sums: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
+    """(N, 2) sums over each text's masked tokens, of losses and of right answers, and (N,) how many they are -> numbers
+    of all masked tokens together."""
+    loss, right = (sums.sum(axis=0, dtype=np.float64) / counts.sum()).tolist()
+    return {"perplexity": math.exp(min(loss, 700)), "masked_accuracy": right, "masked_tokens": int(counts.sum())}
+
+
+def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Evaluation:
+    """The evaluation of gathered sums (N, 2); every process gets the numbers."""
+    if not (arrays := outputs.in_order()):
+        return outputs.evaluation()
+    (sums,), counts = arrays, outputs.split.loss_denominators()
+    lines = partial(_lines, outputs.split, sums, counts.tolist())
+    return outputs.evaluation(sums[:, 0], compute_metrics(sums, counts), lines)
+
+
+def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
+    """Of each text: its masked tokens, their mean loss, and what part of them is right."""
+    for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
+        scores = {"loss": round(loss / max(1, count), 6), "masked_accuracy": round(right / max(1, count), 6)}
+        yield {"id": int(row), "masked_tokens": count, "scores": scores}

@@ -6,7 +6,6 @@ process, which is what sharded parameters need; parameters, their names and thei
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +35,7 @@ from toolkit.pretrained import (
 )
 from toolkit.utils.cache import digest_of_text, made_once
 
-LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits (N, V) of masked tokens, and which they were (N,), IGNORED for padding -> (N,) losses."""
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
 MOST_LOGITS = 1 << 24
 """Logits that are in memory together: 64 MiB of fp32. Beyond that they are computed again in the backward pass."""
 
@@ -114,9 +112,6 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
     decoder.forward = decode
 
 
-# --init_new_tokens
-
-
 def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
     """The settings with a folder of the tokenizer and the config that have the new tokens, where there are any; made
     once per machine, and all processes call this. Raises UserError for words that cannot be added."""
@@ -126,15 +121,13 @@ def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSetti
 
     def write(folder: Path) -> None:
         tokenizer, config = load_plain_tokenizer(name), load_config(settings)
-        single = [
-            word for word in words if len(ids := _pieces(tokenizer, word)) == 1 and ids != [tokenizer.unk_token_id]
+        known = [
+            word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)
         ]
-        if single or len({*words}) < len(words):
-            twice = sorted({word for word in words if words.count(word) > 1})
-            what = f"{listing(single or twice, 5)} {'are tokens already' if single else 'occur twice'}"
-            raise UserError(f"--init_new_tokens {settings.init_new_tokens}: {what}: take them out of the file")
+        if known:
+            raise UserError(f"--init_new_tokens: {listing(known, 5)}: tokens already; take them out of the file")
         for word in words:  # Chinese is found within a clause, other words whole, with the space before them
-            other = {} if re.search(f"[{HAN}]", word) else {"single_word": True, "lstrip": True}
+            other = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
             tokenizer.add_tokens([AddedToken(word, normalized=bool(other), **other)])
         tokenizer.save_pretrained(folder)
         config.vocab_size = max(config.vocab_size, len(tokenizer))
@@ -149,8 +142,8 @@ def _words(file: str) -> list[str]:
         words = [word for line in Path(file).read_text(encoding="utf-8").splitlines() if (word := line.strip())]
     except (OSError, UnicodeError) as error:
         raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
-    if not words or any(map(str.isspace, "".join(words))):
-        raise UserError(f"--init_new_tokens {file}: name a word on each line, without a space in it")
+    if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
+        raise UserError(f"--init_new_tokens {file}: name a word on each line, each once, without a space in it")
     return words
 
 

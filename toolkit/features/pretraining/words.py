@@ -1,8 +1,4 @@
-"""Where words begin among the tokens of a text, in Chinese, in languages with spaces, and where both are mixed.
-
-transformers' `whole_word_mask` (5.23) takes a gap between two tokens for the beginning of a word: a Chinese clause,
-which has none, would be one word.
-"""
+"""Where words begin among the tokens of a text, in Chinese, in languages with spaces, and where both are mixed."""
 
 from __future__ import annotations
 
@@ -14,22 +10,22 @@ import numpy as np
 
 from toolkit.data.jieba_tokenizer import load_jieba
 
-HAN = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_CHINESE = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _KATAKANA = "\u30a1-\u30fa\u30fc"
 _MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")  # accents, vowels
-_LETTER = rf"[^\W_{HAN}{_KATAKANA}\u3041-\u3096]"
+_LETTER = rf"[^\W_{_CHINESE}{_KATAKANA}\u3041-\u3096]"
 # letters and digits, with what stands inside (don't, 3.5, 10,000); katakana; each other character by itself
 _WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S")
-_HAN = re.compile(f"[{HAN}]")
+HAN = re.compile(f"[{_CHINESE}]")
 
 
 def words_of(text: str) -> Iterator[tuple[int, int]]:
     """(start, end) of each word and mark, in characters: all that is no space, in order. Raises UserError where there
     is Chinese and jieba is missing."""
     start = end = 0  # of what is not Chinese: jieba cuts a Latin word for a letter that it does not know
-    for piece in load_jieba().cutter.cut(text, HMM=False) if _HAN.search(text) else (text,):
+    for piece in load_jieba().cutter.cut(text, HMM=False) if HAN.search(text) else (text,):
         end += len(piece)
-        if _HAN.search(piece):
+        if HAN.search(piece):
             yield from (match.span() for match in _WORD.finditer(text, start, end - len(piece)))
             yield end - len(piece), end
             start = end
