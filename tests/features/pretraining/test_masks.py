@@ -154,7 +154,7 @@ def test_a_batch_holds_what_was_there(words: bool, tokenizer: Any) -> None:
     split = split_of([9, 0, 30, 17], words)
     collate = collator_of(split, tokenizer).at(epoch=1, progress=0.5)
     batch = collate(np.arange(4))
-    ids, positions, truth = (batch.inputs[name] for name in ("input_ids", "masked_positions", "masked_ids"))
+    ids, positions, truth = (batch.inputs[name] for name in ("input_ids", "target_positions", "target_ids"))
     assert (truth != -100).sum(1).tolist() == collate.loss_denominators(np.arange(4)).tolist() == [3, 0, 9, 5]
     assert torch.equal(batch.labels, truth)
     for row in range(4):
@@ -171,7 +171,7 @@ def test_a_batch_holds_what_was_there(words: bool, tokenizer: Any) -> None:
 def test_eighty_ten_ten(tokenizer: Any) -> None:
     split = split_of([60] * 400)
     batch = collator_of(split, tokenizer).at(0, 0)(np.arange(400))
-    truth, ids = batch.labels, batch.inputs["input_ids"].gather(1, batch.inputs["masked_positions"])
+    truth, ids = batch.labels, batch.inputs["input_ids"].gather(1, batch.inputs["target_positions"])
     masked, kept = (ids == tokenizer.mask_token_id).float().mean(), (ids == truth).float().mean()
     assert truth.shape == (400, 24)
     assert masked == pytest.approx(0.8, abs=0.01)
@@ -196,7 +196,7 @@ def test_padding_on_the_left(tokenizer: Any) -> None:
     collate = collator_of(split, tokenizer)
     collate.left = True
     batch = collate(np.arange(2))
-    there = batch.inputs["masked_positions"][0, 0] - (22 - 6)
+    there = batch.inputs["target_positions"][0, 0] - (22 - 6)
     assert split.tokens(0)[there] == batch.labels[0, 0]
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from tests.architectures import make_architecture
 from tests.jobs_worker import run_jobs
-from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, train
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, start, train
 from tests.test_long import converted
 from toolkit.config import build
 from toolkit.data.batches import GlobalBatches
@@ -160,7 +160,7 @@ def batches_of(run: Path, model: Path, probability: float) -> list[dict[str, tor
 
 
 def as_transformers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    ids, places, truth = inputs["input_ids"], inputs["masked_positions"], inputs["masked_ids"]
+    ids, places, truth = inputs["input_ids"], inputs["target_positions"], inputs["target_ids"]
     labels = torch.full_like(ids, -100)
     rows = torch.arange(len(ids))[:, None].expand_as(places)
     labels[rows[truth != -100], places[truth != -100]] = truth[truth != -100]
@@ -290,17 +290,17 @@ def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
     places = torch.stack([torch.randperm(tokens, generator=generator)[:5].sort()[0] for _ in range(3)])
     truth = torch.randint(5, 100, (3, 5), generator=generator)
     truth[2, 3:] = -100
-    return {"input_ids": ids, "masked_positions": places, "masked_ids": truth}
+    return {"input_ids": ids, "target_positions": places, "target_ids": truth}
 
 
 @pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
-def test_logits_at_masked_positions_in_parts(name: str, models: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_at_target_positions_in_parts(name: str, models: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses and gradients as from all logits, whole and in parts that are computed again."""
     plain = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
     masked = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
     predict_masked_only(masked, cross_entropy)
     inputs = masked_inputs(12)
-    places, truth = inputs["masked_positions"], inputs["masked_ids"]
+    places, truth = inputs["target_positions"], inputs["target_ids"]
     logits = plain(input_ids=inputs["input_ids"]).logits
     chosen = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
     expected = cross_entropy(chosen.flatten(0, 1), truth.flatten()).view(3, 5)
@@ -404,6 +404,17 @@ def test_a_run_with_new_tokens_and_a_new_head(tiny_model: Path, data: list[Any],
     more = ["--train_file", tmp_path / "labels.csv", "--model_name_or_path", tmp_path / "run" / "model"]
     pd.DataFrame({"text": ["good zyxomab", "bad film"] * 9, "label": ["pos", "neg"] * 9}).to_csv(more[1], index=False)
     train(*more, "--max_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "cls")
+
+
+def test_a_batch_that_fits_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
+    """Counted with the logits of masked positions alone."""
+    common = ["--model_name_or_path", models["BERT"], *data, "--max_length", 48]
+    prepared = start(["toolkit", "prepare", "pretrain", *map(str, common)]).succeeded()
+    assert "masked tokens" in prepared.out
+    finished = recipe(*common, *COMMON, "--max_steps", 1, "--per_device_batch_size", "auto", "--output_dir",
+                      tmp_path / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
+    assert "--per_device_batch_size auto: 11" in finished.err
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
 
 
 def test_settings() -> None:

@@ -102,7 +102,7 @@ class MaskingCollator(Collator):
         return counts(self.split.labels[indices], self.draw.probability)
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        """Inputs `masked_positions` (B, K), the places of the masked tokens in their rows, and `masked_ids` (B, K), the
+        """Inputs `target_positions` (B, K), the places of the masked tokens in their rows, and `target_ids` (B, K), the
         tokens that were there, IGNORED where a text has fewer; those are the labels, too."""
         batch = super().__call__(indices)
         masked = [self.masked(int(index)) for index in (indices if len(indices) else [0])]
@@ -111,8 +111,8 @@ class MaskingCollator(Collator):
         labels = self.padded([truth for *_, truth in masked], most, IGNORED, left=False)  # (B, K)
         inputs = {
             "input_ids": self.padded([ids for ids, *_ in masked], width, self.pad_id, self.left),
-            "masked_positions": self.padded(shifted, most, 0, left=False),
-            "masked_ids": labels,
+            "target_positions": self.padded(shifted, most, 0, left=False),
+            "target_ids": labels,
         }
         return replace(batch, inputs=batch.inputs | inputs, labels=labels)
 

@@ -77,12 +77,12 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
 
 
 def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
-    """Lets a masked-language model take `masked_positions` and `masked_ids` (B, K). Its `logits` are then (B, K, 2):
+    """Lets a masked-language model take `target_positions` and `target_ids` (B, K). Its `logits` are then (B, K, 2):
     each masked token's loss, and in evaluation 1 where the likeliest token is right. Without them nothing changes."""
     masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()  # of this forward pass
 
     def take(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        masked.positions, masked.ids = inputs.pop("masked_positions", None), inputs.pop("masked_ids", None)
+        masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
         return args, inputs
 
     def select(_: Any, __: Any, output: Any) -> None:
