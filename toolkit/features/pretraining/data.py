@@ -220,5 +220,5 @@ def masked_evaluation(outputs: Outputs, compute_metrics: ComputeMetrics) -> Eval
 def _lines(split: Split, sums: np.ndarray, counts: list[int]) -> Iterator[dict[str, Any]]:
     """Of each text: its masked tokens, their mean loss, and what part of them is right."""
     for row, count, (loss, right) in zip(split.rows, counts, sums.tolist(), strict=True):
-        scores = {"loss": round(loss / max(1, count), 6), "masked_accuracy": round(right / max(1, count), 6)}
-        yield {"id": int(row), "masked_tokens": count, "scores": scores}
+        means = round(loss / max(1, count), 6), round(right / max(1, count), 6)
+        yield {"id": int(row), "masked_tokens": count, "loss": means[0], "scores": {"masked_accuracy": means[1]}}
