@@ -11,9 +11,10 @@ import pytest
 from tests.runs import ROOT
 from toolkit.cli import build_parser
 from toolkit.config import LongTaskSettings, TaskSettings, sections_of
+from toolkit.features.pretraining.settings import PretrainSettings
 from toolkit.features.titles.settings import TitleSettings
 
-TASKS = (TaskSettings, LongTaskSettings, TitleSettings)
+TASKS = (TaskSettings, LongTaskSettings, TitleSettings, PretrainSettings)
 PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # of launchers and of `toolkit predict`, not settings of a recipe
 OTHERS = {"config_file", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "deepspeed_config",

@@ -7,6 +7,7 @@ import mmap
 import sys
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,12 +82,12 @@ def test_the_next_batch_is_made_while_this_one_is_computed() -> None:
             second_is_made.set()
         return SimpleNamespace(of=indices)
 
-    collate.device = torch.device("cpu")  # type: ignore[attr-defined]
-    ahead, batches = Ahead(collate), [np.array([place]) for place in range(3)]  # type: ignore[arg-type]
-    assert ahead.batch(batches[0], batches[1]).of is batches[0]
+    ahead, batches = Ahead(torch.device("cpu")), [np.array([place]) for place in range(3)]
+    calls: Any = [partial(collate, indices) for indices in batches]
+    assert ahead.batch(calls[0], calls[1]).of is batches[0]
     assert second_is_made.wait(30)  # nobody has asked for it yet
-    assert ahead.batch(batches[1], None).of is batches[1]
-    assert ahead.batch(batches[2], None).of is batches[2]
+    assert ahead.batch(calls[1], None).of is batches[1]
+    assert ahead.batch(calls[2], None).of is batches[2]
     assert made == [0, 1, 2]
 
 

@@ -14,12 +14,14 @@ def run(arguments: list[str]) -> None:
     settings = settings_of_recipe(task, arguments, "prepare", description)
     if settings.model.model_name_or_path is None or not (settings.data.train_file or settings.data.dataset_name):
         raise UserError("toolkit prepare needs --model_name_or_path and --train_file (or --dataset_name)")
+    from toolkit.config.sections import LongTrainingSettings
     from toolkit.data.prepare import prepare_data
     from toolkit.data.tokens import load_tokenizer
     from toolkit.models.to_bigbird import long_model
     from toolkit.pretrained import load_config
 
-    pretrained = settings.model if task == "cls" else long_model(settings.model, settings.data.max_length)
+    is_long = isinstance(settings.training, LongTrainingSettings)
+    pretrained = long_model(settings.model, settings.data.max_length) if is_long else settings.model
     data = prepare_data(settings, load_tokenizer(pretrained), load_config(pretrained))
     for split in (data.train, data.validation, data.test):
         if split is not None:

@@ -126,7 +126,8 @@ class TextSettings:
     """Where the texts are."""
 
     train_file: str | None = None
-    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz); several by a pattern, 'part-*.csv'."""
+    """CSV, TSV, JSON, JSONL or Parquet, plain or compressed (.gz, .bz2, .xz); several by a pattern, 'part-*.csv'; .txt
+    where the recipe needs texts alone."""
     validation_file: str | None = None
     """Evaluated during training; without it a part of the training rows is held back."""
     test_file: str | None = None
@@ -143,6 +144,8 @@ class TextSettings:
     """Between the cells of CSV and TSV files, one character or `tab`; as the file's ending says when not given."""
     quoting: Literal["csv", "none"] = "csv"
     """Of CSV and TSV files: csv: cells may stand in double quotes; none: a double quote is part of the text."""
+    sample_by: Literal["line", "paragraph"] = "line"
+    """Of .txt files: a text is a line, or all lines up to a blank one."""
     column_names: str | None = None
     """Of CSV and TSV files whose first line is no header: `label,text`."""
     validation_split: float = Field(default=0.1, gt=0, lt=1)

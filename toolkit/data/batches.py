@@ -218,6 +218,15 @@ class Collator:
             inputs["token_type_ids"] = self.padded(types, width, self.pad_type, self.left)
         return inputs
 
+    def loss_denominators(self, indices: np.ndarray) -> np.ndarray:
+        """(samples,): what each of some samples adds to the loss denominator."""
+        return self.split.loss_denominators(indices)
+
+    def at(self, epoch: int, progress: float) -> Collator:
+        """What makes the batches of a step in this epoch, counted from 0, when so much of the run (0 to 1) is done:
+        itself, unless something of its samples is drawn anew."""
+        return self
+
     def prepare_model(self, accelerator: Any, model: Any) -> None:
         """Changes a model, before `accelerator.prepare`, where it could not take these batches as it is; raises
         UserError where it never can. Nothing is to be done for padded ones."""
@@ -246,19 +255,23 @@ def collator_of(split: Split, tokenizer: Any, device: torch.device) -> Collator:
     return collator
 
 
+Collation = partial[Batch]
+"""A collator and the samples of one batch."""
+
+
 class Ahead:
     """Collates the next batch, and copies it to the device, in a thread of its own while the current one is
     computed."""
 
-    def __init__(self, collate: Collator) -> None:
-        self.collate, self._thread = collate, _thread(collate.device)
-        self._next: tuple[np.ndarray, Future[Batch]] | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._thread = _thread(device)
+        self._next: tuple[Collation, Future[Batch]] | None = None
 
-    def batch(self, indices: np.ndarray, following: np.ndarray | None) -> Batch:
+    def batch(self, collation: Collation, following: Collation | None) -> Batch:
         """The batch of these samples; the thread then begins with that of the `following` ones."""
-        ready = self._next is not None and self._next[0] is indices
-        future = self._next[1] if self._next and ready else self._thread.submit(self.collate, indices)
-        self._next = None if following is None else (following, self._thread.submit(self.collate, following))
+        ready = self._next is not None and self._next[0] is collation
+        future = self._next[1] if self._next and ready else self._thread.submit(collation)
+        self._next = None if following is None else (following, self._thread.submit(following))
         return future.result()
 
 

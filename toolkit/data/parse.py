@@ -85,6 +85,8 @@ def _open(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Rec
         ways += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
         return f"read with {', '.join(ways)}" * bool(ways), _separated(path, settings, _separator(settings, kind))
     if kind == ".txt":
+        if settings.sample_by == "paragraph":
+            return "texts between blank lines (--sample_by paragraph)", _paragraphs(path, settings)
         return "one text per line", _lines(path, settings)
     rows = iter(_json_lines(path, settings.encoding) if kind == ".jsonl" else _json(path, settings.encoding))
     first = list(itertools.islice(rows, BATCH_ROWS))
@@ -173,6 +175,15 @@ def _lines(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     with open_text(path, settings.encoding, "\n") as text:
         for lines in _blocks(lines_of(path, text)):
             texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
+            yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
+
+
+def _paragraphs(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    with open_text(path, settings.encoding, "\n") as text:
+        groups = itertools.groupby(lines_of(path, text), key=lambda line: bool(line.strip()))
+        for texts in _blocks("".join(lines).strip() for filled, lines in groups if filled):
             yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
 
 

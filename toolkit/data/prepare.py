@@ -95,7 +95,7 @@ def prepare_data(
     targets_class = targets_class or first(feature.targets(settings) for feature in features()) or Labels
     targets_class.check(settings, tokenizer)
     tokens.refuse_foreign_tokenizer(tokenizer, model_config)
-    tables = read_tables(data)
+    tables = read_tables(data, targets_class.column_setting is not None)
     facts = _facts(settings, tokenizer, model_config, targets_class, "validation" in tables)
     fingerprint, digests = tokens.fingerprint(tokenizer), {split: table.digest for split, table in tables.items()}
     if accelerator is not None:  # before an hour of work on data that differ
@@ -208,7 +208,7 @@ def _write(
     """Selects and checks the rows of every split before any is tokenized, then writes them to `folder`."""
     train, data, separator = tables["train"], settings.data, tokens.separator_of(tokenizer)
     setting, pair = targets_class.column_setting, getattr(data, "text_pair", None)
-    others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting)
+    others = find_columns(train, getattr(data, setting), targets_class.usual_columns, setting) if setting else ()
     column = selection.text_column(train, data.text_column, [*others, pair])
     notes = [table.note for table in tables.values() if table.note]
     if len(columns := columns_of(train, column)) > 1:

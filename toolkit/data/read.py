@@ -119,13 +119,14 @@ class Table:
         return UserError(f"{self.name}: which column is the {what}? {remedy}{more}")
 
 
-def read_tables(settings: TextSettings) -> dict[str, Table]:
-    """The splits that the settings name: `train` and perhaps `validation` and `test`. Raises UserError."""
+def read_tables(settings: TextSettings, labelled: bool = True) -> dict[str, Table]:
+    """The splits that the settings name: `train` and perhaps `validation` and `test`; `labelled`: a column beside the
+    texts is needed. Raises UserError."""
     name = settings.dataset_name
     if not name:
         files = {split: getattr(settings, f"{split}_file") for split in _SPLITS}
         for file in filter(None, files.values()):
-            if Path(file).suffix == ".txt" and not settings.delimiter:
+            if labelled and Path(file).suffix == ".txt" and not settings.delimiter:
                 raise UserError(
                     f"{file}: texts alone, without labels, are for `toolkit predict`: pass --delimiter where its lines "
                     "have several columns (and --column_names where the first line does not name them)"
@@ -151,8 +152,9 @@ def read_file(name: str, settings: TextSettings) -> Table:
         if not paths:
             raise UserError(f"{name}: no file has such a name (looked in {Path.cwd()})")
     digests = [_digest_of(path) for path in paths]
-    options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names}
-    ways = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv")]
+    options = {"delimiter": settings.delimiter, "quoting": settings.quoting, "names": settings.column_names,
+               "by": settings.sample_by}  # fmt: skip
+    ways = [f"{name} {value}" for name, value in options.items() if value not in (None, "csv", "line")]
     digest = digests[0] if len(digests) == 1 else digest_of_text(" ".join(digests))
     digest = "-".join([digest, settings.encoding, *ways])
     return Table(partial(_load, paths, settings, name, digest), str(paths[0]) if len(paths) == 1 else name, digest)

@@ -24,8 +24,8 @@ _NUMBER = re.compile(r"\s*[-+]?[\d.,]*(e[-+]?\d+)?\s*", re.IGNORECASE)
 class Targets:
     """What a model learns to predict from a text: `toolkit.data.labels.Labels`, or what a feature brings."""
 
-    column_setting: ClassVar[str]
-    """The setting that names their column."""
+    column_setting: ClassVar[str | None]
+    """The setting that names their column; None where they need none but the text."""
     usual_columns: ClassVar[tuple[str, ...]]
     """Names of columns that are usual for them."""
     split_class: ClassVar[type[tokens.Split]] = tokens.Split
@@ -64,12 +64,13 @@ class Targets:
         raise NotImplementedError
 
     def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples, ...): the targets of those rows. Raises UserError naming a row without one."""
-        raise NotImplementedError
+        """(samples, ...): the targets of those rows; zeros that mean nothing where `save` makes them. Raises UserError
+        naming a row without one."""
+        return np.zeros(len(rows), np.int64)
 
     def all_missing(self, table: Table) -> bool:
         """Whether a table has the column and nothing in it, as the test splits of many hub data sets."""
-        raise NotImplementedError
+        return False
 
     def trial(self, split: Any) -> tuple[Any, Any] | None:
         """(outputs, what is true) of some samples, which metrics are tried on before training; None: random logits."""
@@ -195,6 +196,8 @@ def usable_rows(table: Table, texts: Mapping[str, str], separator: str, drop_emp
             raise UserError(
                 f"{table.name}: the {what} is empty in {blank.sum()} of {len(blank)} rows (rows "
                 f"{listing(np.flatnonzero(blank) + 1)}): fill them, or pass --drop_empty_text"
+                + " (or --sample_by paragraph, where they separate texts)"
+                * table.name.endswith(".txt")
             )
     numbers = np.flatnonzero(~flags.any(axis=0))
     if not len(numbers):

@@ -104,13 +104,14 @@ def batches_of(
     Every process gets the same number of batches, as sharded parameters need; where samples run out, a batch
     holds padding samples alone.
     """
-    ahead = Ahead(collator_of(split, tokenizer, accelerator.device))
+    ahead, collate = Ahead(accelerator.device), collator_of(split, tokenizer, accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     batches = micro_batches(split, np.arange(len(split)), per_device, rank, world, max_tokens)
     ends = np.cumsum([(len(indices), split.lengths[indices].sum()) for indices in batches], axis=0)  # samples, tokens
     bar = (bar or Progress(split.name, len(split))) if accelerator.is_main_process else None
-    for place, (indices, following) in enumerate(zip(batches, [*batches[1:], None], strict=True)):
-        batch = EvaluationBatch(**vars(ahead.batch(indices, following)), gathered_size=per_device + 1)
+    collations = [partial(collate, indices) for indices in batches]
+    for place, (collation, following) in enumerate(zip(collations, [*collations[1:], None], strict=True)):
+        batch = EvaluationBatch(**vars(ahead.batch(collation, following)), gathered_size=per_device + 1)
         launch.explain_failures(partial(memory.answer, batch, None))
         yield batch
         if accelerator.device.type == "cpu":

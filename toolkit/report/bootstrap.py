@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 
 def scores_of(lines: Sequence[dict[str, Any]], problem_type: str, classes: Sequence[str]) -> Scores:
     """The scores of the lines of predictions.jsonl."""
-    if problem_type == "title_generation":
+    if "scores" in lines[0]:
         names = sorted(lines[0]["scores"])
         return Scores(names, sparse.csr_array([[float(line["scores"][name]) for name in names] for line in lines]))
     if problem_type == "regression":

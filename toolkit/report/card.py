@@ -18,6 +18,7 @@ from toolkit.data.jieba_tokenizer import is_jieba
 from toolkit.evaluation import Evaluation
 from toolkit.report.files import read_lines, write_whole
 from toolkit.report.record import METRICS, Record, is_local, render, without_folders
+from toolkit.utils.features import features, first
 
 _FEW_SAMPLES = 30
 # the rows of the table of settings, those that are set
@@ -48,6 +49,7 @@ def write_card(model_folder: Path, run_folder: Path, last: Evaluation) -> None:
         "of_transformers": bool(architecture),
         "front_matter": _front_matter(record, bool(architecture)).to_yaml(),
         "title": _title(record),
+        "task": _pipeline_tag(record.problem_type),
         "toolkit_version": __version__,
         "jieba": settings.get("tokenizer") == "jieba" or is_jieba(model_folder),
         "source": demo.about(settings.get("dataset_name")).describes or record.data_name,
@@ -80,7 +82,7 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
     hub_data, base = record.settings.get("dataset_name"), str(record.settings["model_name_or_path"])
     if hub_data and (hub_data.startswith(demo.PREFIX) or is_local(hub_data)):
         hub_data = None
-    task = "summarization" if record.problem_type == "title_generation" else "text-classification"
+    task = _pipeline_tag(record.problem_type)
     results = [
         EvalResult(
             task_type=task,
@@ -106,6 +108,11 @@ def _front_matter(record: Record, of_transformers: bool) -> ModelCardData:
         model_name=_title(record),
         eval_results=results or None,
     )
+
+
+def _pipeline_tag(problem_type: str) -> str:
+    tags = (feature.pipeline_tags.get(problem_type) for feature in features())
+    return str(first(tags) or "text-classification")
 
 
 def _hub_metric(name: str, segmenter: str | None) -> dict[str, Any]:

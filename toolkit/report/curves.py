@@ -86,7 +86,10 @@ def charts(record: Record) -> list[Chart]:
     if during:
         loss.append(Line(during[0]["split"], values_of(during, "loss"), "points"))
         others = [(name,) for name, value in during[0].items() if isinstance(value, float) and name not in METRICS]
-        metrics = [*_EVALUATION_CHARTS[record.problem_type], *others]  # a metric of this recipe alone has its own chart
+        metrics = [
+            *_EVALUATION_CHARTS.get(record.problem_type, ()),
+            *others,
+        ]  # a metric of this recipe alone has its own chart
     return [
         draw_lines("Loss", loss, end),
         *map(of_evaluations, metrics),

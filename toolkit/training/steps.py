@@ -31,7 +31,16 @@ from torch.distributed.tensor import DTensor
 
 from toolkit import launch
 from toolkit.config import TrainingSettings
-from toolkit.data.batches import Ahead, Batch, GlobalBatches, collator_of, micro_batches, most_micro_batches
+from toolkit.data.batches import (
+    Ahead,
+    Batch,
+    Collation,
+    Collator,
+    GlobalBatches,
+    collator_of,
+    micro_batches,
+    most_micro_batches,
+)
 from toolkit.data.tokens import Split
 from toolkit.errors import UserError, listing
 from toolkit.launch.environment import OTHER_RANDOMNESS
@@ -81,7 +90,7 @@ class StepMetrics:
     step: int
     epoch: float
     loss: float
-    """Mean over the global batch's samples, or over its titles' tokens."""
+    """Mean over the global batch's samples, or over the tokens that are predicted of them."""
     learning_rate: float
     grad_norm: float
     """Before clipping."""
@@ -110,8 +119,10 @@ class Step:
     tokens: int
     """Real tokens of the global batch."""
     loss_denominator: float
-    """What the sum of the global batch's losses is divided by: its samples, the sum of their weights, or the tokens of
-    its titles."""
+    """What the sum of the global batch's losses is divided by: its samples, the sum of their weights, or the tokens
+    that are predicted."""
+    collate: Collator | None = None
+    """What makes its batches, where that is not the run's."""
     learning_rate: float = math.nan
     """Of this step's update."""
     following: Step | None = None
@@ -144,15 +155,20 @@ class Step:
         size, most = settings.micro_batch_size, settings.max_tokens_per_batch
         return micro_batches(self.steps.train, self.indices, size, rank, world, most)
 
+    @functools.cached_property
+    def collations(self) -> list[Collation]:
+        """Of `local_samples`."""
+        return [partial(self.collate or self.steps.collate, indices) for indices in self.local_samples]
+
     def micro_batches(self, model: torch.nn.Module) -> Iterator[Batch]:
         """Yields this process's micro-batches; the gradients of `model` are synchronised in the last one only, or in
         each where `sync_each_batch` says so. Raises UserError where `requires_grad` of its parameters has changed."""
         accelerator = self.steps.accelerator
         refuse_changes(model)
-        after = [*self.local_samples[1:], self.following.local_samples[0] if self.following else None]
-        for indices, following in zip(self.local_samples, after, strict=True):
-            accelerator.sync_gradients = indices is self.local_samples[-1]
-            self._batch = self.steps.ahead.batch(indices, following)
+        after = [*self.collations[1:], self.following.collations[0] if self.following else None]
+        for collation, following in zip(self.collations, after, strict=True):
+            accelerator.sync_gradients = collation is self.collations[-1]
+            self._batch = self.steps.ahead.batch(collation, following)
             self._computed_tokens += self._batch.inputs["input_ids"].numel()
             launch.explain_failures(partial(_out_of_memory, self._batch, model))
             with contextlib.nullcontext() if self._reduces else accelerator.no_sync(model), self._refusal:
@@ -170,10 +186,10 @@ class Step:
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """(B,) losses of the current micro-batch -> its part, a scalar, of the mean over the global batch.
 
-        Hand it to `accelerator.backward`. Where a sample's loss is the sum over its title's tokens, the mean is
-        over the tokens of all titles. Data parallel training averages gradients over processes, and accelerate
-        (or DeepSpeed) over the declared accumulation: the factor cancels both, so that only the division by the
-        global loss denominator remains.
+        Hand it to `accelerator.backward`. Where a sample's loss is the sum over tokens of it, the mean is over those of
+        all samples. Data parallel training averages gradients over processes, and accelerate (or DeepSpeed) over the
+        declared accumulation: the factor cancels both, so that only the division by the global loss denominator
+        remains.
 
         Raises RuntimeError outside `micro_batches`, UserError unless there is one loss per sample.
         """
@@ -245,7 +261,7 @@ class Steps:
         self.schedule = make_schedule(settings, train, accelerator.num_processes)
         if accelerator.device.type == "cpu":
             draw_dropout_faster()
-        self.ahead = Ahead(collator_of(train, tokenizer, accelerator.device))
+        self.ahead, self.collate = Ahead(accelerator.device), collator_of(train, tokenizer, accelerator.device)
         self.done = 0
         """Global batches computed; fp16 may have skipped the update of some."""
         self.skipped = 0
@@ -289,8 +305,10 @@ class Steps:
             order = GlobalBatches(train.lengths, size, settings.seed, epoch, by_length, train.chances)
             for number in numbers:
                 indices = order[number % per_epoch]
-                tokens, denominator = train.lengths[indices].sum(), train.loss_denominators(indices).sum()
-                yield Step(self, number + 1, indices, int(tokens), denominator.item())
+                collate = self.collate.at(epoch, number / self.schedule.total_steps)
+                tokens, denominator = train.lengths[indices].sum(), collate.loss_denominators(indices).sum()
+                # 1: texts without a token that could be predicted have no loss
+                yield Step(self, number + 1, indices, int(tokens), denominator.item() or 1, collate)
 
     def finish(self, step: Step, grad_norm: Any) -> Iterator[StepMetrics]:
         """Yields the metrics of this step and of those before it that were not gathered: nothing in most steps where

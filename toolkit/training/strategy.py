@@ -91,11 +91,16 @@ def _choose_units(plugin: Any, model: Any) -> None:
     choice, names embeddings too, or nothing (BigBird)."""
     plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in outer_layers(model)})
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None or model.get_input_embeddings().weight is head.weight:
+    if head is None:
         return
-    if sum(parameter is head.weight for _, parameter in model.named_parameters(remove_duplicate=False)) > 1:
-        # a decoder's embedding too: accelerate would give the head a unit of its own, and the weight would be in two
+    of_head, is_tied = {id(each) for each in head.parameters()}, model.get_input_embeddings().weight is head.weight
+    names = [name for name, each in model.named_parameters(remove_duplicate=False) if id(each) in of_head]
+    if len(names) > len(of_head) + is_tied:
+        # a decoder's embedding too, or a bias that BERT has twice: accelerate would give the head a unit of its own
+        # (with the embeddings it is tied to), and the parameter would be in two
         model.get_output_embeddings = lambda: None
+        if is_tied:
+            model.get_input_embeddings = lambda: None
 
 
 def compile_layers(accelerator: Accelerator, model: torch.nn.Module) -> None:

@@ -73,6 +73,9 @@ class Feature:
     usual_metrics: ClassVar[Mapping[str, str]] = {}
     """Of targets of its own: `problem_type` in config.json -> the usual `--metric_for_best_model`."""
 
+    pipeline_tags: ClassVar[Mapping[str, str]] = {}
+    """Of targets of its own: `problem_type` in config.json -> the hub's pipeline tag, `transformers.pipeline` takes."""
+
     def __init__(self, *commands: Command) -> None:
         """`commands`: rows of the table of `toolkit` commands."""
         self.commands = commands

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from toolkit.config import LongTaskSettings, TrainingSettings
+from toolkit.config import LongTaskSettings, TaskSettings, TrainingSettings
 from toolkit.data.tokens import choose_max_length, load_tokenizer
+from toolkit.errors import UserError
 from toolkit.launch.precision import AUTO, auto_precision
 from toolkit.launch.trial import faster, measure_once
 from toolkit.models.classifier import load_classifier
@@ -66,7 +67,10 @@ def by_strategy(
 
 
 def load_untrained_classifier(settings: Any) -> tuple[Any, dict[str, int]]:
-    """(a classifier, the tokens of a text in each of its inputs). The size of a head of few classes does not matter."""
+    """(a classifier, the tokens of a text in each of its inputs). The size of a head of few classes does not matter.
+    Raises UserError for the settings of another recipe."""
+    if not isinstance(settings, TaskSettings):
+        raise UserError("toolkit estimate does not know the model of this recipe: name cls, bigbird or title")
     is_long, pretrained = isinstance(settings, LongTaskSettings), settings.model
     pretrained = long_model(pretrained, settings.data.max_length) if is_long else pretrained
     length = choose_max_length(settings.data.max_length, load_tokenizer(pretrained), load_config(pretrained))

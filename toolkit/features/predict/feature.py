@@ -89,6 +89,8 @@ class PredictFeature(Feature):
     def results(self, folder: Path, settings: Any, data: Any, evaluation: Any, answers: Any) -> Sequence[str]:
         if data is None or not (folder / "model" / "config.json").is_file():  # no run, or no class of transformers
             return ()
+        if data.targets.column_setting is None:  # it has learned nothing but the texts
+            return ()
         from toolkit.report.summary import command_here
 
         model = f"{shlex.quote(str(folder))}/model"

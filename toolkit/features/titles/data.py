@@ -98,10 +98,6 @@ class Titles(Targets):
             )
         return cls(columns[0], settings.data.max_target_length)
 
-    def encode(self, table: Table, rows: np.ndarray) -> np.ndarray:
-        """(samples,) int64 that mean nothing: titles are read when they are saved."""
-        return np.zeros(len(rows), np.int64)
-
     def all_missing(self, table: Table) -> bool:
         return self.column in table.rows.column_names and not any(map(any, self._titles(table, None)))
 

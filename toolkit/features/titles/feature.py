@@ -16,6 +16,7 @@ class TitlesFeature(Feature):
 
     tasks: ClassVar = {"title": TitleSettings}
     usual_metrics: ClassVar = {"title_generation": "rougeL"}
+    pipeline_tags: ClassVar = {"title_generation": "summarization"}
     first_settings = ("title_column",)
 
     def faults(self, values: Mapping[str, Any]) -> Iterable[str]:

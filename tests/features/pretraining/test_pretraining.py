@@ -1,0 +1,423 @@
+"""recipes/pretrain.py: the promises on masked tokens, and that other recipes take its model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForMaskedLM,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from tests.architectures import make_architecture
+from tests.jobs_worker import run_jobs
+from tests.runs import MORE_WAYS, WAYS, lines_of, losses_of, recipe, slow_but, start, train
+from tests.test_long import converted
+from toolkit.config import build
+from toolkit.data.batches import GlobalBatches
+from toolkit.data.tokens import load_split, load_tokenizer
+from toolkit.errors import UserError
+from toolkit.features.pretraining import model as masked_model
+from toolkit.features.pretraining.data import MaskedSplit, MaskingCollator
+from toolkit.features.pretraining.model import load_masked_model, predict_masked_only, with_new_tokens
+from toolkit.features.pretraining.settings import EncoderSettings, PretrainSettings
+from toolkit.models.to_bigbird import SparseSizes, to_bigbird
+from toolkit.utils.cache import cache_folder
+
+CPU = torch.device("cpu")
+SEED, STEPS, STOPPED, RATE = 42, 7, 3, 3e-3  # 6 steps are an epoch
+COMMON = ["--max_steps", STEPS, "--eval_every", STEPS, "--dropout", 0, "--mixed_precision", "no", "--report_to", "none",
+          "--seed", SEED, "--global_batch_size", 11, "--per_device_batch_size", 3, "--per_device_eval_batch_size", 5,
+          "--learning_rate", RATE, "--lr_scheduler_type", "constant", "--weight_decay", 0,
+          "--max_grad_norm", 0, "--max_length", 48]  # fmt: skip
+PROBABILITY = "0.4:0.2"  # of a whole run: the stopped one has one
+SEVERAL = ["BERT", "RoBERTa", "XLM-R", "ModernBERT"]
+Runs = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory, reviews: Path) -> list[str]:
+    return list(pd.read_csv(reviews)["text"][:80])
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, texts: list[str], sharp_model: Path) -> Runs:
+    """Small encoders with a head, and a BigBird made from the BERT."""
+    root = tmp_path_factory.mktemp("masked")
+    made = {name: make_architecture(name, root / name, texts) for name in SEVERAL}
+    to_bigbird(str(made["BERT"]), root / "BigBird", SparseSizes(128, 4, 1))
+    return {**made, "BigBird": root / "BigBird"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> list[Any]:
+    """64 texts to train on and 16 to evaluate, a line each."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, some in (("train", texts[:64]), ("validation", texts[64:])):
+        (folder / f"{name}.txt").write_text("".join(f"{text}\n" for text in some), encoding="utf-8")
+    return ["--train_file", folder / "train.txt", "--validation_file", folder / "validation.txt"]
+
+
+@pytest.fixture(scope="module")
+def jobs(models: Runs, data: list[Any]) -> dict[str, list[Any]]:
+    words = {name: [] if name == "XLM-R" else ["--whole_word_mask", "true"] for name in models}
+    jobs = {name: ["--model_name_or_path", models[name], *data, *COMMON, "--mlm_probability",
+                   0.3 if name == "BERT" else PROBABILITY, *words[name]] for name in models}  # fmt: skip
+    jobs["RoBERTa"] += ["--gradient_checkpointing", "true"]
+    return jobs
+
+
+def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any) -> Runs:
+    """Each job in a folder of its name, all of them in one group of processes."""
+    folders = {name: root / name for name in jobs}
+    words = [["recipes.pretrain", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
+    run_jobs(root, way, words, seconds=240, **more)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]]) -> Runs:
+    """The BERT's is stopped on the way."""
+    stopped = [*jobs["BERT"], "--max_steps", STOPPED, "--checkpoint_every", STOPPED]
+    return run_all(tmp_path_factory.mktemp("zero3"), WAYS["zero3 x2"], jobs | {"BERT": stopped})
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory, jobs: dict[str, list[Any]], zero3: Runs) -> Runs:
+    """The references, one process, and a run that goes on from what ZeRO-3 left."""
+    root = tmp_path_factory.mktemp("single")
+    shutil.copytree(zero3["BERT"], root / "resumed", symlinks=True)
+    resumed = [*jobs["BERT"], "--checkpoint_every", STEPS, "--per_device_batch_size", 11]
+    return run_all(root, [], {**jobs, "resumed": resumed}, pages=True)
+
+
+def assert_same(run: Path, reference: Path, steps: int = STEPS) -> None:
+    losses, expected = losses_of(run), losses_of(reference)
+    assert len(losses) == steps
+    assert losses == pytest.approx(expected[:steps], rel=1e-5)
+    if steps == STEPS:
+        (mine, theirs) = (lines_of(folder / "eval.jsonl")[-1] for folder in (run, reference))
+        assert (mine["num_samples"], mine["masked_tokens"]) == (16, theirs["masked_tokens"])
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["masked_accuracy"] == pytest.approx(theirs["masked_accuracy"], abs=1e-9)
+        rows = [[line["id"] for line in lines_of(folder / "predictions.jsonl")] for folder in (run, reference)]
+        assert rows == [list(range(16))] * 2
+
+
+# ---- promise 1
+
+
+def test_the_references_could_differ(single: Runs) -> None:
+    for name in ("BERT", "BigBird"):
+        assert np.ptp(losses_of(single[name])) > 0.1
+        assert lines_of(single[name] / "eval.jsonl")[-1]["masked_tokens"] > 30
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
+def test_sharded_parameters_agree(name: str, zero3: Runs, single: Runs) -> None:
+    assert_same(zero3[name], single[name], STOPPED if name == "BERT" else STEPS)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way",
+    slow_but(["ddp x2", "fsdp2 x2", "zero2 x2", "ddp x3", "zero1 x2", "zero3 x3", "fsdp2 x3"], "ddp x2", "fsdp2 x2"),
+)
+def test_strategies_agree(way: str, jobs: dict[str, list[Any]], single: Runs, tmp_path: Path) -> None:
+    names = ("BERT", "ModernBERT", "BigBird") if way in ("fsdp2 x2", "ddp x2") else ("BERT",)
+    for name, run in run_all(tmp_path, {**WAYS, **MORE_WAYS}[way], {name: jobs[name] for name in names}).items():
+        assert_same(run, single[name])
+
+
+def cross_entropy(logits: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits, truth, reduction="none")
+
+
+def batches_of(run: Path, model: Path, probability: float) -> list[dict[str, torch.Tensor]]:
+    """The global batches of a run, masked, as transformers takes them: `labels` (B, S) with -100 elsewhere."""
+    folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
+    split = load_split(folder, "train", None, MaskedSplit)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    collate, batches = MaskingCollator(split, tokenizer, CPU, SEED, (probability, probability)), []
+    for number in range(STEPS):
+        epoch, place = divmod(number, 6)
+        batch = collate.at(epoch, number / STEPS)(GlobalBatches(split.lengths, 11, SEED, epoch)[place])
+        batches.append(as_transformers(batch.inputs))
+    return batches
+
+
+def as_transformers(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    ids, places, truth = inputs["input_ids"], inputs["target_positions"], inputs["target_ids"]
+    labels = torch.full_like(ids, -100)
+    rows = torch.arange(len(ids))[:, None].expand_as(places)
+    labels[rows[truth != -100], places[truth != -100]] = truth[truth != -100]
+    mask = inputs.get("attention_mask", torch.ones_like(ids))
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def without_dropout(folder: Path) -> Any:
+    return BertForMaskedLM.from_pretrained(folder, hidden_dropout_prob=0, attention_probs_dropout_prob=0)
+
+
+def test_a_plain_loop_has_the_same_losses(single: Runs, models: Runs) -> None:
+    model, losses = without_dropout(models["BERT"]), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0)
+    for batch in batches_of(single["BERT"], models["BERT"], 0.3):
+        loss = model(**batch).loss  # over all masked tokens of the batch
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
+
+
+def test_trainer_has_the_same_losses(single: Runs, models: Runs, tmp_path: Path) -> None:
+    losses = []
+
+    class Recording(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def compute_loss(self, *words: Any, **options: Any) -> Any:
+            loss = super().compute_loss(*words, **options)
+            losses.append(loss.item())
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=STEPS, per_device_train_batch_size=1, learning_rate=RATE, weight_decay=0,
+        lr_scheduler_type="constant", max_grad_norm=0, report_to="none", use_cpu=True, save_strategy="no", seed=SEED,
+        disable_tqdm=True)  # fmt: skip
+    batches: Any = batches_of(single["BERT"], models["BERT"], 0.3)
+    model = without_dropout(models["BERT"])
+    Recording(model, arguments, train_dataset=batches, data_collator=lambda items: items[0]).train()
+    assert losses_of(single["BERT"]) == pytest.approx(losses, rel=1e-5)
+
+
+# ---- what is evaluated and saved
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
+def test_the_saved_model_is_what_was_evaluated(name: str, single: Runs) -> None:
+    """By transformers alone, each text by itself: every masked token once."""
+    run = single[name]
+    model, loading = AutoModelForMaskedLM.from_pretrained(run / "model", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("unexpected_keys", "mismatched_keys"))
+    assert not [key for key in loading["missing_keys"] if "pooler" not in key]  # which a BigBird's class has
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    folder = cache_folder() / "tokens" / json.loads((run / "config.json").read_text())["data"]["digest"]
+    split = load_split(folder, "validation", None, MaskedSplit)
+    collate, loss, right, count = MaskingCollator(split, tokenizer, CPU, 1, (0.9, 0.9)), 0.0, 0, 0
+    for index in range(len(split)):
+        inputs = as_transformers(collate(np.array([index])).inputs)
+        labels = inputs.pop("labels")
+        if name == "BigBird":  # transformers' becomes another one for good at its first short text
+            model.bert.set_attention_type("block_sparse")
+        with torch.no_grad():
+            logits = model.eval()(**inputs).logits[labels != -100]
+        truth = labels[labels != -100]
+        loss += cross_entropy(logits, truth).sum().item()
+        right, count = right + int((logits.argmax(-1) == truth).sum()), count + len(truth)
+    last = lines_of(run / "eval.jsonl")[-1]
+    assert (last["masked_tokens"], last["num_samples"]) == (count, 16)
+    assert last["loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert last["perplexity"] == pytest.approx(np.exp(loss / count), rel=1e-4)
+    assert last["masked_accuracy"] == pytest.approx(right / count, abs=1e-9)
+    lines = lines_of(run / "predictions.jsonl")
+    assert sum(line["masked_tokens"] for line in lines) == count
+    assert sum(line["scores"]["masked_accuracy"] * line["masked_tokens"] for line in lines) == pytest.approx(
+        right, abs=1e-3)  # fmt: skip
+
+
+def test_pages(single: Runs) -> None:
+    card = (single["BERT"] / "model" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: fill-mask" in card
+    assert "perplexity" in card
+    assert 'href="#mistakes"' not in (single["BERT"] / "report.html").read_text(encoding="utf-8")
+    answers = pipeline("fill-mask", model=str(single["BERT"] / "model"))("a fine [MASK]")
+    assert len(answers) == 5
+
+
+@pytest.mark.multiprocess
+def test_it_goes_on_in_the_middle_of_an_epoch_under_another_way(single: Runs) -> None:
+    resumed_from = json.loads((single["resumed"] / "config.json").read_text())["resumed_from"]
+    assert Path(resumed_from).name == f"step-{STOPPED:08d}"
+    assert_same(single["resumed"], single["BERT"])
+
+
+@pytest.mark.multiprocess
+def test_a_divided_checkpoint_becomes_the_model(zero3: Runs, tmp_path: Path) -> None:
+    model = converted(zero3["BERT"], tmp_path / "out", BertForMaskedLM)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_other_recipes_take_the_model(single: Runs, tiny_model: Path, reviews: Path, tmp_path: Path) -> None:
+    """As it is; the encoder's weights are those that were trained here."""
+    shared = ["--train_file", reviews, "--max_steps", 1, "--report_to", "none", "--learning_rate", 1e-9, "--max_length",
+              48, "--global_batch_size", 4, "--mixed_precision", "no", "--max_train_samples", 20]  # fmt: skip
+    jobs = [["recipes.cls", *shared, "--model_name_or_path", single["BERT"] / "model", "--output_dir", tmp_path / "c"],
+            ["recipes.bigbird", *shared, "--model_name_or_path", single["BERT"] / "model", "--output_dir",
+             tmp_path / "b"],
+            ["recipes.bigbird", *shared, "--model_name_or_path", single["BigBird"] / "model", "--output_dir",
+             tmp_path / "s"]]  # fmt: skip
+    run_jobs(tmp_path, [], jobs)
+    for name, source in (("c", "BERT"), ("b", "BERT"), ("s", "BigBird")):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "model")
+        trained = AutoModelForMaskedLM.from_pretrained(single[source] / "model")
+        key = "encoder.layer.1.output.dense.weight"
+        torch.testing.assert_close(model.bert.state_dict()[key], trained.bert.state_dict()[key], rtol=0, atol=1e-7)
+
+
+# ---- the model
+
+
+def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 100, (3, tokens), generator=generator)
+    places = torch.stack([torch.randperm(tokens, generator=generator)[:5].sort()[0] for _ in range(3)])
+    truth = torch.randint(5, 100, (3, 5), generator=generator)
+    truth[2, 3:] = -100
+    return {"input_ids": ids, "target_positions": places, "target_ids": truth}
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
+def test_logits_at_target_positions_in_parts(name: str, models: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses and gradients as from all logits, whole and in parts that are computed again."""
+    plain = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
+    masked = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
+    predict_masked_only(masked, cross_entropy)
+    inputs = masked_inputs(12)
+    places, truth = inputs["target_positions"], inputs["target_ids"]
+    logits = plain(input_ids=inputs["input_ids"]).logits
+    chosen = logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1]))
+    expected = cross_entropy(chosen.flatten(0, 1), truth.flatten()).view(3, 5)
+    expected.sum().backward()
+    right = (chosen.argmax(-1) == truth).float()
+    widest = []
+    monkeypatch.setattr(torch.Tensor, "argmax", spy(torch.Tensor.argmax, widest))
+    for most in (10**9, 4 * masked.get_output_embeddings().out_features):
+        monkeypatch.setattr(masked_model, "MOST_LOGITS", most)
+        masked.zero_grad()
+        output = masked(**inputs).logits
+        torch.testing.assert_close(output[..., 0], expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(output[..., 1].detach(), right)
+        output[..., 0].sum().backward()
+        for (key, mine), theirs in zip(masked.named_parameters(), plain.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=key)
+    assert widest == [15, 4, 4, 4, 3]  # rows of logits at a time, and no more
+    torch.testing.assert_close(masked(input_ids=inputs["input_ids"]).logits, logits)
+
+
+def spy(function: Any, rows: list[int]) -> Any:
+    def call(tensor: torch.Tensor, *words: Any, **options: Any) -> Any:
+        rows.append(len(tensor))
+        return function(tensor, *words, **options)
+
+    return call
+
+
+def test_an_encoder_without_a_head(models: Runs, tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
+    finished = recipe("--model_name_or_path", tiny_model, *data, script="recipes/pretrain.py")
+    finished.says_in_one_line("masked-language head", "--new_head true", "cls.predictions")
+    settings, tokenizer = EncoderSettings(model_name_or_path=str(tiny_model), new_head=True), load_tokenizer
+    made = [load_masked_model(settings, tokenizer(settings), cross_entropy, seed) for seed in (1, 1, 2)]
+    heads = [model.cls.predictions.transform.dense.weight for model in made]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert all(model.cls.predictions.decoder.weight is model.get_input_embeddings().weight for model in made)
+
+
+def test_a_model_of_another_kind(tmp_path: Path, texts: list[str]) -> None:
+    folder = make_architecture("Qwen3", tmp_path / "qwen", texts)
+    settings = EncoderSettings(model_name_or_path=str(folder))
+    with pytest.raises(UserError, match="qwen3"):
+        load_masked_model(settings, None, cross_entropy, 1)
+
+
+# ---- new tokens
+
+
+def words_file(folder: Path, *words: str) -> str:
+    (folder / "words.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    return str(folder / "words.txt")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_new_tokens_begin_as_the_mean_of_their_pieces(
+    name: str, models: Runs, tmp_path: Path, accelerator: Any
+) -> None:
+    plain = AutoModelForMaskedLM.from_pretrained(models[name])
+    before = AutoTokenizer.from_pretrained(models[name])
+    settings = EncoderSettings(model_name_or_path=str(models[name]),
+                               init_new_tokens=words_file(tmp_path, "Zyxomab", "糖尿病", "iPhone15手机"))  # fmt: skip
+    tokenizer = load_tokenizer(with_new_tokens(settings, accelerator))
+    model = load_masked_model(settings, tokenizer, cross_entropy, 1)
+    assert len(tokenizer) == len(before) + 3
+    embeddings, decoder = model.get_input_embeddings().weight, model.get_output_embeddings()
+    assert decoder.weight is embeddings
+    assert len(embeddings) == decoder.out_features == model.config.vocab_size
+    for place, word in enumerate(("Zyxomab", "糖尿病", "iPhone15手机"), len(before)):
+        pieces = before(f" {word}", add_special_tokens=False)["input_ids"]
+        expected = plain.get_input_embeddings().weight[pieces].mean(0)
+        torch.testing.assert_close(embeddings[place], expected)
+        assert tokenizer(f"a {word}, b", add_special_tokens=False)["input_ids"].count(place) == 1
+    assert len(before) not in tokenizer("Zyxomabs", add_special_tokens=False)["input_ids"]
+    assert len(before) + 1 in tokenizer("我有糖尿病吗", add_special_tokens=False)["input_ids"]
+    ids = before("a good film", return_tensors="pt")
+    with torch.no_grad():
+        logits = [each.eval()(**ids).logits[..., : len(before)] for each in (plain, model)]
+    torch.testing.assert_close(logits[1], logits[0])
+
+
+def test_words_that_cannot_be_added(models: Runs, tmp_path: Path, accelerator: Any) -> None:
+    for words, said in ((("film",), "film"), (("zyx", "zyx"), "once"), (("two words",), "space"), ((), "a word")):
+        path = words_file(tmp_path, *words)
+        settings = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=path)
+        with pytest.raises(UserError, match=said):
+            with_new_tokens(settings, accelerator)
+    missing = EncoderSettings(model_name_or_path=str(models["BERT"]), init_new_tokens=str(tmp_path / "none.txt"))
+    with pytest.raises(UserError, match=r"none\.txt"):
+        with_new_tokens(missing, accelerator)
+
+
+def test_a_run_with_new_tokens_and_a_new_head(tiny_model: Path, data: list[Any], tmp_path: Path) -> None:
+    finished = recipe("--model_name_or_path", tiny_model, *data, *COMMON, "--max_steps", 2, "--eval_every", 1,
+                      "--new_head", "true", "--init_new_tokens", words_file(tmp_path, "zyxomab"), "--output_dir",
+                      tmp_path / "run", script="recipes/pretrain.py")  # fmt: skip
+    finished.succeeded()
+    model = BertForMaskedLM.from_pretrained(tmp_path / "run" / "model")
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "run" / "model")) == 128
+    more = ["--train_file", tmp_path / "labels.csv", "--model_name_or_path", tmp_path / "run" / "model"]
+    pd.DataFrame({"text": ["good zyxomab", "bad film"] * 9, "label": ["pos", "neg"] * 9}).to_csv(more[1], index=False)
+    train(*more, "--max_steps", 1, "--report_to", "none", "--output_dir", tmp_path / "cls")
+
+
+def test_a_batch_that_fits_and_prepared_tokens(models: Runs, data: list[Any], tmp_path: Path) -> None:
+    """Counted with the logits of masked positions alone."""
+    common = ["--model_name_or_path", models["BERT"], *data, "--max_length", 48]
+    prepared = start(["toolkit", "prepare", "pretrain", *map(str, common)]).succeeded()
+    assert "masked tokens" in prepared.out
+    finished = recipe(*common, *COMMON, "--max_steps", 1, "--per_device_batch_size", "auto", "--output_dir",
+                      tmp_path / "run", script="recipes/pretrain.py").succeeded()  # fmt: skip
+    assert "--per_device_batch_size auto: 11" in finished.err
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["digest"] in prepared.out
+
+
+def test_settings() -> None:
+    assert build(PretrainSettings, {"mlm_probability": "0.30:0.15"}).masking.mlm_probability == "0.30:0.15"
+    with pytest.raises(UserError, match="label_column"):
+        build(PretrainSettings, {"label_column": "label"})

@@ -1,0 +1,1 @@
+"""Continued pretraining on unlabelled texts."""

@@ -1,0 +1,42 @@
+"""Continued pretraining (recipes/pretrain.py): the hooks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from toolkit.features.pretraining.settings import PretrainSettings
+from toolkit.utils.features import Feature
+
+_PROBLEM = "masked_language_modeling"
+_OFTEN_MASKED = ("modernbert", "eurobert")  # kinds that were pretrained with 30 % masked or more
+
+
+class PretrainingFeature(Feature):
+    """Masked-language modelling on texts without labels."""
+
+    tasks: ClassVar = {"pretrain": PretrainSettings}
+    usual_metrics: ClassVar = {_PROBLEM: "loss"}
+    pipeline_tags: ClassVar = {_PROBLEM: "fill-mask"}
+    first_settings = ("mlm_probability", "whole_word_mask", "new_head")
+    paths = ("init_new_tokens",)
+
+    def targets(self, settings: Any) -> Any:
+        if not isinstance(settings, PretrainSettings):
+            return None
+        from toolkit.features.pretraining.data import Masks
+
+        return Masks
+
+    def collator(self, settings: Any) -> Any:
+        if not isinstance(settings, PretrainSettings):
+            return None
+        from toolkit.features.pretraining.data import MaskingCollator
+        from toolkit.pretrained import load_config
+
+        often = load_config(settings.model).model_type in _OFTEN_MASKED
+        first, _, last = (settings.masking.mlm_probability or ("0.30" if often else "0.15")).partition(":")
+        return partial(MaskingCollator, seed=settings.training.seed, probabilities=(float(first), float(last or first)))
+
+
+FEATURE = PretrainingFeature()

@@ -1,0 +1,166 @@
+"""An encoder with its masked-language head, which computes the vocabulary's logits at masked positions alone.
+
+Hooks do that, within the forward pass of the whole model: modules are called as they always are, as often on every
+process, which is what sharded parameters need; parameters, their names and their ties stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from tokenizers import AddedToken
+from torch.utils.checkpoint import checkpoint
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModelForMaskedLM
+
+from toolkit.demo import model_path
+from toolkit.errors import UserError, listing
+from toolkit.features.pretraining.settings import EncoderSettings
+from toolkit.features.pretraining.words import HAN
+from toolkit.models.classifier import choose_attention, freeze_unused, recompute_activations, set_dropout
+from toolkit.pretrained import (
+    content_of,
+    explained,
+    load_config,
+    load_plain_tokenizer,
+    quiet_transformers,
+    refuse_random,
+    whole_weights,
+)
+from toolkit.utils.cache import digest_of_text, made_once
+
+LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # logits (N, V), tokens (N,), some IGNORED -> (N,)
+MOST_LOGITS = 1 << 24
+"""Logits that are in memory together: 64 MiB of fp32. Beyond that they are computed again in the backward pass."""
+
+
+def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn, seed: int) -> Any:
+    """The encoder and its head, in float32 on the CPU, the same in every process, which takes what `MaskingCollator`
+    makes (`predict_masked_only`).
+
+    Raises UserError where it cannot be loaded, or has no such head and none is asked for.
+    """
+    name, config = str(settings.model_name_or_path), load_config(settings)
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING or config.is_encoder_decoder:
+        why = f"transformers has no masked-language head for a {config.model_type}"
+        raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
+    set_dropout(config, settings.dropout)
+    config.tie_word_embeddings |= settings.new_head
+    attention = None if config.model_type == "big_bird" else settings.attn_implementation
+    options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
+    set_seed(seed)
+    with explained(name, attention), whole_weights(), quiet_transformers():
+        model, loading = AutoModelForMaskedLM.from_pretrained(
+            model_path(name), config=config, trust_remote_code=False, output_loading_info=True, **options
+        )
+    missing, prefix = sorted(loading["missing_keys"]), f"{model.base_model_prefix}."
+    refuse_random(name, (key for key in missing if key.startswith(prefix) and "pooler" not in key))
+    if any("pooler" in key for key in missing):
+        model.base_model.pooler = None  # a random one would be saved as if it were pretrained
+    if (head := [key for key in missing if not key.startswith(prefix)]) and not settings.new_head:
+        why = f"has no weights of a masked-language head ({listing(head, 3)})"
+        way = "take one as it was pretrained, or pass --new_head true to train a new head, tied to the embeddings"
+        raise UserError(f"--model_name_or_path {name} {why}: {way}")
+    init_new_tokens(model, tokenizer, settings)
+    choose_attention(model, settings.attn_implementation)
+    if settings.gradient_checkpointing:
+        recompute_activations(name, model)
+    freeze_unused(model)
+    predict_masked_only(model, loss_fn)
+    return model
+
+
+def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
+    """Lets a masked-language model take `target_positions` and `target_ids` (B, K). Its `logits` are then (B, K, 2):
+    each masked token's loss, and in evaluation 1 where the likeliest token is right. Without them nothing changes."""
+    masked, decoder = SimpleNamespace(positions=None, ids=None), model.get_output_embeddings()  # of this forward pass
+
+    def take(_: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        masked.positions, masked.ids = inputs.pop("target_positions", None), inputs.pop("target_ids", None)
+        return args, inputs
+
+    def select(_: Any, __: Any, output: Any) -> None:
+        if masked.positions is not None:
+            hidden = output.last_hidden_state  # (B, S, H) -> (B, K, H)
+            output.last_hidden_state = hidden.gather(1, masked.positions[..., None].expand(-1, -1, hidden.shape[-1]))
+
+    def losses_of(states: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:  # (N, H), (N,) -> (N, 2)
+        logits = F.linear(states, decoder.weight, decoder.bias)
+        losses = loss_fn(logits, truth).float()
+        right = torch.zeros_like(losses) if decoder.training else (logits.argmax(-1) == truth).float()
+        return torch.stack([losses, right], dim=-1)
+
+    def decode(hidden: torch.Tensor) -> torch.Tensor:  # one call of the module, however many parts there are
+        if masked.ids is None:
+            return F.linear(hidden, decoder.weight, decoder.bias)
+        states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MOST_LOGITS // decoder.out_features)
+        parts = zip(states.split(rows), truth.split(rows), strict=True)
+        if len(truth) > rows and torch.is_grad_enabled():
+            losses = [cast(torch.Tensor, checkpoint(losses_of, *part, use_reentrant=False)) for part in parts]
+        else:
+            losses = [losses_of(*part) for part in parts]
+        return torch.cat(losses).view(*hidden.shape[:2], 2)
+
+    model.register_forward_pre_hook(take, with_kwargs=True)
+    model.base_model.register_forward_hook(select)
+    decoder.forward = decode
+
+
+def with_new_tokens(settings: EncoderSettings, accelerator: Any) -> EncoderSettings:
+    """The settings with a folder of the tokenizer and the config that have the new tokens, where there are any; made
+    once per machine, and all processes call this. Raises UserError for words that cannot be added."""
+    if settings.init_new_tokens is None:
+        return settings
+    name, words = str(settings.model_name_or_path), _words(settings.init_new_tokens)
+
+    def write(folder: Path) -> None:
+        tokenizer, config = load_plain_tokenizer(name), load_config(settings)
+        known = [
+            word for word in words if len(ids := _pieces(tokenizer, word)) == 1 != ids.count(tokenizer.unk_token_id)
+        ]
+        if known:
+            raise UserError(f"--init_new_tokens: {listing(known, 5)}: tokens already; take them out of the file")
+        for word in words:  # Chinese is found within a clause, other words whole, with the space before them
+            other = {} if HAN.search(word) else {"single_word": True, "lstrip": True}
+            tokenizer.add_tokens([AddedToken(word, normalized=bool(other), **other)])
+        tokenizer.save_pretrained(folder)
+        config.vocab_size = max(config.vocab_size, len(tokenizer))
+        config.to_json_file(folder / "config.json")
+
+    digest = digest_of_text(f"{content_of(name)} {words}")
+    return replace(settings, model_name_or_path=str(made_once("models", digest, write, accelerator, name)))
+
+
+def _words(file: str) -> list[str]:
+    try:
+        words = [word for line in Path(file).read_text(encoding="utf-8").splitlines() if (word := line.strip())]
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"--init_new_tokens {file} cannot be read as UTF-8: {error}") from error
+    if not words or len({*words}) < len(words) or any(map(str.isspace, "".join(words))):
+        raise UserError(f"--init_new_tokens {file}: name a word on each line, each once, without a space in it")
+    return words
+
+
+def _pieces(tokenizer: Any, word: str) -> list[int]:
+    return list(tokenizer(f" {word}", add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def init_new_tokens(model: Any, tokenizer: Any, settings: EncoderSettings) -> None:
+    """Gives each new token the mean of the embeddings (and of the output's biases) that it was read as before."""
+    if settings.init_new_tokens is None:
+        return
+    before = load_plain_tokenizer(str(settings.model_name_or_path))
+    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    head = model.get_output_embeddings()
+    tables = {id(table): table for table in (model.get_input_embeddings().weight, *head.parameters())}
+    for word in _words(settings.init_new_tokens):
+        for table in tables.values():
+            table[tokenizer.convert_tokens_to_ids(word)] = table[_pieces(before, word)].mean(dim=0)

@@ -1,0 +1,47 @@
+"""Where words begin among the tokens of a text, in Chinese, in languages with spaces, and where both are mixed."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from toolkit.data.jieba_tokenizer import load_jieba
+
+_CHINESE = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_KATAKANA = "\u30a1-\u30fa\u30fc"
+_MARKS = "".join(mark for mark in map(chr, range(0x10000)) if unicodedata.category(mark)[0] == "M")  # accents, vowels
+_LETTER = rf"[^\W_{_CHINESE}{_KATAKANA}\u3041-\u3096]"
+# letters and digits, with what stands inside (don't, 3.5, 10,000); katakana; each other character by itself
+_WORD = re.compile(rf"{_LETTER}(?:{_LETTER}|[{_MARKS}]|['’](?={_LETTER})|(?<=\d)[.,](?=\d))*|[{_KATAKANA}]+|\S")
+HAN = re.compile(f"[{_CHINESE}]")
+
+
+def words_of(text: str) -> Iterator[tuple[int, int]]:
+    """(start, end) of each word and mark, in characters: all that is no space, in order. Raises UserError where there
+    is Chinese and jieba is missing."""
+    start = end = 0  # of what is not Chinese: jieba cuts a Latin word for a letter that it does not know
+    for piece in load_jieba().cutter.cut(text, HMM=False) if HAN.search(text) else (text,):
+        end += len(piece)
+        if HAN.search(piece):
+            yield from (match.span() for match in _WORD.finditer(text, start, end - len(piece)))
+            yield end - len(piece), end
+            start = end
+    yield from (match.span() for match in _WORD.finditer(text, start))
+
+
+def word_starts(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
+    """(tokens,) bool: whether each token, of the characters `offsets`, begins a word. One that is in two words makes
+    them one, and spaces alone are a word."""
+    characters = np.arange(len(text) + 1)
+    word_at = np.full(len(text) + 1, -1)  # of each character
+    for word, (start, end) in enumerate(words_of(text)):
+        word_at[start:end] = word
+    following = np.minimum.accumulate(np.where(word_at >= 0, characters, len(text))[::-1])[::-1]
+    preceding = np.maximum.accumulate(np.where(word_at >= 0, characters, -1))
+    begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    first = np.where(following[begins] < ends, word_at[following[begins]], -1)
+    last = np.where((begins < ends) & (preceding[ends - 1] >= begins), word_at[preceding[ends - 1]], -1)
+    return np.append(True, (first[1:] != last[:-1]) | (first[1:] < 0))
