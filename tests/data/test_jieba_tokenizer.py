@@ -174,7 +174,7 @@ def test_without_jieba_the_error_names_the_command(ordinary: Any, monkeypatch: p
     monkeypatch.setitem(sys.modules, "jieba", None)
     load_jieba.cache_clear()
     try:
-        refusal(words_first, ordinary, match="pip install jieba")
+        refusal(words_first, ordinary, match=r"needs jieba: pip install 'finetune-toolkit\[titles\]'")
     finally:
         load_jieba.cache_clear()
 

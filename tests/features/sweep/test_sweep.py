@@ -182,13 +182,6 @@ def test_faults_are_named_before_anything_runs(words: list[str], message: str, t
     assert not (tmp_path / "s").exists()
 
 
-def test_without_optuna_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
-    arguments = ["sweep", str(ROOT / "recipes" / "cls.py"), "--search", "seed=1,2", "--output_dir", str(tmp_path)]
-    with pytest.raises(UserError, match=r"pip install 'finetune-toolkit\[sweep\]'"):
-        sweep.run(*cli.build_parser().parse_known_args(arguments))
-
-
 @pytest.mark.multiprocess
 def test_a_real_recipe_is_searched_then_run_with_seeds_and_under_configs(
     tmp_path: Path, tiny_model: Path, reviews: Path
