@@ -51,7 +51,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         why = f"transformers has no masked-language head for a {config.model_type}"
         raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
     set_dropout(config, settings.dropout)
-    config.tie_word_embeddings |= settings.new_head
+    config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
