@@ -165,7 +165,7 @@ def main() -> None:
         print(json.dumps(result))
         return
     head = ["texts", "contestant", "tokens/s", "tokens per CPU second", "peak, added by the training", "peak, whole",
-            "padding", "loss", "tokens/s, ours / Trainer", "per CPU second", "added memory, Trainer / ours"]  # fmt: skip
+            "padding", "loss", "tokens/s, ours / Trainer", "by CPU second", "memory, Trainer / ours"]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for length in options.lengths:
         runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trainer": []}
@@ -185,8 +185,8 @@ def main() -> None:
                           spread([a["tokens"] / a["cpu"] * b["cpu"] / b["tokens"] for a, b in pairs]),
                           spread([(b["peak"] - b["base"]) / (a["peak"] - a["base"]) for a, b in pairs])]  # fmt: skip
             lines.append(
-                f"| {TEXTS[length][0]}, {length} | {name} | {speed:,.0f} | {work:,.0f} | {added:,.0f} MiB | {whole:,.0f} "
-                f"MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {' | '.join(ratios)} |"
+                f"| {TEXTS[length][0]}, {length} | {name} | {speed:,.0f} | {work:,.0f} | {added:,.0f} MiB | "
+                f"{whole:,.0f} MiB | {done[0]['padding']:.1%} | {done[0]['loss']:.3f} | {' | '.join(ratios)} |"
             )
     print("\n".join(lines))
     if options.write:
