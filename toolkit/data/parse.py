@@ -85,9 +85,8 @@ def _open(path: Path, settings: TextSettings) -> tuple[str, Iterable[pyarrow.Rec
         ways += ["--quoting none: double quotes are part of the texts"] * (settings.quoting == "none")
         return f"read with {', '.join(ways)}" * bool(ways), _separated(path, settings, _separator(settings, kind))
     if kind == ".txt":
-        if settings.sample_by == "paragraph":
-            return "texts between blank lines (--sample_by paragraph)", _paragraphs(path, settings)
-        return "one text per line", _lines(path, settings)
+        unit = {"line": "one text per line", "paragraph": "texts between blank lines"}[settings.sample_by]
+        return unit, _lines(path, settings)
     rows = iter(_json_lines(path, settings.encoding) if kind == ".jsonl" else _json(path, settings.encoding))
     first = list(itertools.islice(rows, BATCH_ROWS))
     records = _Records(path, settings, first)
@@ -173,17 +172,11 @@ def _lines(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
     with open_text(path, settings.encoding, "\n") as text:
-        for lines in _blocks(lines_of(path, text)):
-            texts = [line.removesuffix("\n").removesuffix("\r") for line in lines]
-            yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
-
-
-def _paragraphs(path: Path, settings: TextSettings) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
-    with open_text(path, settings.encoding, "\n") as text:
-        groups = itertools.groupby(lines_of(path, text), key=lambda line: bool(line.strip()))
-        for texts in _blocks("".join(lines).strip() for filled, lines in groups if filled):
+        lines: Iterable[str] = (line.removesuffix("\n").removesuffix("\r") for line in lines_of(path, text))
+        if settings.sample_by == "paragraph":
+            groups = itertools.groupby(lines, key=lambda line: bool(line.strip()))
+            lines = ("\n".join(group).strip() for filled, group in groups if filled)
+        for texts in _blocks(lines):
             yield pyarrow.record_batch({"text": pyarrow.array(texts, "string")})
 
 

@@ -80,9 +80,9 @@ def jobs(models: Runs, data: list[Any]) -> dict[str, list[Any]]:
 
 
 def run_all(root: Path, way: list[str], jobs: dict[str, list[Any]], **more: Any) -> Runs:
-    """Each job in a folder of its name, all of them in one group of processes."""
-    folders = {name: root / name for name in jobs}
-    words = [["recipes.pretrain", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
+    """Each job in a folder of its name, all of them in one group of processes; in several, with logits in parts."""
+    folders, module = {name: root / name for name in jobs}, "tests.features.pretraining.parts_worker"
+    words = [[module if way else "recipes.pretrain", *job, "--output_dir", folders[name]] for name, job in jobs.items()]
     run_jobs(root, way, words, seconds=240, **more)
     return folders
 
@@ -293,11 +293,16 @@ def masked_inputs(tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "target_positions": places, "target_ids": truth}
 
 
-@pytest.mark.parametrize("name", [*SEVERAL, "BigBird"])
-def test_logits_at_target_positions_in_parts(name: str, models: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+OTHERS = ["ERNIE", "DistilBERT", "ALBERT", "DeBERTa-v2", "DeBERTa-v3", "EuroBERT", "NomicBERT", "GTE", "Longformer"]
+
+
+@pytest.mark.parametrize("name", [*SEVERAL, "BigBird", *OTHERS])
+def test_logits_at_masked_positions_in_parts(
+    name: str, models: Runs, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same losses and gradients as from all logits, whole and in parts that are computed again."""
-    plain = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
-    masked = AutoModelForMaskedLM.from_pretrained(models[name]).eval()
+    folder = models.get(name) or make_architecture(name, tmp_path / "model", texts)
+    plain, masked = (AutoModelForMaskedLM.from_pretrained(folder).eval() for _ in range(2))
     predict_masked_only(masked, cross_entropy)
     inputs = masked_inputs(12)
     places, truth = inputs["target_positions"], inputs["target_ids"]

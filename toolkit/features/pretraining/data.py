@@ -49,7 +49,7 @@ def counts(maskable: np.ndarray, probability: float) -> np.ndarray:
 def choose(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """((n,) ascending places of the tokens to predict, (n, 2) random numbers below 1 of what becomes of each).
 
-    `maskable` (length,) bool. With `starts` (length,) bool, the tokens that begin a word, whole words are chosen in a
+    `maskable` (length,) bool. With `starts` (length,) bool, the tokens that begin a word, whole words are selected in a
     random order, but for those that are longer than what is left to choose; what then remains is the beginning of one.
     """
     key = np.array([draw.seed % 2**64, draw.epoch], np.uint64)
@@ -58,15 +58,15 @@ def choose(draw: Draw, row: int, maskable: np.ndarray, starts: np.ndarray | None
     count = int(counts(np.array(len(places)), draw.probability))
     words = np.arange(len(places)) if starts is None else np.cumsum(starts)[places]
     _, first, sizes = np.unique(words, return_index=True, return_counts=True)
-    order, chosen, longer = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
+    order, selected, longer = generator.random(len(first)).argsort(kind="stable"), list[int](), list[int]()
     for begin, size in zip(first[order].tolist(), sizes[order].tolist(), strict=True):
-        if size <= count - len(chosen):
-            chosen += range(begin, begin + size)
+        if size <= count - len(selected):
+            selected += range(begin, begin + size)
         else:
             longer.append(begin)
-    if left := count - len(chosen):
-        chosen += range(longer[0], longer[0] + left)
-    return np.sort(places[chosen]), generator.random((count, 2))
+    if left := count - len(selected):
+        selected += range(longer[0], longer[0] + left)
+    return np.sort(places[selected]), generator.random((count, 2))
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +52,7 @@ def load_masked_model(settings: EncoderSettings, tokenizer: Any, loss_fn: LossFn
         why = f"transformers has no masked-language head for a {config.model_type}"
         raise UserError(f"--model_name_or_path {name}: {why}: take an encoder of BERT's kind (docs/models.md)")
     set_dropout(config, settings.dropout)
-    config.tie_word_embeddings |= settings.new_head
+    config.tie_word_embeddings = settings.new_head or getattr(config, "tie_word_embeddings", True)
     attention = None if config.model_type == "big_bird" else settings.attn_implementation
     options: dict[str, Any] = {"dtype": torch.float32, **({"attn_implementation": attention} if attention else {})}
     set_seed(seed)
@@ -100,11 +101,9 @@ def predict_masked_only(model: Any, loss_fn: LossFn) -> None:
         if masked.ids is None:
             return F.linear(hidden, decoder.weight, decoder.bias)
         states, truth, rows = hidden.flatten(0, 1), masked.ids.flatten(), max(1, MOST_LOGITS // decoder.out_features)
-        parts = zip(states.split(rows), truth.split(rows), strict=True)
-        if len(truth) > rows and torch.is_grad_enabled():
-            losses = [cast(torch.Tensor, checkpoint(losses_of, *part, use_reentrant=False)) for part in parts]
-        else:
-            losses = [losses_of(*part) for part in parts]
+        again = partial(checkpoint, losses_of, use_reentrant=False, preserve_rng_state=False)
+        part_of = again if len(truth) > rows and torch.is_grad_enabled() else losses_of
+        losses = [part_of(*part) for part in zip(states.split(rows), truth.split(rows), strict=True)]
         return torch.cat(losses).view(*hidden.shape[:2], 2)
 
     model.register_forward_pre_hook(take, with_kwargs=True)
