@@ -61,6 +61,8 @@ PAGES: dict[str, list[list[str]]] = {
         ["label_errors", "--dataset", "demo:bbc", "--samples", "1500", "--folds", "3", "--epochs", "3"],
     ],
     "precision": [["precision", "--write"]],
+    "pretrain": [["pretrain", "--steps", "12", "--rounds", "2", "--write"]],
+    "models": [["models"]],
 }
 
 

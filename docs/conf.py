@@ -29,7 +29,7 @@ version = release = toolkit.__version__
 language, OTHER = ("zh_CN", "English") if CHINESE else ("en", "中文")
 extensions = ["myst_parser"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "benchmarks/results/*.md", "CHANGELOG.md", "changelog/*.md", "CONTRIBUTING.md", "SECURITY*.md"]
+include_patterns = ["docs/*.md", "benchmarks/results/*.md", "changelog/*.md", "C*.md", "SECURITY*.md"]
 translated = [str(path.relative_to(ROOT)) for folder in (ROOT, ROOT / "docs") for path in folder.glob("*.zh.md")]
 if CHINESE:
     source_suffix = {".zh.md": "markdown", ".md": "markdown"}
