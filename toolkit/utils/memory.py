@@ -55,24 +55,34 @@ def answer(batch: Any, recomputes: bool | None, error: Exception) -> str | None:
 
 
 def manage_freed_memory() -> None:
-    """After a step or a batch on a CPU: this process keeps the memory that it frees while there is plenty, and returns
-    it to the system otherwise. Where the C library is glibc and no variable configures it.
+    """After a step or a batch on a CPU: this process keeps the memory that it frees, until it has taken much of what
+    there is; from then on it returns it. Where the C library is glibc and no variable configures it.
 
     By default glibc returns a tensor of more than 32 MiB when it is freed; the next one takes new pages, each of which
     the kernel clears: half of a training step's time at 512 tokens.
     """
-    if (libc := _glibc()) is None:
+    if _glibc() is None:
         return
     import resource
 
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if peak < _KEPT_BELOW * machine_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, -1)
-    else:
-        for name, value in _RETURNED.items():
-            libc.mallopt(name, value)
-        libc.malloc_trim(0)
+        _keep()
+    elif _keep.cache_info().currsize:
+        _return()
+
+
+@functools.cache  # once: a process that has returned its memory does not keep it again
+def _keep() -> None:
+    _glibc().mallopt(_M_MMAP_MAX, 0)
+    _glibc().mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+@functools.cache  # once: each call would make the next step clear its pages anew
+def _return() -> None:
+    for name, value in _RETURNED.items():
+        _glibc().mallopt(name, value)
+    _glibc().malloc_trim(0)
 
 
 @functools.cache
